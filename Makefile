@@ -1,0 +1,49 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test check format bench bench-gpu campaign pictures clean
+
+demo: .venv/ready  ## an unguarded run dies, a guarded one lives
+	$(BIN)/nanproof demo
+
+test: .venv/ready  ## all tests, on two processes of one thread
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+
+check: .venv/ready  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/bench  ## what the guard costs on this CPU, beside other tools
+	$(BIN)/python benchmarks/cpu.py
+
+bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
+	$(PYTHON) benchmarks/gpu.py
+
+campaign: .venv/ready  ## thousands of random faults
+	$(BIN)/python benchmarks/campaign.py --faults 2400
+
+pictures: .venv/ready  ## the pictures in the README
+	$(BIN)/python docs/pictures/make.py
+
+.venv/pip: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	touch $@
+
+.venv/ready: .venv/pip pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+	touch $@
+
+.venv/bench: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

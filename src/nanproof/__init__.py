@@ -1,0 +1,51 @@
+"""nanproof keeps neural-network training numerically healthy: a bad step never reaches the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanproof.errors import NanproofError, TrainingHalted, UnsupportedError, UsageError
+    from nanproof.guard import Guard
+    from nanproof.policy import Policy
+    from nanproof.records import Diagnosis, Incident, StepRecord
+
+__version__ = "0.1.0"
+__all__ = [
+    "Diagnosis",
+    "Guard",
+    "Incident",
+    "NanproofError",
+    "Policy",
+    "StepRecord",
+    "TrainingHalted",
+    "UnsupportedError",
+    "UsageError",
+]
+
+_HOME = {
+    "Diagnosis": "records",
+    "Guard": "guard",
+    "Incident": "records",
+    "NanproofError": "errors",
+    "Policy": "policy",
+    "StepRecord": "records",
+    "TrainingHalted": "errors",
+    "UnsupportedError": "errors",
+    "UsageError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used: the command line and the readers of records never pay for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'nanproof' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"nanproof.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

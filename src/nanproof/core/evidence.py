@@ -1,0 +1,129 @@
+"""From a refused step to its incident: what kind, which parameters, which micro-batch, which rank. Runs on failure only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanproof.core.ranks import Ranks
+from nanproof.core.verdict import Reading
+from nanproof.records import Incident
+
+_NAMED = 8
+"""Culprits an incident lists at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """What the ranks saw of a bad step, the same on every rank."""
+
+    loss_bad: bool
+    buffers_bad: bool
+    weights_bad: bool
+    rank: int | None
+    micro_batch: int | None
+
+    @property
+    def only_gradients(self) -> bool:
+        """Loss, buffers and weights were fine: the trouble began in the gradients."""
+        return not (self.loss_bad or self.buffers_bad or self.weights_bad)
+
+    @classmethod
+    def hear(
+        cls, ranks: Ranks, reading: Reading, losses: Sequence[Tensor], probes: Sequence[Tensor], weights_bad: bool
+    ) -> Witness:
+        """Ask this rank, and the others where there are any. `losses` and `probes` hold one scalar a micro-batch."""
+        mine = _first_bad(losses)
+        loss_bad = mine is not None or not math.isfinite(reading.loss)
+        if mine is None:
+            mine = _first_bad(probes)
+        backwards = max(len(losses), len(probes))
+        micro = -1 if mine is None or backwards < 2 else mine
+        guilty_here = mine is not None or loss_bad or reading.bad_buffer > 0
+        said = ranks.gather([loss_bad, guilty_here, micro, reading.bad_buffer, weights_bad])
+        guilty = [rank for rank, (_, bad, *_) in said.items() if bad]
+        who = guilty[0] if guilty and ranks.together else None
+        micro = int(said[guilty[0]][2]) if guilty else -1
+        return cls(
+            loss_bad=any(s[0] for s in said.values()),
+            buffers_bad=any(s[3] for s in said.values()),
+            weights_bad=any(s[4] for s in said.values()),
+            rank=who,
+            micro_batch=micro if micro >= 0 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of a bad step, looked at: in place, or from a replay."""
+
+    norms: list[tuple[str, float]]
+    all_finite: bool
+    """Every element is finite, even if a norm is not."""
+
+
+def _first_bad(scalars: Sequence[Tensor]) -> int | None:
+    if not scalars:
+        return None
+    finite = torch.isfinite(torch.stack([s.detach().float() for s in scalars])).tolist()
+    return finite.index(False) if False in finite else None
+
+
+def make_incident(
+    step: int,
+    reading: Reading,
+    norms: list[tuple[str, float]],
+    witness: Witness,
+    gradients: Gradients | None,
+    broken: list[str],
+) -> Incident:
+    """Say what happened in one sentence, the earliest fault first: what is bad before a step makes all after it bad."""
+    norms = gradients.norms if gradients is not None else norms
+    guilty = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
+    several = f"{len(guilty)} of {len(norms)} gradients are non-finite"
+    if reading.weights_bad:
+        kind, message = "nonfinite-weight", "loss and gradients were finite, but the step made weights or moments non-finite"
+    elif witness.weights_bad:
+        kind, message = "nonfinite-weight", "weights or optimizer state were non-finite before the step: " + listed(broken)
+    elif witness.loss_bad:
+        kind = "nonfinite-loss"
+        own = not math.isfinite(reading.loss)
+        message = f"the loss is {reading.loss:.4g}" if own else "the loss of another rank or micro-batch is non-finite"
+        message += f"; {several}" if guilty else "; every gradient is finite"
+    elif witness.buffers_bad:
+        kind, message = "nonfinite-weight", "the forward made a buffer non-finite: " + listed(broken)
+    elif math.isfinite(reading.total):
+        kind, message = "spike", f"loss {reading.loss:.4g}, gradient norm {reading.total:.4g}: far above what is usual"
+        guilty = sorted(norms, key=lambda pair: -pair[1])
+    elif (gradients is not None and gradients.all_finite) or not guilty:
+        kind = "gradient-norm-overflow"
+        message = "every gradient is finite, but the sum of their squares is not; clipping would have set all of them to 0"
+    else:
+        kind, message = "nonfinite-gradient", f"the loss is finite ({reading.loss:.4g}), but {several}"
+    if witness.micro_batch is not None:
+        message += f"; micro-batch {witness.micro_batch}"
+    if witness.rank is not None:
+        message += f"; rank {witness.rank}"
+    return Incident(
+        step=step,
+        kind=kind,
+        action="skipped",
+        loss=reading.loss,
+        grad_norm=reading.total,
+        culprits=tuple(guilty[:_NAMED]),
+        rank=witness.rank,
+        micro_batch=witness.micro_batch,
+        message=message,
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """A few names, and how many more."""
+    if not names:
+        return "on another rank"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

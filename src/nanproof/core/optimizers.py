@@ -1,0 +1,169 @@
+"""How a verdict reaches the optimizer: on the device where that is exact, else through one read on the host.
+
+The fused optimizers of torch read two attributes of the optimizer, on CPU and CUDA alike: `found_inf` (1: leave parameters,
+moments and step count as they are) and `grad_scale` (divide the gradients by it). That is an exact skip and a free clip
+without asking the host. The combinations in which it is not exact are listed in `_obstacle`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from nanproof.core.parameters import Parameters, is_dtensor, unwrap
+from nanproof.core.verdict import Reading, Verdict
+from nanproof.errors import UnsupportedError, UsageError
+
+_FUSED = (Adam, AdamW, SGD, Adagrad)
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer itself: `found_inf` set on a wrapper (accelerate's) would be ignored."""
+    while not isinstance(optimizer, _FUSED) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "zero_grad")):
+        raise UsageError(
+            f"Guard(optimizer={type(optimizer).__name__}): this is no optimizer; pass an object with param_groups, state, "
+            "step() and zero_grad(), such as torch.optim.AdamW(model.parameters())"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "Guard cannot refuse a step of LBFGS, which evaluates the loss several times inside one: use another optimizer"
+        )
+    return optimizer  # type: ignore[no-any-return]
+
+
+class DevicePath:
+    """The verdict stays on the device: the fused kernel reads it."""
+
+    on_device = True
+
+    def __init__(self, optimizer: Optimizer, note: str, switched: bool) -> None:
+        self.optimizer = optimizer
+        self.description = f"device: {note}" if note else "device"
+        self._switched = switched
+        self._prepare()
+        self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
+
+    def step(self, verdict: Verdict) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = verdict.skip
+        if verdict.divisor is not None:
+            optimizer.grad_scale = verdict.divisor
+        try:
+            optimizer.step()
+        finally:
+            # Left behind, they would make a later GradScaler.step raise.
+            del optimizer.found_inf
+            if verdict.divisor is not None:
+                del optimizer.grad_scale
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _prepare(self) -> None:
+        """Make the state fit the fused kernels; again after `load_state_dict`, which restores the old flags."""
+        optimizer: Any = self.optimizer
+        if self._switched:
+            for group in (*optimizer.param_groups, optimizer.defaults):
+                group["fused"], group["foreach"] = True, False
+            optimizer._step_supports_amp_scaling = True
+            for p, state in optimizer.state.items():
+                step = state.get("step")
+                if step is not None:
+                    state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        if isinstance(optimizer, SGD):
+            # A skipped first step would leave an uninitialised buffer behind; zeros give the same first step.
+            for group in optimizer.param_groups:
+                for p in group["params"] if group["momentum"] else ():
+                    if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
+                        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+class HostPath:
+    """The verdict is read once a step, and a refused step is not taken."""
+
+    on_device = False
+
+    def __init__(self, optimizer: Optimizer, why: str) -> None:
+        self.optimizer = optimizer
+        self.description = f"host: {why}"
+
+    def step(self, reading: Reading, gradients: list[Tensor]) -> None:
+        if reading.bad:
+            return
+        divisor = reading.clip * (reading.scale or 1.0)
+        if divisor != 1:
+            dense = [g for g in gradients if not g.is_sparse]
+            if dense:
+                torch._foreach_div_(dense, divisor)
+            for g in gradients:
+                if g.is_sparse:
+                    g.div_(divisor)
+        self.optimizer.step()
+
+    def close(self) -> None:
+        pass
+
+
+def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) -> DevicePath | HostPath:
+    """The device path where it is exact; switches an optimizer whose user left `fused` and `foreach` unset to fused."""
+    if _fused_is_wrong(optimizer):
+        for group in (*optimizer.param_groups, optimizer.defaults):
+            group["fused"] = False
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        return HostPath(
+            optimizer, "torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach"
+        )
+    why = _obstacle(model, parameters, optimizer)
+    if why:
+        return HostPath(optimizer, why)
+    if all(group["fused"] for group in optimizer.param_groups):
+        return DevicePath(optimizer, "", switched=False)
+    return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused", switched=True)
+
+
+def _fused_is_wrong(optimizer: Optimizer) -> bool:
+    """The vectorised CPU kernel of fused SGD mixes up halves (seen in torch 2.11 and 2.13: weights off by 0.5 after 4 steps)."""
+    return type(optimizer) is SGD and any(
+        p.device.type == "cpu" and p.dtype in (torch.float16, torch.bfloat16)
+        for group in optimizer.param_groups
+        if group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        for p in group["params"]
+    )
+
+
+def _obstacle(model: nn.Module, parameters: Parameters, optimizer: Optimizer) -> str | None:
+    """Why the device path would not be exact, or None."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _FUSED:
+        return f"{name} has no fused form"
+    groups = optimizer.param_groups
+    asked = [group["fused"] for group in groups]
+    if not all(asked):
+        if any(flag is not None for flag in asked):
+            return f"{name}(fused=False) was asked for"
+        for flag in ("foreach", "differentiable", "capturable"):
+            if any(group.get(flag) for group in groups):
+                return f"{name}({flag}=True) was asked for"
+        if any(group["foreach"] is not None for group in groups):
+            return f"{name}(foreach=False) was asked for"
+        if any(p.dtype == torch.float16 and p.requires_grad for p in parameters.tensors):
+            return "trainable weights are fp16, and switching to fused would hide an underflow in the optimizer"
+    trainable = [p for p in parameters.tensors if p.requires_grad]
+    if any(not p.is_floating_point() for p in trainable):
+        return "the fused kernels take no complex parameters"
+    if any(getattr(module, "sparse", False) is True for module in unwrap(model).modules()):
+        return "the fused kernels take no sparse gradients"
+    if isinstance(optimizer, (SGD, Adagrad)) and any(is_dtensor(p) for p in trainable):
+        return f"fused {name} does not take sharded parameters"
+    if isinstance(optimizer, SGD) and any(g["momentum"] and g["dampening"] for g in groups):
+        return "SGD with dampening starts its momentum from the first gradient, which a refused first step would leave undefined"
+    devices = {p.device.type for p in trainable}
+    supported = {"cpu"} if isinstance(optimizer, Adagrad) else {"cpu", "cuda", "xpu", "mps"}
+    if not devices <= supported:
+        return f"fused {name} does not run on {', '.join(sorted(devices - supported))}"
+    return None

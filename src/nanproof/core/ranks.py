@@ -1,0 +1,80 @@
+"""Several ranks: who takes part, and what may be said between them.
+
+On the healthy path the guard adds no collective: verdicts come from reduced gradients, which are alike on every rank. Only
+when a step was refused, which all ranks learn at the same step, do they exchange a few numbers to name the guilty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanproof.core.parameters import is_dtensor
+from nanproof.errors import UnsupportedError
+
+
+class Ranks:
+    """The ranks that train this model together."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.rank, self.world = 0, 1
+        self._group: Any = None
+        self._device = device
+        self.together = False
+        """Whether the ranks are known to train one model, so that a collective may be entered on failure."""
+        self._ddp: nn.parallel.DistributedDataParallel | None = None
+        self._fsdp: Any = None
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        for module in model.modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise UnsupportedError(
+                    "Guard does not take the old FullyShardedDataParallel: use torch.distributed.fsdp.fully_shard"
+                )
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                self._ddp, self._group = module, module.process_group
+                self.together = True
+                break
+        sharded = next((p for p in model.parameters() if is_dtensor(p)), None)
+        if self._ddp is None and sharded is not None:
+            mesh = sharded.device_mesh  # type: ignore[attr-defined]
+            self._group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+            self._fsdp = model if hasattr(model, "set_requires_gradient_sync") else None
+            self.together = True
+        self.together = self.together and dist.get_world_size(self._group) > 1
+
+    @property
+    def several(self) -> bool:
+        return self.world > 1
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch: gradients are reduced with the last one only."""
+        if self._fsdp is not None:
+            self._fsdp.set_requires_gradient_sync(last)
+        with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
+            yield
+
+    def seed(self, loss: Tensor, bad_buffer: Tensor | None) -> Tensor:
+        """What backward starts from on several ranks. A bad loss or buffer seeds NaN, so that it travels to the others in the
+        gradients they reduce anyway: an Inf loss with finite gradients would else be one rank's secret."""
+        good = torch.isfinite(loss)
+        if bad_buffer is not None:
+            good = good & (bad_buffer == 0).to(loss.device, non_blocking=True)
+        return torch.where(good, 1.0, torch.nan).to(loss.dtype)
+
+    def gather(self, values: list[float]) -> dict[int, list[float]]:
+        """Every rank's numbers, by global rank. A collective: only where all ranks are known to come."""
+        if not self.together:
+            return {self.rank: values}
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device if self._device.type == "cuda" else "cpu")
+        size = dist.get_world_size(self._group)
+        out = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(out, mine, group=self._group)
+        return {dist.get_global_rank(self._group, i) if self._group else i: t.tolist() for i, t in enumerate(out)}

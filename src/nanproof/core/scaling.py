@@ -1,0 +1,40 @@
+"""The loss scale of a GradScaler, read and updated on the device.
+
+`scaler.step` is not used: it would unscale in a pass of its own and overwrite the verdict. The two private attributes of
+GradScaler used here hold the scale and the count of good steps since it last changed; tests pin them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossScale:
+    """A GradScaler seen from the guard."""
+
+    def __init__(self, scaler: Any, device: torch.device) -> None:
+        self._scaler = scaler
+        self._one = torch.ones((), device=device)
+
+    def value(self) -> Tensor:
+        """The current scale, as a tensor of its own."""
+        return self._scaler.scale(self._one)  # type: ignore[no-any-return]
+
+    def update(self, overflow: Tensor, frozen: Tensor) -> None:
+        """Halve after an overflow, grow after enough good steps; where `frozen`, stay as if the step had not been."""
+        s = self._scaler
+        scale, count = s._scale, s._growth_tracker
+        old_scale, old_count = scale.clone(), count.clone()
+        torch._amp_update_scale_(
+            scale, count, overflow.float(), s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval()
+        )
+        scale.copy_(torch.where(frozen, old_scale, scale))
+        count.copy_(torch.where(frozen, old_count, count))
+
+    def back_off(self) -> None:
+        """Halve now: the host found that an overflow was the scale's fault."""
+        overflow = torch.ones((), device=self._one.device)
+        self.update(overflow, overflow == 0)

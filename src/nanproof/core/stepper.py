@@ -1,0 +1,224 @@
+"""The device side of a step: from gradients to a verdict, through the optimizer, to the vector that reports it.
+
+Nothing here waits for the device on the device path. What the host makes of the report is the guard's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.core.context import learning_rates
+from nanproof.core.evidence import Gradients
+from nanproof.core.keepers import BufferKeeper, WeightKeeper
+from nanproof.core.optimizers import DevicePath, choose_path
+from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors
+from nanproof.core.ranks import Ranks
+from nanproof.core.scaling import LossScale
+from nanproof.core.stats import RunningStats
+from nanproof.core.telemetry import Courier
+from nanproof.core.verdict import Reading, Verdict, judge
+from nanproof.errors import UsageError
+from nanproof.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a step left for the host to read when the device has got that far."""
+
+    loss: Tensor
+    losses: list[Tensor]
+    """One scalar a backward, of this rank."""
+    probes: list[Tensor]
+    """The norm of one early gradient after each backward, before any reduction over ranks."""
+    names: tuple[str, ...]
+    present: list[int]
+    """Indices of the parameters that had a gradient."""
+    lr: tuple[float | Tensor, ...]
+    read: Callable[[], Reading]
+
+
+class Stepper:
+    """Owns everything on the device: norms, verdict, optimizer path, kept state, running statistics, loss scale."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | str | None, scaler: Any, policy: Policy
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.policy = policy
+        self.parameters = Parameters(model, optimizer)
+        if not any(p.requires_grad for p in self.parameters.tensors):
+            raise UsageError(
+                "Guard: the optimizer has no trainable parameter; set requires_grad on those to train, then build the optimizer"
+            )
+        device, dtype = self.parameters.device, self.parameters.dtype
+        self.ranks = Ranks(model, device)
+        self.path = choose_path(model, self.parameters, optimizer)
+        self.scale = LossScale(scaler, device) if scaler is not None and scaler.is_enabled() else None
+        self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
+        self.buffers = BufferKeeper(model)
+        self.weights = self._weight_keeper()
+        self._courier = Courier(device)
+        self._latch = torch.zeros((), dtype=torch.bool, device=device)
+        self._losses: list[Tensor] = []
+        self._probes: deque[Tensor] = deque(maxlen=1024)
+        self._probe = self._watch_one_gradient()
+
+    @property
+    def lag(self) -> int:
+        """Steps between a verdict and its record: none where the host reads the verdict anyway."""
+        if not self.path.on_device:
+            return 0
+        default = 2 if self.parameters.device.type == "cuda" else 0
+        return default if self.policy.lag is None else self.policy.lag
+
+    @property
+    def has_losses(self) -> bool:
+        return bool(self._losses)
+
+    def backward(self, loss: Tensor, scaled: bool = True) -> None:
+        """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
+        self._losses.append(loss.detach())
+        seed = self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
+        if self.scale is not None and scaled:
+            scale = self.scale.value().to(loss.device, non_blocking=True)
+            seed = scale if seed is None else seed * scale
+            loss = loss.float()
+        loss.backward(gradient=seed)
+
+    def forget(self) -> None:
+        """Clear gradients and what was noted of backwards since the last step."""
+        self._losses = []
+        self._probes.clear()
+        self.optimizer.zero_grad()
+
+    def step(self, loss: Tensor | None, again: bool) -> Report:
+        """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be run again, so a bad one
+        latches, and whether an overflow is the loss scale's fault can wait for a replay."""
+        parameters = self.parameters
+        losses, self._losses = self._losses, []
+        probes = list(self._probes)
+        self._probes.clear()
+        present = parameters.present()
+        if not present and not again and not parameters.foreign:
+            raise UsageError(
+                "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after"
+            )
+        lr = learning_rates(self.optimizer)
+        latching = again and self.lag > 0
+        summed = self._sum(losses)
+        own = self._scalar(loss) if loss is not None else summed
+        assert own is not None
+        gradients = parameters.gradients(present)
+        verdict = judge(
+            own,
+            parameters.norms(gradients),
+            also_finite=summed if loss is not None and len(losses) > 1 else None,
+            bad_buffer=self.buffers.look(),
+            loss_decides=not self.ranks.several,
+            scale=None if self.scale is None else self.scale.value(),
+            max_norm=self.max_norm,
+            stats=self.stats,
+            skip_spikes=self.policy.on_spike == "skip",
+            held=self._latch if latching else None,
+        )
+        verdict, read = self._apply(verdict, gradients)
+        refused = verdict.skip > 0 if verdict.weights_bad is None else (verdict.skip > 0) | verdict.weights_bad
+        self.stats.take(verdict.point, verdict.spike, ~refused)
+        self.buffers.settle(refused)
+        if self.scale is not None:
+            overflow = torch.zeros_like(verdict.overflow) if again else verdict.overflow & refused
+            self.scale.update(overflow, frozen=refused & ~overflow)
+        if latching:
+            self._latch.logical_or_(refused)
+        return Report(own, losses, probes, parameters.names, present, lr, read)
+
+    def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Verdict, Callable[[], Reading]]:
+        keeper, scaled = self.weights, self.scale is not None
+        if keeper is not None:
+            keeper.save()
+        if isinstance(self.path, DevicePath):
+            self.path.step(verdict)
+            if keeper is not None:
+                broken = keeper.broken() & (verdict.skip == 0)
+                keeper.put_back(broken)
+                verdict = replace(verdict, weights_bad=broken)
+            parcel = self._courier.send(verdict.pack())
+            return verdict, lambda: Reading.of(parcel(), scaled)
+        reading = Reading.of(verdict.pack().tolist(), scaled)
+        self.path.step(reading, gradients)
+        if keeper is not None and not reading.bad and (broken := keeper.broken()):
+            keeper.put_back_now()
+            verdict = replace(verdict, weights_bad=broken)
+            reading = replace(reading, weights_bad=True)
+        return verdict, lambda: reading
+
+    def release(self) -> None:
+        """Open the latch: the host has dealt with the bad step."""
+        self._latch.zero_()
+
+    def look_at_gradients(self, present: Sequence[int]) -> Gradients:
+        """Every element of the gradients that are there now. Waits; for failures only."""
+        names, tensors = self.parameters.names, self.parameters.tensors
+        there = [(names[i], g) for i in present if (g := tensors[i].grad) is not None]
+        norms = self.parameters.norms([g for _, g in there]).tolist()
+        said = self.ranks.gather([bool(nonfinite(there))])
+        return Gradients(
+            [(name, norm) for (name, _), norm in zip(there, norms, strict=True)], not any(s[0] for s in said.values())
+        )
+
+    def broken_state(self) -> list[str]:
+        """Names of non-finite weights, buffers and optimizer states. Waits; for failures and the end."""
+        return nonfinite(state_tensors(self.model, self.parameters, self.optimizer))
+
+    def close(self) -> None:
+        if self._probe is not None:
+            self._probe.remove()
+        self.buffers.close()
+        self.path.close()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether parameters were added to the optimizer since it was last looked at."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != self.parameters.count
+
+    def follow_optimizer(self) -> None:
+        """Take in the parameters the optimizer has now; no step may be under way."""
+        self.path.close()
+        self.parameters = Parameters(self.model, self.optimizer)
+        self.path = choose_path(self.model, self.parameters, self.optimizer)
+        self.weights = self._weight_keeper()
+
+    def _weight_keeper(self) -> WeightKeeper | None:
+        half, restore = WeightKeeper.needed(self.parameters.tensors, self.path.on_device, self.policy.half_weights)
+        return WeightKeeper(half, self.optimizer, restore) if half else None
+
+    def _watch_one_gradient(self) -> Any:
+        """A scalar a backward from one early, small parameter, before any reduction over ranks: bad gradients flow back to
+        it from almost everywhere, so it names the micro-batch and the rank."""
+        trainable = [p for p in self.parameters.tensors if p.requires_grad and not is_dtensor(p)]
+        if not trainable:
+            return None
+        chosen = next((p for p in trainable if p.numel() <= 1 << 16), trainable[0])
+
+        def look(p: Tensor) -> None:
+            if p.grad is not None and p.grad.layout is torch.strided:
+                self._probes.append(torch.linalg.vector_norm(p.grad.detach()))
+
+        return chosen.register_post_accumulate_grad_hook(look)
+
+    def _sum(self, losses: list[Tensor]) -> Tensor | None:
+        total = None
+        for loss in losses:
+            total = self._scalar(loss) if total is None else total + self._scalar(loss)
+        return total
+
+    def _scalar(self, loss: Tensor) -> Tensor:
+        return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)

@@ -1,0 +1,105 @@
+"""The way of records to the host, and from there to the disk.
+
+`Courier` carries a step's vector from the device through pinned memory; reading it later waits only if the device is more
+than the lag behind, in which case it still has that many steps of work queued. `Journal` appends lines of JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from nanproof.errors import UsageError
+from nanproof.records import VERSION, Incident, StepRecord, line
+
+log = logging.getLogger("nanproof")
+
+
+class Courier:
+    """Hands out parcels: call one to get the numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._free: deque[tuple[Tensor, Any]] = deque()
+
+    def send(self, vector: Tensor) -> Callable[[], list[float]]:
+        if not self._cuda:
+            return vector.tolist
+        host, event = self._slot(vector)
+        host.copy_(vector, non_blocking=True)
+        event.record()
+
+        def read() -> list[float]:
+            event.synchronize()
+            values: list[float] = host.tolist()
+            self._free.append((host, event))
+            return values
+
+        return read
+
+    def _slot(self, vector: Tensor) -> tuple[Tensor, Any]:
+        while self._free:
+            host, event = self._free.popleft()
+            if host.shape == vector.shape and host.dtype == vector.dtype:
+                return host, event
+        return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True), torch.cuda.Event()
+
+
+class Journal:
+    """`steps.jsonl` and `incidents.jsonl` in a run's folder; does nothing without one.
+
+    A disk that fills up while training stops the journal with a warning, never the run.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._files: dict[str, TextIO] = {}
+        self._names: tuple[str, ...] | None = None
+        if folder is None:
+            return
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in ("steps", "incidents"):
+                self._files[name] = open(self.folder / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"Guard(run_dir={str(folder)!r}) cannot be written: {error.strerror}. Choose a folder that can"
+            ) from error
+
+    def step(self, record: StepRecord) -> None:
+        if "steps" not in self._files:
+            return
+        if record.names is not self._names:
+            self._names = record.names
+            self._write("steps", {"v": VERSION, "kind": "header", "names": list(record.names)})
+        self._write("steps", record.to_json())
+
+    def incident(self, incident: Incident) -> None:
+        self._write("incidents", incident.to_json(), flush=True)
+
+    def close(self) -> None:
+        for name in list(self._files):
+            try:
+                self._files.pop(name).close()
+            except OSError as error:
+                log.warning("nanproof: %s.jsonl is incomplete: %s", name, error.strerror)
+
+    def _write(self, name: str, data: dict[str, Any], flush: bool = False) -> None:
+        file = self._files.get(name)
+        if file is None:
+            return
+        try:
+            file.write(line(data))
+            if flush:
+                for each in self._files.values():
+                    each.flush()
+        except OSError as error:
+            del self._files[name]
+            log.warning("nanproof: no more lines go to %s.jsonl: %s. Training goes on", name, error.strerror)

@@ -1,0 +1,35 @@
+"""What nanproof raises.
+
+NanproofError
+├── UsageError         the call cannot be right: what was wrong, where, and what to do (also a ValueError)
+├── UnsupportedError   the combination is known not to work; the message names what does
+└── TrainingHalted     the cap on refused steps was reached; carries the incident
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanproof.records import Incident
+
+
+class NanproofError(Exception):
+    """Base of everything nanproof raises on purpose."""
+
+
+class UsageError(NanproofError, ValueError):
+    """A call or an argument that cannot be right."""
+
+
+class UnsupportedError(NanproofError):
+    """A combination that is known not to work."""
+
+
+class TrainingHalted(NanproofError):
+    """Training was stopped because refusing more steps would only hide a bug."""
+
+    def __init__(self, message: str, incident: Incident) -> None:
+        super().__init__(message)
+        self.incident = incident
+        """The refused step that reached the cap."""

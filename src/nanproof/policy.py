@@ -1,0 +1,76 @@
+"""Policy: what the guard does when. Frozen, keyword-only, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nanproof.errors import UnsupportedError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What to do with a bad step, a spike, and too many of either. The defaults suit an ordinary run."""
+
+    max_consecutive_skips: int = 10
+    """Refused steps in a row that are tolerated; one more is the cap."""
+
+    max_skip_rate: float = 0.2
+    """Share of the last `skip_window` steps that may be refused; above it is the cap."""
+
+    skip_window: int = 100
+    """Steps over which `max_skip_rate` is counted."""
+
+    at_cap: Literal["halt", "rollback"] = "halt"
+    """At the cap: raise `TrainingHalted`. Rolling back needs checkpoints, which this version does not have yet."""
+
+    on_spike: Literal["clip", "skip", "record"] = "clip"
+    """A finite loss or gradient norm far above what is usual: clip it to `max_norm`, refuse the step, or only record it.
+    With `max_norm=None` nothing is ever clipped, so "clip" then records."""
+
+    spike_sensitivity: float = 8.0
+    """How many mean absolute deviations above the running mean make a spike. Smaller fires more often."""
+
+    warmup_steps: int = 20
+    """Accepted steps before a spike is judged at all, and before `max_norm="auto"` begins to clip."""
+
+    half_weights: Literal["auto", "restore", "look", "off"] = "auto"
+    """Trainable fp16 or bf16 weights after the step. "restore" copies weights and moments first and puts them back
+    if the step made any of them non-finite; "look" only reports. "auto" restores, except over bf16 weights under a
+    fused optimizer, whose fp32 arithmetic cannot overflow on finite gradients: there it only looks, and saves the copy."""
+
+    lag: int | None = None
+    """Steps between a verdict on the device and its record on the host. None: 0 on CPU, 2 on CUDA."""
+
+    history: int = 1000
+    """How many step records `guard.history` keeps in memory; `run_dir/steps.jsonl` keeps them all."""
+
+    def __post_init__(self) -> None:
+        self._choice("at_cap", ("halt", "rollback"))
+        self._choice("on_spike", ("clip", "skip", "record"))
+        self._choice("half_weights", ("auto", "restore", "look", "off"))
+        for name, least in (
+            ("max_consecutive_skips", 0),
+            ("skip_window", 1),
+            ("warmup_steps", 2),
+            ("history", 1),
+        ):
+            self._whole(name, least)
+        if self.lag is not None:
+            self._whole("lag", 0)
+        if not 0 <= self.max_skip_rate <= 1:
+            raise UsageError(f"Policy(max_skip_rate={self.max_skip_rate!r}): a share from 0 to 1 is needed")
+        if not self.spike_sensitivity > 0:
+            raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
+        if self.at_cap == "rollback":
+            raise UnsupportedError('Policy(at_cap="rollback") needs checkpoints, which this version does not have: use "halt"')
+
+    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise UsageError(f"Policy({name}={value!r}): choose one of {', '.join(map(repr, allowed))}")
+
+    def _whole(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"Policy({name}={value!r}): a whole number of at least {least} is needed")

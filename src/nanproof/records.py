@@ -1,0 +1,211 @@
+"""StepRecord, Incident, Diagnosis: what happened, as plain frozen data. No torch here, so that readers start fast.
+
+On disk every record is one line of strict JSON. A bare `NaN` is not JSON, so non-finite numbers are written as the
+strings "nan", "inf" and "-inf"; a gradient that was absent is null:
+
+    {"v":1,"kind":"header","names":["embed.weight","head.weight"]}
+    {"v":1,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1.0,"lr":[0.001],"scale":null,
+     "norms":["nan",null]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+ABSENT = -1.0
+"""Stands for "this parameter had no gradient" among norms, which are never negative."""
+
+KINDS = (
+    "nonfinite-loss",
+    "nonfinite-gradient",
+    "nonfinite-weight",
+    "gradient-norm-overflow",
+    "spike",
+    "divergence",
+    "no-learning",
+    "loss-scale-collapse",
+    "exception",
+    "generation",
+)
+ACTIONS = ("recorded", "clipped", "skipped", "rewound", "rolled-back", "halted")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step: what it was judged on, and what was done."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Norm of all gradients, before clipping and without the loss scale."""
+    action: str
+    """"stepped", "clipped" (and stepped) or "skipped"."""
+    clip: float
+    """What the gradients were divided by; 1.0 is no clipping."""
+    lr: tuple[float, ...]
+    """One a parameter group."""
+    scale: float | None
+    """The loss scale, if there is a GradScaler."""
+    spike: bool
+    """Loss or norm was far above what is usual."""
+    typical: tuple[float, float]
+    """Running mean of the logarithm of the norm, and of the loss, before this step."""
+    spread: tuple[float, float]
+    """Their running mean absolute deviations."""
+    weights_checked: bool
+    """The weights were looked at after the step, which cost a pass over them (half-precision weights only)."""
+    names: tuple[str, ...]
+    """Parameter names, shared by all records of a run."""
+    norms: array[float]
+    """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
+
+    @property
+    def by_parameter(self) -> dict[str, float]:
+        """Gradient norm by parameter name, for those that had a gradient."""
+        return {name: norm for name, norm in zip(self.names, self.norms, strict=True) if norm != ABSENT}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "v": VERSION,
+            "kind": "step",
+            "step": self.step,
+            "loss": encode(self.loss),
+            "grad_norm": encode(self.grad_norm),
+            "action": self.action,
+            "clip": encode(self.clip),
+            "lr": [encode(x) for x in self.lr],
+            "scale": encode(self.scale),
+            "spike": self.spike,
+            "typical": [encode(x) for x in self.typical],
+            "spread": [encode(x) for x in self.spread],
+            "weights_checked": self.weights_checked,
+            "norms": [None if x == ABSENT else encode(x) for x in self.norms],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], names: Iterable[str]) -> StepRecord:
+        """The inverse of `to_json`; `names` come from the header line. Numbers keep six significant digits on disk."""
+        norms = array("d", (ABSENT if x is None else decode(x) for x in data["norms"]))
+        return cls(
+            step=data["step"],
+            loss=decode(data["loss"]),
+            grad_norm=decode(data["grad_norm"]),
+            action=data["action"],
+            clip=decode(data["clip"]),
+            lr=tuple(decode(x) for x in data["lr"]),
+            scale=None if data["scale"] is None else decode(data["scale"]),
+            spike=data["spike"],
+            typical=(decode(data["typical"][0]), decode(data["typical"][1])),
+            spread=(decode(data["spread"][0]), decode(data["spread"][1])),
+            weights_checked=data["weights_checked"],
+            names=tuple(names),
+            norms=norms,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """Why it happened, where, how sure that is, and what to do."""
+
+    cause: str
+    confidence: float
+    phase: str | None = None
+    where: str | None = None
+    op: str | None = None
+    source: str | None = None
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    rank: int | None = None
+    evidence: tuple[str, ...] = ()
+    fix: str | None = None
+    verified: bool = False
+    alternatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """Something went wrong at a step."""
+
+    step: int
+    kind: str
+    action: str
+    loss: float | None = None
+    grad_norm: float | None = None
+    culprits: tuple[tuple[str, float], ...] = ()
+    """(parameter, gradient norm) of the guilty parameters, read before any clipping."""
+    rank: int | None = None
+    """The rank whose own loss or gradient was bad, where that can be told."""
+    micro_batch: int | None = None
+    """Index of the bad micro-batch of an accumulated step."""
+    message: str = ""
+    diagnosis: Diagnosis | None = None
+    bundle: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.action not in ACTIONS:
+            raise ValueError(f"unknown incident kind {self.kind!r} or action {self.action!r}")
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind}, {self.action}. {self.message}".rstrip()
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = _encode_tree(asdict(self))
+        return {"v": VERSION, **plain}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Incident:
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        values["culprits"] = tuple((name, decode(norm)) for name, norm in data["culprits"])
+        for name in ("loss", "grad_norm"):
+            values[name] = None if data[name] is None else decode(data[name])
+        if data["diagnosis"] is not None:
+            listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["diagnosis"].items()}
+            values["diagnosis"] = Diagnosis(**listed)
+        return cls(**values)
+
+
+def encode(x: float | None) -> float | str | None:
+    """A number as strict JSON can hold it: six significant digits, non-finite ones as strings."""
+    if x is None:
+        return None
+    if math.isfinite(x):
+        return float(f"{x:.6g}")
+    return "nan" if x != x else "inf" if x > 0 else "-inf"
+
+
+def decode(x: float | str) -> float:
+    return float(x)
+
+
+def _encode_tree(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {k: _encode_tree(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_encode_tree(v) for v in x]
+    return encode(x) if isinstance(x, float) else x
+
+
+def line(data: Mapping[str, Any]) -> str:
+    """One line of strict JSON; raises on a bare NaN rather than write what no reader accepts."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def read_steps(path: str | Path) -> Iterator[StepRecord]:
+    """Read a run's `steps.jsonl`. A last line cut short by a kill is left out."""
+    names: tuple[str, ...] = ()
+    with open(path, encoding="utf-8") as file:
+        for text in file:
+            if not text.endswith("\n"):
+                return
+            data = json.loads(text)
+            if data["kind"] == "header":
+                names = tuple(data["names"])
+            elif data["kind"] == "step":
+                yield StepRecord.from_json(data, names)
