@@ -143,13 +143,12 @@ def test_one_bad_rank_is_refused_by_all_and_named(kind):
         assert zero["oracle_incidents"] == 0, where
         [[step, what, rank, micro]] = zero["incidents"]
         assert (step, what) == (BAD, CASES[fault][0]), where
-        # A gradient that is bad with a finite loss is seen before reduction under DDP only; FSDP2 needs the replay for it.
-        assert rank == (None if kind == "fsdp2" and fault == "gradient" else 1), where
+        assert rank == 1, where
         assert micro == (0 if kwargs.get("accumulation") else None), where
 
 
 def test_no_collective_is_added_on_the_healthy_path():
-    """As many as clip_grad_norm_ does; under FSDP2 without clipping, one a step, without which a NaN in one shard stays its secret."""
+    """As many as clip_grad_norm_ does; one a step under FSDP2 without clipping, where a NaN in one shard would stay its secret."""
     jobs = [("test_ranks:collectives", (kind, max_norm), {}) for kind in ("ddp", "fsdp2") for max_norm in (1.0, None)]
     for (_, (kind, max_norm), _), (zero, one) in zip(jobs, two_ranks(*jobs), strict=True):
         assert zero == one

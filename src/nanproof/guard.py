@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from nanproof.core.caps import SkipCaps
 from nanproof.core.context import Hyperparameters, RandomState
-from nanproof.core.evidence import Gradients, Witness, listed, make_incident
+from nanproof.core.evidence import Gradients, Witness, activation_gradients, listed, make_incident
 from nanproof.core.optimizers import bare_optimizer
 from nanproof.core.stats import SpikeWatch
 from nanproof.core.stepper import Report, Stepper
@@ -254,8 +254,12 @@ class Guard:
         assert attempt.random is not None
         attempt.random.restore()
         try:
-            self._forward_backward(attempt, scaled=False)
-            return self._stepper.look_at_gradients(self._stepper.parameters.present())
+            with activation_gradients() as flags:
+                self._forward_backward(attempt, scaled=False)
+            gradients = self._stepper.look_at_gradients(self._stepper.parameters.present())
+            said = self._ranks.gather([any(flags)])
+            guilty = next((rank for rank, bad in said.items() if bad[0] and self._ranks.together), None)
+            return replace(gradients, rank=guilty)
         finally:
             self._stepper.forget()
             self._stepper.buffers.restore()
@@ -332,7 +336,7 @@ class Guard:
         witness = Witness.hear(self._ranks, reading, report.losses, report.probes, weights_bad)
         gradients = None
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
-            if again and (stepper.scale is not None or stepper.lag):
+            if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
                 gradients = self._replay(attempt)
                 if stepper.scale is not None and gradients.all_finite:
                     stepper.scale.back_off()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from nanproof.core.ranks import Ranks
 from nanproof.core.verdict import Reading
@@ -64,6 +67,29 @@ class Gradients:
     norms: list[tuple[str, float]]
     all_finite: bool
     """Every element is finite, even if a norm is not."""
+    rank: int | None = None
+    """The first rank on which a gradient went bad before any reduction; known from a replay only."""
+
+
+@contextmanager
+def activation_gradients() -> Iterator[list[Tensor]]:
+    """While open, notes for every module's output whether its gradient is bad: a bool a tensor, of this rank alone. Sharded
+    parameters show reduced gradients only, so this is what names the rank there. Costs a pass a tensor: for replays."""
+    flags: list[Tensor] = []
+
+    def look(gradient: Tensor) -> None:
+        flags.append(~torch.isfinite(gradient).all())
+
+    def on_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(look)
+
+    handle = register_module_forward_hook(on_forward)
+    try:
+        yield flags
+    finally:
+        handle.remove()
 
 
 def _first_bad(scalars: Sequence[Tensor]) -> int | None:
@@ -106,8 +132,9 @@ def make_incident(
         kind, message = "nonfinite-gradient", f"the loss is finite ({reading.loss:.4g}), but {several}"
     if witness.micro_batch is not None:
         message += f"; micro-batch {witness.micro_batch}"
-    if witness.rank is not None:
-        message += f"; rank {witness.rank}"
+    rank = witness.rank if witness.rank is not None or gradients is None else gradients.rank
+    if rank is not None:
+        message += f"; rank {rank}"
     return Incident(
         step=step,
         kind=kind,
@@ -115,7 +142,7 @@ def make_incident(
         loss=reading.loss,
         grad_norm=reading.total,
         culprits=tuple(guilty[:_NAMED]),
-        rank=witness.rank,
+        rank=rank,
         micro_batch=witness.micro_batch,
         message=message,
     )

@@ -10,6 +10,7 @@ gradients, so weights and moments are looked at after the step and, where a copy
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,20 +26,23 @@ _SMALL = 1 << 20
 """Buffers up to this many bytes are always kept; larger ones (masks, tables) from the first step that writes them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flat:
-    """All kept buffers of one dtype as two vectors: a few kernels settle them, however many there are."""
+    """The kept values of all buffers of one dtype and device, end to end: few kernels settle them, however many there are."""
 
     keys: list[Key]
-    live: list[Tensor]
-    kept: list[Tensor]
-    now: Tensor
+    shapes: list[torch.Size]
     was: Tensor
+    """The values at the last accepted step."""
+    now: Tensor
+    """The values after this step's forward."""
 
-    @classmethod
-    def of(cls, members: list[tuple[Key, Tensor, Tensor]]) -> _Flat:
-        keys, live, kept = (list(column) for column in zip(*members, strict=True))
-        return cls(keys, live, kept, torch.cat([x.reshape(-1) for x in live]), torch.cat([x.reshape(-1) for x in kept]))
+    def live(self) -> list[Tensor]:
+        return [local(owner._buffers[name].detach()) for owner, name in self.keys]  # type: ignore[union-attr]
+
+    def write(self, values: Tensor) -> None:
+        parts = values.split([shape.numel() for shape in self.shapes])
+        torch._foreach_copy_(self.live(), [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)])
 
 
 class BufferKeeper:
@@ -47,91 +51,109 @@ class BufferKeeper:
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrap(model)
         self._owners: list[nn.Module] = []
-        self._kept: dict[Key, Tensor] = {}
-        self._large: dict[Key, tuple[Tensor, int]] = {}
-        self._flat: list[_Flat] = []
-        self._layout: list[tuple[Key, int]] = []
+        self._flats: list[_Flat] = []
+        self._layout: list[tuple[Key, Any]] = []
+        self._untouched: dict[Key, tuple[Tensor, int]] = {}
+        """Large buffers, and their versions, that no forward has written yet."""
         self.refresh()
         self._hook = self._model.register_load_state_dict_post_hook(lambda *_: self.refresh())
 
     def refresh(self) -> None:
         """Take the buffers as they are now for good: at the start, and after weights were loaded."""
         self._owners = [module for module in self._model.modules() if module._buffers]
-        self._kept.clear()
-        self._large.clear()
-        for key, buffer in self._buffers():
-            if buffer.numel() * buffer.element_size() <= _SMALL or isinstance(key[0], nn.modules.batchnorm._NormBase):
-                self._kept[key] = buffer.detach().clone()
-            else:
-                self._large[key] = (buffer, buffer._version)
+        self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
+        self._rebuild({})
 
     def look(self) -> Tensor | None:
         """After the forward: 0 if all is well, else 1 + the place of the first element that it made non-finite, for `name_at`.
 
         On the device; None where no buffer can go bad.
         """
-        groups: dict[Any, list[tuple[Key, Tensor, Tensor]]] = {}
-        for key, buffer in self._buffers():
-            kept = self._kept.get(key)
-            if kept is None or kept.shape != buffer.shape or kept.dtype != buffer.dtype or kept.device != buffer.device:
-                self._admit(key, buffer)
-            else:
-                groups.setdefault((buffer.device, buffer.dtype), []).append((key, local(buffer.detach()), local(kept)))
-        self._flat = [_Flat.of(members) for members in groups.values()]
-        bad = [~torch.isfinite(flat.now) & torch.isfinite(flat.was) for flat in self._flat if flat.now.is_floating_point()]
+        for key, (buffer, version) in list(self._untouched.items()):
+            owner, name = key
+            if owner._buffers.get(name) is not buffer or buffer._version != version:
+                del self._untouched[key]
+        if self._layout != self._current_layout():
+            self._rebuild({key: part for flat in self._flats for key, part in _parts(flat)})
+        for flat in self._flats:
+            flat.now = _concatenate(flat.live())
+        bad = [~torch.isfinite(flat.now) & torch.isfinite(flat.was) for flat in self._floating()]
         if not bad:
             return None
         marks = bad[0] if len(bad) == 1 else torch.cat([x.to(bad[0].device, non_blocking=True) for x in bad])
-        floating = [flat for flat in self._flat if flat.now.is_floating_point()]
-        self._layout = [(key, live.numel()) for flat in floating for key, live in zip(flat.keys, flat.live, strict=True)]
         return torch.where(marks.any(), marks.to(torch.uint8).argmax() + 1, 0)
 
     def name_at(self, place: int) -> str:
         """The buffer that `look` pointed at."""
-        for (owner, name), size in self._layout:
-            place -= size
-            if place <= 0:
-                path = next((path for path, module in self._model.named_modules() if module is owner), "")
-                return f"{path}.{name}" if path else name
+        for flat in self._floating():
+            for (owner, name), shape in zip(flat.keys, flat.shapes, strict=True):
+                place -= shape.numel()
+                if place <= 0:
+                    path = next((path for path, module in self._model.named_modules() if module is owner), "")
+                    return f"{path}.{name}" if path else name
         return "a buffer"
 
     def settle(self, refused: Tensor) -> None:
-        """After the verdict: where it says so, put back the kept values; else keep the new ones. No host wait."""
-        for flat in self._flat:
-            good = torch.where(refused.to(flat.now.device, non_blocking=True), flat.was, flat.now)
-            parts = [part.view_as(live) for part, live in zip(good.split([x.numel() for x in flat.live]), flat.live, strict=True)]
-            torch._foreach_copy_(flat.live, parts)
-            torch._foreach_copy_(flat.kept, parts)
-        self._flat = []
+        """After the verdict, where it says so, put back the kept values; else keep the new ones. Waits for no device."""
+        for flat in self._flats:
+            if flat.now.device.type != "cpu":
+                flat.was = torch.where(refused.to(flat.now.device, non_blocking=True), flat.was, flat.now)
+                flat.write(flat.was)
+            elif refused:
+                flat.write(flat.was)
+            else:
+                flat.was = flat.now
 
     def restore(self) -> None:
         """Put back the kept values now."""
-        self.look()
-        for flat in self._flat:
-            torch._foreach_copy_(flat.live, flat.kept)
-        self._flat = []
+        for flat in self._flats:
+            flat.write(flat.was)
 
     def close(self) -> None:
         self._hook.remove()
 
-    def _admit(self, key: Key, buffer: Tensor) -> None:
-        """A buffer seen for the first time, or a large one that the forward turned out to write."""
-        known = self._large.get(key)
-        if known is not None and known[0] is buffer and known[1] == buffer._version:
-            return
-        if known is None and buffer.numel() * buffer.element_size() > _SMALL and key not in self._kept:
-            self._large[key] = (buffer, buffer._version)
-            return
-        self._large.pop(key, None)
-        self._kept[key] = buffer.detach().clone()
+    def _all(self) -> Iterator[tuple[Key, Tensor]]:
+        for module in self._owners:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
+                    yield (module, name), buffer
 
-    def _buffers(self) -> list[tuple[Key, Tensor]]:
-        return [
-            ((module, name), buffer)
-            for module in self._owners
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.layout is torch.strided and not buffer.is_meta
-        ]
+    def _current_layout(self) -> list[tuple[Key, Any]]:
+        return [(key, (x.device, x.dtype, x.shape)) for key, x in self._all() if key not in self._untouched]
+
+    def _rebuild(self, kept: dict[Key, Tensor]) -> None:
+        """Lay the kept values out anew; `kept` holds those that must survive, the rest are taken as they are now."""
+        self._layout = self._current_layout()
+        groups: dict[Any, list[Key]] = {}
+        for key, (device, dtype, _) in self._layout:
+            groups.setdefault((device, dtype), []).append(key)
+        self._flats = []
+        for (device, dtype), keys in groups.items():
+            live = [local(owner._buffers[name].detach()) for owner, name in keys]  # type: ignore[union-attr]
+            old = [kept.get(key) for key in keys]
+            usable = [
+                o if o is not None and (o.shape, o.dtype, o.device) == (x.shape, dtype, device) else x
+                for o, x in zip(old, live, strict=True)
+            ]
+            flat = _concatenate(usable)
+            self._flats.append(_Flat(keys, [x.shape for x in live], flat, flat))
+
+    def _floating(self) -> list[_Flat]:
+        return [flat for flat in self._flats if flat.now.is_floating_point()]
+
+
+def _always_kept(key: Key, buffer: Tensor) -> bool:
+    return buffer.numel() * buffer.element_size() <= _SMALL or isinstance(key[0], nn.modules.batchnorm._NormBase)
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _parts(flat: _Flat) -> Iterator[tuple[Key, Tensor]]:
+    parts = flat.was.split([shape.numel() for shape in flat.shapes])
+    for key, shape, part in zip(flat.keys, flat.shapes, parts, strict=True):
+        yield key, part.view(shape)
 
 
 class WeightKeeper:
