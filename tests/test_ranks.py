@@ -148,7 +148,7 @@ def test_one_bad_rank_is_refused_by_all_and_named(kind):
 
 
 def test_no_collective_is_added_on_the_healthy_path():
-    """As many as clip_grad_norm_ does; one a step under FSDP2 without clipping, where a NaN in one shard would stay its secret."""
+    """As many as clip_grad_norm_ does; one a step under FSDP2 without clipping, where a NaN in one shard would stay hidden."""
     jobs = [("test_ranks:collectives", (kind, max_norm), {}) for kind in ("ddp", "fsdp2") for max_norm in (1.0, None)]
     for (_, (kind, max_norm), _), (zero, one) in zip(jobs, two_ranks(*jobs), strict=True):
         assert zero == one

@@ -12,6 +12,7 @@ trained on, in order. The result is the run that never saw the bad batch, bit fo
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 
 from nanproof.core.caps import SkipCaps
 from nanproof.core.context import Hyperparameters, RandomState
-from nanproof.core.evidence import Gradients, Witness, activation_gradients, listed, make_incident
+from nanproof.core.evidence import Gradients, Witness, activation_gradients, largest, listed, make_incident
 from nanproof.core.optimizers import bare_optimizer
-from nanproof.core.stats import SpikeWatch
+from nanproof.core.stats import Finding, SpikeWatch
 from nanproof.core.stepper import Report, Stepper
 from nanproof.core.telemetry import Journal
 from nanproof.core.verdict import Reading
@@ -285,20 +286,7 @@ class Guard:
         self._caps.accepted()
         if attempt.batches is not None and attempt.hyper is None and self.scheduler is not None:
             self.scheduler.step()
-        finding = self._watch.see(record, self._ranks.several)
-        if finding is not None:
-            seen = finding.record
-            self._report(
-                Incident(
-                    step=seen.step,
-                    kind=finding.kind,
-                    action="clipped" if seen.action == "clipped" else "recorded",
-                    loss=seen.loss,
-                    grad_norm=seen.grad_norm,
-                    culprits=tuple(sorted(seen.by_parameter.items(), key=lambda pair: -pair[1])[:8]),
-                    message=finding.message,
-                )
-            )
+        self._report_finding(self._watch.see(record, self._ranks.several))
 
     def _refuse(self, attempt: _Attempt, report: Report, reading: Reading) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
@@ -316,6 +304,8 @@ class Guard:
                 attempt.hyper.restore(self.optimizer, self.scheduler)
             self._stepper.release()
         if incident is not None:
+            if not reading.total < torch.inf or not math.isfinite(reading.loss):
+                self._report_finding(self._watch.cut_short())
             cap = self._caps.refused()
             if cap:
                 incident = replace(incident, action="halted")
@@ -376,6 +366,22 @@ class Guard:
         self._journal.incident(incident)
         if self._ranks.rank == 0:
             log.warning("nanproof: %s", incident)
+
+    def _report_finding(self, finding: Finding | None) -> None:
+        if finding is None:
+            return
+        seen = finding.record
+        self._report(
+            Incident(
+                step=seen.step,
+                kind=finding.kind,
+                action="clipped" if seen.action == "clipped" else "recorded",
+                loss=seen.loss,
+                grad_norm=seen.grad_norm,
+                culprits=largest(seen.by_parameter.items()),
+                message=finding.message,
+            )
+        )
 
     def _report_exception(self, attempt: _Attempt, error: Exception) -> None:
         if isinstance(error, UsageError):

@@ -56,9 +56,9 @@ class StepRecord:
     spike: bool
     """Loss or norm was far above what is usual."""
     typical: tuple[float, float]
-    """Running mean of the logarithm of the norm, and of the loss, before this step."""
+    """What was usual before this step: running means of the logarithms of norm and loss (nanproof.core.stats)."""
     spread: tuple[float, float]
-    """Their running mean absolute deviations."""
+    """Their running deviations."""
     weights_checked: bool
     """The weights were looked at after the step, which cost a pass over them (half-precision weights only)."""
     names: tuple[str, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +124,7 @@ def make_incident(
         kind, message = "nonfinite-weight", "the forward made a buffer non-finite: " + listed(broken)
     elif math.isfinite(reading.total):
         kind, message = "spike", f"loss {reading.loss:.4g}, gradient norm {reading.total:.4g}: far above what is usual"
-        guilty = sorted(norms, key=lambda pair: -pair[1])
+        guilty = list(largest(norms))
     elif (gradients is not None and gradients.all_finite) or not guilty:
         kind = "gradient-norm-overflow"
         message = "every gradient is finite, but the sum of their squares is not; clipping would have set all of them to 0"
@@ -146,6 +146,11 @@ def make_incident(
         micro_batch=witness.micro_batch,
         message=message,
     )
+
+
+def largest(norms: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """The parameters with the largest gradients, largest first."""
+    return tuple(sorted(norms, key=lambda pair: -pair[1])[:_NAMED])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -36,6 +36,8 @@ class _Flat:
     """The values at the last accepted step."""
     now: Tensor
     """The values after this step's forward."""
+    meant: Tensor
+    """Bool: infinite from the start, and so on purpose (a mask of -inf)."""
 
     def live(self) -> list[Tensor]:
         return [local(owner._buffers[name].detach()) for owner, name in self.keys]  # type: ignore[union-attr]
@@ -86,12 +88,20 @@ class BufferKeeper:
     def name_at(self, place: int) -> str:
         """The buffer that `look` pointed at."""
         for flat in self._floating():
-            for (owner, name), shape in zip(flat.keys, flat.shapes, strict=True):
+            for key, shape in zip(flat.keys, flat.shapes, strict=True):
                 place -= shape.numel()
                 if place <= 0:
-                    path = next((path for path, module in self._model.named_modules() if module is owner), "")
-                    return f"{path}.{name}" if path else name
+                    return self._name(key)
         return "a buffer"
+
+    def broken(self) -> list[str]:
+        """Names of the buffers that are non-finite now, without those that are infinite on purpose. Waits: for failures."""
+        bad = []
+        for flat in self._floating():
+            marks = ~torch.isfinite(_concatenate(flat.live())) & ~flat.meant
+            parts = marks.split([shape.numel() for shape in flat.shapes])
+            bad += [self._name(key) for key, part in zip(flat.keys, parts, strict=True) if part.any()]
+        return bad
 
     def settle(self, refused: Tensor) -> None:
         """After the verdict, where it says so, put back the kept values; else keep the new ones. Waits for no device."""
@@ -136,7 +146,11 @@ class BufferKeeper:
                 for o, x in zip(old, live, strict=True)
             ]
             flat = _concatenate(usable)
-            self._flats.append(_Flat(keys, [x.shape for x in live], flat, flat))
+            self._flats.append(_Flat(keys, [x.shape for x in live], flat, flat, torch.isinf(flat)))
+
+    def _name(self, key: Key) -> str:
+        path = next((path for path, module in self._model.named_modules() if module is key[0]), "")
+        return f"{path}.{key[1]}" if path else key[1]
 
     def _floating(self) -> list[_Flat]:
         return [flat for flat in self._flats if flat.now.is_floating_point()]

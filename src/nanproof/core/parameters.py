@@ -147,12 +147,9 @@ def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def state_tensors(model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
-    """Every tensor whose health decides whether training can go on: weights, buffers, optimizer state."""
-    inner = unwrap(model)
-    for name, parameter in inner.named_parameters():
+    """Weights and optimizer state, by name."""
+    for name, parameter in unwrap(model).named_parameters():
         yield clean_name(name), parameter
-    for name, buffer in inner.named_buffers():
-        yield clean_name(name), buffer
     for name, p in zip(parameters.names, parameters.tensors, strict=True):
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):

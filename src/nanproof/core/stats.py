@@ -1,7 +1,8 @@
 """What is usual for this run: running statistics of loss and gradient norm, and what becomes of a spike.
 
-`RunningStats` lives on the device, so that a verdict can use it without the host. It takes accepted, finite steps only,
-and each at most as far from the mean as a few deviations: one NaN cannot blind it and one outlier cannot move it far.
+Both are taken on a logarithmic scale, where noise has about the same size all through a run. `RunningStats` lives on the
+device, so that a verdict can use it without the host. It takes accepted, finite steps only, and each at most as far from
+the mean as a few deviations: one NaN cannot blind it and one outlier cannot move it far.
 
 `SpikeWatch` lives on the host and decides what a spike was. One large value proves nothing: the start of a new kind of
 data looks the same. A spike is an incident when the steps after it are normal again (an outlier batch, dated to its
@@ -19,44 +20,63 @@ from torch import Tensor
 
 from nanproof.records import StepRecord
 
-WINDOW = 100
-"""Steps the running statistics remember, roughly."""
+MEAN_WINDOW = 20
+"""Steps the running mean remembers, roughly: short, so that it follows a run that learns fast."""
+SPREAD_WINDOW = 100
+"""Steps the running deviation remembers."""
 CLAMP = 4.0
 """Deviations from the mean that one step can count for; also where `max_norm="auto"` clips."""
 NEW_LEVEL = 10
 """Spikes in a row after which they are what is usual: the statistics start over."""
+LEAST_SPIKE = (math.log(4.0), math.log(1.5))
+"""A spike is at least four times the usual norm, or half as much again as the usual loss."""
+LEAST_CLIP = math.log(1.5)
+"""`max_norm="auto"` never clips below this much above the usual norm."""
+SMALLEST_LOSS = 1e-8
+"""Where the logarithmic scale of the loss becomes linear, so that it can cross zero."""
+
 Level: TypeAlias = tuple[float, float]
-_LEAST_NORM_SPIKE = math.log(4.0)
-_LEAST_AUTO_CLIP = math.log(1.5)
+"""(logarithm of the gradient norm, logarithm of the loss)"""
+
+
+def log_loss(loss: float) -> float:
+    """The loss on a logarithmic scale that also takes zero and negative losses."""
+    return math.copysign(math.log1p(abs(loss) / SMALLEST_LOSS), loss)
+
+
+def unlog_loss(level: float) -> float:
+    return math.copysign(math.expm1(min(abs(level), 700)) * SMALLEST_LOSS, level)
 
 
 class RunningStats:
-    """Running mean and mean absolute deviation of (log of the gradient norm, loss), as device tensors."""
+    """Running mean and deviation of log norm and log loss, as device tensors.
+
+    The deviation is that from one step to the next, divided by the square root of 2: the same as around a mean, but a
+    trend does not count as noise.
+    """
+
+    STATE = ("count", "streak", "mean", "spread", "last")
 
     def __init__(self, device: torch.device, dtype: torch.dtype, warmup: int, sensitivity: float) -> None:
         self.warmup = warmup
         self.sensitivity = sensitivity
-        self.count = torch.zeros((), device=device, dtype=dtype)
-        self.streak = torch.zeros((), device=device, dtype=dtype)
-        self.mean = torch.zeros(2, device=device, dtype=dtype)
-        self.spread = torch.zeros(2, device=device, dtype=dtype)
-        # A spike is at least 4 times the usual norm, or half as much again as the usual loss.
-        self._floor = torch.tensor([_LEAST_NORM_SPIKE, 1e-6], device=device, dtype=dtype)
-        self._floor_by_mean = torch.tensor([0.0, 0.5], device=device, dtype=dtype)
+        self.count, self.streak = (torch.zeros((), device=device, dtype=dtype) for _ in range(2))
+        self.mean, self.spread, self.last = (torch.zeros(2, device=device, dtype=dtype) for _ in range(3))
+        self._least_spike = torch.tensor(LEAST_SPIKE, device=device, dtype=dtype)
         self._tiny = torch.finfo(dtype).tiny
 
     def point(self, total: Tensor, loss: Tensor) -> Tensor:
-        """Where this step lies; a norm of exactly 0 counts as the smallest number."""
-        return torch.stack((total.clamp(min=self._tiny).log(), loss))
+        """Where this step lies. A norm of exactly 0 counts as the smallest number."""
+        log_norm = total.clamp(min=self._tiny).log()
+        return torch.stack((log_norm, torch.copysign((loss.abs() / SMALLEST_LOSS).log1p(), loss)))
 
     def is_spike(self, point: Tensor) -> Tensor:
-        floor = torch.addcmul(self._floor, self._floor_by_mean, self.mean.abs())
-        band = torch.maximum(self.spread * self.sensitivity, floor)
+        band = torch.maximum(self.spread * self.sensitivity, self._least_spike)
         return (point - self.mean > band).any() & (self.count >= self.warmup)
 
     def auto_limit(self) -> Tensor:
         """The norm to clip to when `max_norm="auto"`; infinite until there is something to go by."""
-        limit = (self.mean[0] + (self.spread[0] * CLAMP).clamp(min=_LEAST_AUTO_CLIP)).exp()
+        limit = (self.mean[0] + (self.spread[0] * CLAMP).clamp(min=LEAST_CLIP)).exp()
         return torch.where(self.count >= self.warmup, limit, torch.inf)
 
     def take(self, point: Tensor, spike: Tensor, accepted: Tensor) -> None:
@@ -66,25 +86,26 @@ class RunningStats:
         """
         self.streak.copy_(torch.where(spike, self.streak + 1, torch.where(accepted, 0, self.streak)))
         settled = self.streak < NEW_LEVEL
-        self.count.mul_(settled)
-        self.spread.mul_(settled)
-        self.streak.mul_(settled)
-        rate = (self.count + 1).reciprocal().clamp(min=1 / WINDOW)
-        gap = point - self.mean
-        bound = torch.where(self.count >= self.warmup, self.spread * CLAMP + self._floor * 0.1, torch.inf)
-        gap = torch.where(accepted, torch.minimum(torch.maximum(gap, -bound), bound), 0)
-        # The first step sets the mean; its gap from nothing is no deviation.
-        deviation = torch.where(accepted & (self.count > 0), gap.abs() - self.spread, 0)
-        self.mean.add_(gap * rate)
-        self.spread.add_(deviation * rate)
+        for tensor in (self.count, self.streak, self.spread):
+            tensor.mul_(settled)
+        age = self.count + 1
+        bound = torch.where(self.count >= self.warmup, self.spread * CLAMP + self._least_spike / 4, torch.inf)
+        gap = torch.where(accepted, torch.minimum(torch.maximum(point - self.mean, -bound), bound), 0)
+        value = self.mean + gap
+        change = torch.minimum((value - self.last).abs() / math.sqrt(2), bound)
+        self.last.copy_(torch.where(accepted, value, self.last))
+        self.mean.add_(gap / age.clamp(max=MEAN_WINDOW))
+        # The first step has no step before it to differ from.
+        change = torch.where(accepted & (self.count > 0), change - self.spread, 0)
+        self.spread.add_(change / self.count.clamp(min=1, max=SPREAD_WINDOW))
         self.count.add_(accepted)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone() for name in ("count", "streak", "mean", "spread")}
+        return {name: getattr(self, name).clone() for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, value in state.items():
-            getattr(self, name).copy_(value)
+        for name in self.STATE:
+            getattr(self, name).copy_(state[name])
 
 
 @dataclass(frozen=True)
@@ -98,34 +119,32 @@ class Finding:
 
 @dataclass
 class _Episode:
-    """A jump, and what came after it. A level is (log of the gradient norm, loss)."""
+    """A jump, and what came after it."""
 
     record: StepRecord
     peak: Level
     usual: Level
     spread: Level
     grows_by: float
-    """How many times further from the usual the loss must go for this to be divergence."""
+    """How many times the loss of the jump a loss must reach for this to be divergence."""
     after: list[Level] = field(default_factory=list)
-
-    @property
-    def jump(self) -> Level:
-        return self.peak[0] - self.usual[0], self.peak[1] - self.usual[1]
 
     @property
     def jumped(self) -> list[int]:
         """Which of norm and loss jumped: only those have to return."""
-        return [i for i in (0, 1) if self.jump[i] > 4 * self.spread[i]]
+        return [i for i in (0, 1) if self.peak[i] - self.usual[i] > max(4 * self.spread[i], LEAST_CLIP)]
 
     def returned(self) -> int:
         """How many of the steps after it are nearer to the usual than to the peak."""
-        return sum(all(x[i] - self.usual[i] < self.jump[i] / 2 for i in self.jumped) for x in self.after)
+        return sum(all(2 * x[i] < self.usual[i] + self.peak[i] for i in self.jumped) for x in self.after)
 
-    def grew_to(self) -> float | None:
-        """The loss it has grown to, if it is much further off than at the jump."""
+    def has_grown(self, level: float) -> bool:
+        return 1 in self.jumped and level - self.peak[1] > math.log(self.grows_by)
+
+    def later(self) -> float:
+        """The middle of the later half of the losses after it."""
         later = sorted(x[1] for x in self.after[len(self.after) // 2 :])
-        middle = later[len(later) // 2]
-        return middle if 1 in self.jumped and middle - self.usual[1] > self.grows_by * self.jump[1] else None
+        return later[len(later) // 2]
 
 
 class SpikeWatch:
@@ -138,7 +157,9 @@ class SpikeWatch:
     PATIENCE = 20
     """Steps after which a jump that did neither is a new level, and forgotten."""
     BLOWN_UP = 10.0
-    """Times the run's first values, or times 0.01: loss and norm both lie there when a run blows up at once."""
+    """Times the run's first values: loss and norm both lie there when a run blows up before anything was usual."""
+    NOTHING = 0.1
+    """A loss below this has not blown up, however small it was at first."""
     EARLY = 20
     """Steps within which that is looked for; afterwards there is something usual to compare with."""
 
@@ -151,15 +172,15 @@ class SpikeWatch:
     def see(self, record: StepRecord, several_ranks: bool) -> Finding | None:
         """Take the next accepted step, in order. On several ranks only the norm is alike on all: it stands in for the loss."""
         log_norm = math.log(max(record.grad_norm, 1e-300))
-        level, usual, spread = (log_norm, record.loss), record.typical, record.spread
+        level, usual, spread = (log_norm, log_loss(record.loss)), record.typical, record.spread
         if several_ranks:
-            usual_norm = math.exp(usual[0])
-            level, usual, spread = (log_norm, record.grad_norm), (usual[0], usual_norm), (spread[0], spread[0] * usual_norm)
+            level, usual, spread = (log_norm, log_norm), (usual[0], usual[0]), (spread[0], spread[0])
         self._seen += 1
         if len(self._first) < 3:
             self._first.append(level)
         start = min(x[0] for x in self._first), min((x[1] for x in self._first), key=abs)
-        blown_up = level[0] - start[0] > math.log(self.BLOWN_UP) and level[1] > self.BLOWN_UP * max(abs(start[1]), 0.01)
+        far = math.log(self.BLOWN_UP)
+        blown_up = level[0] - start[0] > far and level[1] - start[1] > far and (several_ranks or record.loss > self.NOTHING)
         self._diverged = self._diverged and blown_up
         if self._episode is not None:
             return self._judge(self._episode, level)
@@ -169,6 +190,14 @@ class SpikeWatch:
             self._episode = _Episode(record, level, start, (0.0, 0.0), grows_by=1.5)
         return None
 
+    def cut_short(self) -> Finding | None:
+        """The next step was non-finite. If the loss had been growing without end, that is what it was."""
+        episode = self._episode
+        self._episode = None
+        if episode is None or not episode.after or not episode.has_grown(episode.after[-1][1]):
+            return None
+        return self._divergence(episode, episode.after[-1][1])
+
     def _judge(self, episode: _Episode, level: Level) -> Finding | None:
         episode.after.append(level)
         seen, spike = len(episode.after), episode.record
@@ -177,19 +206,22 @@ class SpikeWatch:
             return Finding(
                 "spike",
                 spike,
-                f"loss {spike.loss:.4g} and gradient norm {spike.grad_norm:.4g} where {episode.usual[1]:.4g} and "
-                f"{math.exp(episode.usual[0]):.4g} are usual; the next steps were normal again: an outlier batch",
+                f"loss {spike.loss:.4g} and gradient norm {spike.grad_norm:.4g} where {unlog_loss(spike.typical[1]):.4g} and "
+                f"{math.exp(spike.typical[0]):.4g} are usual; the next steps were normal again: an outlier batch",
             )
-        grown = episode.grew_to() if seen >= self.GROWTH and not self._diverged else None
-        if grown is not None:
-            self._episode, self._diverged = None, True
-            message = (
-                f"jumped from {episode.usual[1]:.4g} to {episode.peak[1]:.4g} and kept growing, to {grown:.4g} after {seen} steps"
-            )
-            return Finding("divergence", spike, message)
+        if seen >= self.GROWTH and not self._diverged and episode.has_grown(episode.later()):
+            return self._divergence(episode, episode.later())
         if seen >= self.PATIENCE:
             self._episode = None
         return None
+
+    def _divergence(self, episode: _Episode, now: float) -> Finding:
+        self._episode, self._diverged = None, True
+        times = math.exp(now - episode.usual[1])
+        message = (
+            f"loss {episode.record.loss:.4g}, and growing: after {len(episode.after)} steps {times:.3g} times what it was before"
+        )
+        return Finding("divergence", episode.record, message)
 
     def state_dict(self) -> dict[str, Any]:
         """What must outlive a restart. A jump still being watched does not."""

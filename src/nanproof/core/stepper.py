@@ -176,7 +176,7 @@ class Stepper:
 
     def broken_state(self) -> list[str]:
         """Names of non-finite weights, buffers and optimizer states. Waits; for failures and the end."""
-        return nonfinite(state_tensors(self.model, self.parameters, self.optimizer))
+        return nonfinite(state_tensors(self.model, self.parameters, self.optimizer)) + self.buffers.broken()
 
     def close(self) -> None:
         if self._probe is not None:

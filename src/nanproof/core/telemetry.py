@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -102,4 +103,6 @@ class Journal:
                     each.flush()
         except OSError as error:
             del self._files[name]
+            with suppress(OSError):
+                file.close()
             log.warning("nanproof: no more lines go to %s.jsonl: %s. Training goes on", name, error.strerror)
