@@ -28,6 +28,8 @@ class Courier:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._free: deque[tuple[Tensor, Any]] = deque()
+        self.waits = 0
+        """How often the device was more than the lag behind when its numbers were due."""
 
     def send(self, vector: Tensor) -> Callable[[], list[float]]:
         if not self._cuda:
@@ -37,7 +39,9 @@ class Courier:
         event.record()
 
         def read() -> list[float]:
-            event.synchronize()
+            if not event.query():
+                self.waits += 1
+                event.synchronize()
             values: list[float] = host.tolist()
             self._free.append((host, event))
             return values
