@@ -10,13 +10,10 @@ import platform
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from variants import RESULTS, VARIANTS, compare, llama, save, table
-
-
-def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(input_ids=batch, labels=batch).loss
+from model import Llama, next_token_loss
+from variants import RESULTS, VARIANTS, compare, save, table
 
 
 def cpu_name() -> str:
@@ -34,11 +31,12 @@ def main() -> None:
     args = parser.parse_args()
 
     def build() -> nn.Module:
-        return llama(hidden=256, layers=6, heads=4, intermediate=688, vocab=4096)
+        torch.manual_seed(0)
+        return Llama(hidden=256, layers=6, heads=4, kv_heads=4, intermediate=688, vocab=4096, length=64)
 
     parameters = sum(p.numel() for p in build().parameters())
     batch = torch.randint(0, 4096, (4, 64))
-    rows = compare(build, loss_fn, batch, rounds=args.rounds, steps=2, names=args.only)
+    rows = compare(build, next_token_loss, batch, rounds=args.rounds, steps=2, names=args.only)
     title = f"whole step, Llama of {parameters / 1e6:.1f} M fp32 parameters, batch 4 x 64, {torch.get_num_threads()} threads"
     print(table(title, rows))
     path = save(

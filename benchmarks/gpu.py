@@ -11,6 +11,7 @@ python benchmarks/gpu.py --out DIR        # about five minutes on an H200
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -24,16 +25,18 @@ from torch import Tensor, nn
 
 import nanproof
 from adamw_kernel import AdamWKernel
-from variants import VARIANTS, compare, llama, save, table
+from model import Llama, next_token_loss
+from variants import VARIANTS, compare, save, table
 
 
 def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        return model(input_ids=batch, labels=batch).loss
+        return next_token_loss(model, batch)
 
 
 def small_llama() -> nn.Module:
-    return llama(hidden=1024, layers=16, heads=16, intermediate=2816, vocab=32000).cuda()
+    torch.manual_seed(0)
+    return Llama(hidden=1024, layers=16, heads=16, kv_heads=16, intermediate=2816, vocab=32000, length=1024).cuda()
 
 
 def milliseconds(f: Callable[[], Any], repeat: int) -> float:
@@ -57,7 +60,7 @@ def copy_bandwidth() -> float:
 def optimizer_part(rounds: int) -> dict[str, Any]:
     """All variants on the same parameters and gradients, in alternating rounds."""
     with torch.device("cuda"):
-        model = llama(hidden=2048, layers=22, heads=32, intermediate=5632, vocab=32000)
+        model = Llama(hidden=2048, layers=22, heads=32, kv_heads=4, intermediate=5632, vocab=32000, length=2048)
     parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.randn_like(p)
@@ -210,6 +213,7 @@ def memory() -> dict[str, float]:
     batch = torch.randint(0, 32000, (8, 1024), device="cuda")
     peaks = {}
     for name in ("plain clip + step", "nanproof guard.train_step"):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -218,6 +222,7 @@ def memory() -> dict[str, float]:
                 step(batch)
         torch.cuda.synchronize()
         peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del step
     print("peak memory: " + ", ".join(f"{name} {mib:.0f} MiB" for name, mib in peaks.items()))
     return peaks
 

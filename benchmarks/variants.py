@@ -190,23 +190,6 @@ SLOW = ("isnan loop", "mean-and-std skip", "stabilityguard", "DebugUnderflowOver
 """Timed in fewer rounds: their ratios are far from 1."""
 
 
-def llama(hidden: int, layers: int, heads: int, intermediate: int, vocab: int, **kwargs: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=intermediate,
-        vocab_size=vocab,
-        use_cache=False,
-        **kwargs,
-    )
-    return LlamaForCausalLM(config)
-
-
 def compare(
     build: Callable[[], nn.Module], loss_fn: LossFn, batch: Any, *, rounds: int, steps: int, names: list[str], device: str = "cpu"
 ) -> dict[str, dict[str, float]]:

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 import nanproof
+from nanproof.core.kernels import Kernels
+from nanproof.core.stats import RunningStats
+from nanproof.core.verdict import judge
 from toys import Lion, Run, batches, finite, mse, net, poison, whole_state
 
 pytestmark = pytest.mark.gpu
 BAD = {0, 3, 4, 7, 19}
 STEPS = 20
+
+
+@contextmanager
+def syncs_raise():
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def to_cuda(batch):
@@ -75,22 +93,22 @@ def test_the_host_never_waits(whole):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     data = [to_cuda(b) for b in batches(60)]
+
+    def one(guard, batch):
+        if whole:
+            guard.train_step(batch)
+        else:
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            guard.backward(loss)
+            guard.step(loss)
+
     with nanproof.Guard(model, optimizer, loss_fn=mse, scheduler=scheduler, max_norm="auto") as guard:
-        for i, batch in enumerate(data):
-            if i == 10:
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                if whole:
-                    guard.train_step(batch)
-                else:
-                    optimizer.zero_grad()
-                    loss = mse(model, batch)
-                    guard.backward(loss)
-                    guard.step(loss)
-            finally:
-                if i == len(data) - 1:
-                    torch.cuda.set_sync_debug_mode("default")
+        for batch in data[:10]:
+            one(guard, batch)
+        with syncs_raise():
+            for batch in data[10:]:
+                one(guard, batch)
     assert len(guard.history) == 60 and guard.incidents == []
 
 
@@ -153,9 +171,11 @@ def test_fused_sgd_over_half_weights_is_right_on_cuda(dtype, momentum):
 def test_compiled_models_work():
     model = net(dropout=0.0).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with nanproof.Guard(torch.compile(model), optimizer, loss_fn=mse) as guard:
-        for i, batch in enumerate(map(to_cuda, batches(8))):
-            guard.train_step(poison(batch) if i == 4 else batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with nanproof.Guard(torch.compile(model), optimizer, loss_fn=mse) as guard:
+            for i, batch in enumerate(map(to_cuda, batches(8))):
+                guard.train_step(poison(batch) if i == 4 else batch)
     assert [i.step for i in guard.incidents] == [4] and finite(model, optimizer)
 
 
@@ -174,3 +194,80 @@ def test_fsdp2_on_one_rank(tmp_path):
         assert [i.step for i in guard.incidents] == [4]
     finally:
         dist.destroy_process_group()
+
+
+SHAPES = [(1,), (3,), (7, 9), (4096,), (4097,), (65536,), (65537,), (300, 1000), (1000003,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_norm_kernel_agrees_with_float64(dtype):
+    """Within 1e-6 of the truth, for sizes around its chunks, whatever the addresses."""
+    kernels = Kernels.available(torch.device("cuda", 0), torch.float32)
+    assert kernels is not None
+    for seed in range(5):
+        torch.manual_seed(seed)
+        gradients = [(torch.randn(shape, device="cuda") * 10.0 ** (seed - 2)).to(dtype) for shape in SHAPES]
+        truth = torch.stack([g.double().norm() for g in gradients])
+        torch.testing.assert_close(kernels.norms(gradients).double(), truth, rtol=1e-6, atol=0)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        gradients[7][299, 999] = bad
+        norms = kernels.norms(gradients).tolist()
+        assert [math.isfinite(x) for x in norms] == [i != 7 for i in range(len(SHAPES))]
+        assert (norms[7] != norms[7]) == (bad != bad)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, "auto"])
+@pytest.mark.parametrize("skip_spikes", [True, False])
+@pytest.mark.parametrize("loss_decides", [True, False])
+def test_the_verdict_kernel_agrees_with_plain_torch(max_norm, skip_spikes, loss_decides):
+    """400 steps with NaN, Inf, spikes, a new level, bad buffers and a latch: the same decisions, numbers within 1e-4."""
+    device = torch.device("cuda", 0)
+    kernels = Kernels.available(device, torch.float32)
+    g = torch.Generator().manual_seed(3)
+    stats = [RunningStats(device, torch.float32, 20, 8.0) for _ in range(2)]
+    latches = [torch.zeros((), device=device) for _ in range(2)]
+    for step in range(400):
+        norms = torch.rand(130, generator=g).exp() * (50 if 200 < step < 260 else 1)
+        loss = torch.rand((), generator=g) + (2 if step < 300 else -0.5)
+        kind = int(torch.randint(0, 12, (), generator=g))
+        if kind == 0:
+            norms[5] = float("nan")
+        elif kind == 1:
+            loss = loss * float("inf")
+        elif kind == 2:
+            norms *= 1e4
+        elif kind == 3:
+            norms[7] = 3e38
+        buffer = torch.tensor(17 if kind == 4 else 0, device=device)
+        norms, loss = norms.to(device), loss.to(device)
+        fast = kernels.judge(loss, norms, None, buffer, loss_decides, max_norm, stats[0], skip_spikes, latches[0])
+        slow = judge(
+            loss,
+            norms,
+            also_finite=None,
+            bad_buffer=buffer,
+            loss_decides=loss_decides,
+            scale=None,
+            max_norm=max_norm,
+            stats=stats[1],
+            skip_spikes=skip_spikes,
+            held=latches[1] > 0,
+        )
+        assert fast.skip.item() == slow.skip.item(), step
+        assert (fast.divisor is None) == (slow.divisor is None)
+        torch.testing.assert_close(fast.packed, slow.packed, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"step {step}")
+        refused = slow.skip > 0
+        stats[1].take(slow.learned.point, slow.learned.spike, ~refused)
+        latches[1].copy_(torch.maximum(latches[1], refused.float()))
+        assert latches[0].item() == latches[1].item()
+        torch.testing.assert_close(stats[0].state, stats[1].state, rtol=1e-4, atol=1e-4, msg=f"step {step}")
+        if step % 3 == 0:
+            for latch in latches:
+                latch.zero_()
+    assert stats[0].count > 20
+
+
+def test_the_kernels_are_in_use():
+    model = net().cuda()
+    guard = nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=mse)
+    assert guard._stepper._kernels is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+class NormKernels(Protocol):
+    """What `nanproof.core.kernels` offers; None means that it does not apply."""
+
+    def norms(self, gradients: list[Tensor]) -> Tensor | None: ...
+
+
 class Parameters:
     """The tensors an optimizer updates, in the optimizer's order, each once."""
 
@@ -75,6 +81,7 @@ class Parameters:
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in self.tensors)
         self.dtype = torch.float64 if wide else torch.float32
         """What norms accumulate in."""
+        self._dense = all(_fills_its_memory(local(p)) for p in self.tensors)
 
     def present(self) -> list[int]:
         """Indices of the parameters that have a gradient now."""
@@ -94,7 +101,7 @@ class Parameters:
             gradients.append(g)
         return gradients
 
-    def norms(self, gradients: list[Tensor]) -> Tensor:
+    def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None) -> Tensor:
         """The 2-norm of each gradient, whole across shards, as one vector on `self.device`.
 
         Sharded gradients cost the one all_reduce that `clip_grad_norm_` does; plain ones none.
@@ -105,16 +112,20 @@ class Parameters:
         for i, g in enumerate(gradients):
             groups.setdefault(_group_key(g), []).append(i)
         if len(groups) == 1:
-            return self._group_norms(gradients)
+            return self._group_norms(gradients, kernels)
         found: list[Tensor] = [None] * len(gradients)  # type: ignore[list-item]
         for indices in groups.values():
-            norms = self._group_norms([gradients[i] for i in indices])
+            norms = self._group_norms([gradients[i] for i in indices], kernels)
             for i, norm in zip(indices, norms.unbind(), strict=True):
                 found[i] = norm
         return torch.stack(found)
 
-    def _group_norms(self, gradients: list[Tensor]) -> Tensor:
+    def _group_norms(self, gradients: list[Tensor], kernels: NormKernels | None) -> Tensor:
         first = gradients[0]
+        if kernels is not None and self._dense and first.layout is torch.strided and not is_dtensor(first):
+            norms = kernels.norms(gradients)
+            if norms is not None:
+                return norms
         if first.is_sparse:
             gradients = [g.coalesce().values() for g in gradients]
         if first.is_complex():
@@ -123,6 +134,17 @@ class Parameters:
         if is_dtensor(norms):
             norms = norms.full_tensor()  # type: ignore[attr-defined]
         return norms.to(self.device, non_blocking=True)
+
+
+def _fills_its_memory(p: Tensor) -> bool:
+    """Whether the elements, in whatever order, are one block of memory: then a norm can read it straight through."""
+    strides = sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1)
+    expected = 1
+    for stride, size in strides:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _group_key(gradient: Tensor) -> Any:

@@ -41,11 +41,11 @@ Level: TypeAlias = tuple[float, float]
 
 def log_loss(loss: float) -> float:
     """The loss on a logarithmic scale that also takes zero and negative losses."""
-    return math.copysign(math.log1p(abs(loss) / SMALLEST_LOSS), loss)
+    return math.copysign(math.log(1 + abs(loss) / SMALLEST_LOSS), loss)
 
 
 def unlog_loss(level: float) -> float:
-    return math.copysign(math.expm1(min(abs(level), 700)) * SMALLEST_LOSS, level)
+    return math.copysign((math.exp(min(abs(level), 700)) - 1) * SMALLEST_LOSS, level)
 
 
 class RunningStats:
@@ -55,20 +55,20 @@ class RunningStats:
     trend does not count as noise.
     """
 
-    STATE = ("count", "streak", "mean", "spread", "last")
-
     def __init__(self, device: torch.device, dtype: torch.dtype, warmup: int, sensitivity: float) -> None:
         self.warmup = warmup
         self.sensitivity = sensitivity
-        self.count, self.streak = (torch.zeros((), device=device, dtype=dtype) for _ in range(2))
-        self.mean, self.spread, self.last = (torch.zeros(2, device=device, dtype=dtype) for _ in range(3))
+        self.state = torch.zeros(8, device=device, dtype=dtype)
+        """All of it end to end, as the kernel wants it; the rest are views."""
+        self.count, self.streak = self.state[0], self.state[1]
+        self.mean, self.spread, self.last = self.state[2:4], self.state[4:6], self.state[6:8]
         self._least_spike = torch.tensor(LEAST_SPIKE, device=device, dtype=dtype)
         self._tiny = torch.finfo(dtype).tiny
 
     def point(self, total: Tensor, loss: Tensor) -> Tensor:
         """Where this step lies. A norm of exactly 0 counts as the smallest number."""
         log_norm = total.clamp(min=self._tiny).log()
-        return torch.stack((log_norm, torch.copysign((loss.abs() / SMALLEST_LOSS).log1p(), loss)))
+        return torch.stack((log_norm, torch.copysign((1 + loss.abs() / SMALLEST_LOSS).log(), loss)))
 
     def is_spike(self, point: Tensor) -> Tensor:
         band = torch.maximum(self.spread * self.sensitivity, self._least_spike)
@@ -101,11 +101,10 @@ class RunningStats:
         self.count.add_(accepted)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone() for name in self.STATE}
+        return {"state": self.state.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name in self.STATE:
-            getattr(self, name).copy_(state[name])
+        self.state.copy_(state["state"])
 
 
 @dataclass(frozen=True)

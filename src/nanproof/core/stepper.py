@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from nanproof.core.context import learning_rates
 from nanproof.core.evidence import Gradients
 from nanproof.core.keepers import BufferKeeper, WeightKeeper
+from nanproof.core.kernels import Kernels
 from nanproof.core.optimizers import DevicePath, choose_path
 from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors
 from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
 from nanproof.core.stats import RunningStats
 from nanproof.core.telemetry import Courier
-from nanproof.core.verdict import Reading, Verdict, judge
+from nanproof.core.verdict import Learned, Reading, Verdict, judge
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
 
@@ -66,7 +67,9 @@ class Stepper:
         self.buffers = BufferKeeper(model)
         self.weights = self._weight_keeper()
         self._courier = Courier(device)
-        self._latch = torch.zeros((), dtype=torch.bool, device=device)
+        self._latch = torch.zeros((), device=device)
+        """1 after a bad step, until the host has dealt with it."""
+        self._kernels = Kernels.available(device, dtype) if self.path.on_device else None
         self._losses: list[Tensor] = []
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe = self._watch_one_gradient()
@@ -117,48 +120,63 @@ class Stepper:
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
         gradients = parameters.gradients(present)
-        verdict = judge(
-            own,
-            parameters.norms(gradients),
-            also_finite=summed if loss is not None and len(losses) > 1 else None,
-            bad_buffer=self.buffers.look(),
-            loss_decides=not self.ranks.several,
-            scale=None if self.scale is None else self.scale.value(),
-            max_norm=self.max_norm,
-            stats=self.stats,
-            skip_spikes=self.policy.on_spike == "skip",
-            held=self._latch if latching else None,
-        )
-        verdict, read = self._apply(verdict, gradients)
-        refused = verdict.skip > 0 if verdict.weights_bad is None else (verdict.skip > 0) | verdict.weights_bad
-        self.stats.take(verdict.point, verdict.spike, ~refused)
+        norms = parameters.norms(gradients, self._kernels)
+        also = summed if loss is not None and len(losses) > 1 else None
+        bad_buffer = self.buffers.look()
+        latch = self._latch if latching else None
+        alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
+        if self._kernels is not None and self.scale is None and self.weights is None:
+            verdict = self._kernels.judge(own, norms, also, bad_buffer, alone, self.max_norm, self.stats, skip_spikes, latch)
+        else:
+            verdict = judge(
+                own,
+                norms,
+                also_finite=also,
+                bad_buffer=bad_buffer,
+                loss_decides=alone,
+                scale=None if self.scale is None else self.scale.value(),
+                max_norm=self.max_norm,
+                stats=self.stats,
+                skip_spikes=skip_spikes,
+                held=None if latch is None else latch > 0,
+            )
+        refused, read = self._apply(verdict, gradients)
         self.buffers.settle(refused)
-        if self.scale is not None:
-            overflow = torch.zeros_like(verdict.overflow) if again else verdict.overflow & refused
-            self.scale.update(overflow, frozen=refused & ~overflow)
-        if latching:
-            self._latch.logical_or_(refused)
+        if verdict.learned is not None:
+            self._learn(verdict.learned, refused, again, latch)
         return Report(own, losses, probes, parameters.names, present, lr, read)
 
-    def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Verdict, Callable[[], Reading]]:
+    def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Tensor, Callable[[], Reading]]:
+        """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later."""
         keeper, scaled = self.weights, self.scale is not None
+        refused = verdict.skip > 0
         if keeper is not None:
             keeper.save()
         if isinstance(self.path, DevicePath):
             self.path.step(verdict)
             if keeper is not None:
-                broken = keeper.broken() & (verdict.skip == 0)
+                broken = keeper.broken() & ~refused
                 keeper.put_back(broken)
-                verdict = replace(verdict, weights_bad=broken)
-            parcel = self._courier.send(verdict.pack())
-            return verdict, lambda: Reading.of(parcel(), scaled)
-        reading = Reading.of(verdict.pack().tolist(), scaled)
+                verdict.packed[Verdict.WEIGHTS_BAD] = broken
+                refused = refused | broken
+            parcel = self._courier.send(verdict.packed)
+            return refused, lambda: Reading.of(parcel(), scaled)
+        reading = Reading.of(verdict.packed.tolist(), scaled)
         self.path.step(reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()
-            verdict = replace(verdict, weights_bad=broken)
             reading = replace(reading, weights_bad=True)
-        return verdict, lambda: reading
+            refused = refused | broken
+        return refused, lambda: reading
+
+    def _learn(self, learned: Learned, refused: Tensor, again: bool, latch: Tensor | None) -> None:
+        self.stats.take(learned.point, learned.spike, ~refused)
+        if self.scale is not None:
+            # Whether an overflow is the scale's fault shows in a replay; without one it is taken to be.
+            overflow = torch.zeros_like(learned.overflow) if again else learned.overflow & refused
+            self.scale.update(overflow, frozen=refused & ~overflow)
+        if latch is not None:
+            latch.copy_(torch.maximum(latch, refused.to(latch.dtype)))
 
     def release(self) -> None:
         """Open the latch: the host has dealt with the bad step."""
@@ -168,7 +186,7 @@ class Stepper:
         """Every element of the gradients that are there now. Waits; for failures only."""
         names, tensors = self.parameters.names, self.parameters.tensors
         there = [(names[i], g) for i in present if (g := tensors[i].grad) is not None]
-        norms = self.parameters.norms([g for _, g in there]).tolist()
+        norms = self.parameters.norms([g for _, g in there], None).tolist()
         said = self.ranks.gather([bool(nonfinite(there))])
         return Gradients(
             [(name, norm) for (name, _), norm in zip(there, norms, strict=True)], not any(s[0] for s in said.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,48 +15,30 @@ from nanproof.records import ABSENT, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Device tensors; `pack` turns them into the one vector that travels to the host."""
+    """Device tensors. The optimizer reads `skip` and `divisor`; `packed` travels to the host, where it becomes a `Reading`."""
 
-    loss: Tensor
-    norms: Tensor
-    """Of each gradient present, before clipping, loss scale taken out."""
-    total: Tensor
-    bad: Tensor
-    """Bool: this step must not be taken."""
+    HEAD: ClassVar[int] = 12
+    """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad, and
+    the running means and deviations of norm and loss before this step."""
+    WEIGHTS_BAD: ClassVar[int] = 7
+
     skip: Tensor
-    """Float32, exactly 0 or 1: `bad`, or held because an earlier step was bad. What the fused kernels read."""
-    clip: Tensor
-    """At least 1: what clipping divides the gradients by."""
+    """Float32, exactly 0 or 1: the step is bad, or held because an earlier one was. What the fused kernels read."""
     divisor: Tensor | None
-    """Float32: clip times loss scale, what the fused kernels divide by; None when there is neither."""
-    scale: Tensor | None
+    """Float32: clip times loss scale, what the gradients are divided by; None when there is neither."""
+    packed: Tensor
+    learned: Learned | None = None
+    """What the statistics still have to take; None when the kernel has done that already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What follows from a verdict after the optimizer's step, when it is known whether that made the weights bad."""
+
+    point: Tensor
+    spike: Tensor
     overflow: Tensor
     """Bool: the gradients are non-finite although the loss is finite."""
-    spike: Tensor
-    point: Tensor
-    mean: Tensor
-    spread: Tensor
-    bad_buffer: Tensor | None
-    """Above 0: the forward made a buffer non-finite, whatever loss and gradients say, and which; see BufferKeeper."""
-    weights_bad: Tensor | None = None
-    """Bool: the step itself made a weight non-finite (looked at for half-precision weights only)."""
-
-    HEAD = 12
-
-    def pack(self) -> Tensor:
-        dtype, zero = self.norms.dtype, torch.zeros_like(self.total)
-        head = (
-            self.loss,
-            self.total,
-            self.clip,
-            self.bad,
-            self.spike,
-            zero if self.scale is None else self.scale,
-            zero if self.bad_buffer is None else self.bad_buffer,
-            zero if self.weights_bad is None else self.weights_bad,
-        )
-        scalars = torch.stack([x.to(self.total.device, dtype, non_blocking=True) for x in head])
-        return torch.cat((scalars, self.mean, self.spread, self.norms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +52,7 @@ class Reading:
     spike: bool
     scale: float | None
     bad_buffer: int
+    """Above 0: the forward made a buffer non-finite, whatever loss and gradients say, and which; see BufferKeeper."""
     weights_bad: bool
     typical: tuple[float, float]
     spread: tuple[float, float]
@@ -148,23 +132,17 @@ def judge(
     if max_norm is not None:
         # The 1e-6 is clip_grad_norm_'s.
         limit: float | Tensor = stats.auto_limit() if isinstance(max_norm, str) else max_norm
-        clip = ((total + 1e-6) / limit).clamp(min=1)
+        clip = (total + 1e-6) / limit
+        clip = torch.where(clip > 1, clip, 1)
     divisor = None
     if max_norm is not None or scale is not None:
         divisor = (clip if scale is None else clip * scale).float()
+    zero = torch.zeros_like(total)
+    head = (loss, total, clip, bad, spike, zero if scale is None else scale, zero if bad_buffer is None else bad_buffer, zero)
+    scalars = torch.stack([x.to(total.device, total.dtype, non_blocking=True) for x in head])
     return Verdict(
-        loss=loss,
-        norms=norms,
-        total=total,
-        bad=bad,
         skip=(bad if held is None else bad | held).float(),
-        clip=clip,
         divisor=divisor,
-        scale=scale,
-        overflow=~norm_finite & loss_finite if loss_decides else ~norm_finite,
-        spike=spike,
-        point=point,
-        mean=stats.mean,
-        spread=stats.spread,
-        bad_buffer=bad_buffer,
+        packed=torch.cat((scalars, stats.mean, stats.spread, norms)),
+        learned=Learned(point, spike, ~norm_finite & loss_finite if loss_decides else ~norm_finite),
     )
