@@ -69,7 +69,7 @@ if triton is not None:
         """One coordinate of RunningStats.take; `i` is 0 for the norm and 1 for the loss."""
         mean, last = tl.load(state + 2 + i), tl.load(state + 6 + i)
         spread = tl.load(state + 4 + i) * settled
-        bound = tl.where(warm, spread * bound_scale + least / 4, float("inf"))
+        bound = tl.where(warm, tl.maximum(spread * bound_scale, least), float("inf"))
         gap = tl.where(accepted, tl.minimum(tl.maximum(point - mean, -bound), bound), 0.0)
         value = mean + gap
         change = tl.minimum(tl.abs(value - last) * 0.7071067811865476, bound)

@@ -25,7 +25,7 @@ MEAN_WINDOW = 20
 SPREAD_WINDOW = 100
 """Steps the running deviation remembers."""
 CLAMP = 4.0
-"""Deviations from the mean that one step can count for; also where `max_norm="auto"` clips."""
+"""Deviations from the mean that one step can count for, or the least spike; also where `max_norm="auto"` clips."""
 NEW_LEVEL = 10
 """Spikes in a row after which they are what is usual: the statistics start over."""
 LEAST_SPIKE = (math.log(4.0), math.log(1.5))
@@ -89,7 +89,7 @@ class RunningStats:
         for tensor in (self.count, self.streak, self.spread):
             tensor.mul_(settled)
         age = self.count + 1
-        bound = torch.where(self.count >= self.warmup, self.spread * CLAMP + self._least_spike / 4, torch.inf)
+        bound = torch.where(self.count >= self.warmup, torch.maximum(self.spread * CLAMP, self._least_spike), torch.inf)
         gap = torch.where(accepted, torch.minimum(torch.maximum(point - self.mean, -bound), bound), 0)
         value = self.mean + gap
         change = torch.minimum((value - self.last).abs() / math.sqrt(2), bound)

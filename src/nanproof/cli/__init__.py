@@ -1,0 +1,28 @@
+"""The command line: one file a command. Starting it does not import torch; a command does that when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nanproof import __version__
+from nanproof.cli.demo import demo
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command()(demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"nanproof {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Keeps neural-network training numerically healthy: a bad step never reaches the weights."""

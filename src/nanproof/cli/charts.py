@@ -1,0 +1,27 @@
+"""A curve in the terminal: a few rows of block characters, and a cross where there is no number to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def curve(values: Sequence[float], width: int, height: int, top: float, bottom: float) -> list[str]:
+    """Rows of text, highest first, each `width` characters. A column with any non-finite value is a cross."""
+    if not values:
+        return [" " * width] * height
+    columns = [
+        values[i * len(values) // width : max((i + 1) * len(values) // width, i * len(values) // width + 1)] for i in range(width)
+    ]
+    rows = [[" "] * width for _ in range(height)]
+    for x, column in enumerate(columns):
+        if not all(map(math.isfinite, column)):
+            rows[height - 1][x] = "×"
+            continue
+        share = (sum(column) / len(column) - bottom) / max(top - bottom, 1e-12)
+        filled = round(min(max(share, 0.0), 1.0) * (8 * height - 1)) + 1
+        for y in range(height):
+            rows[height - 1 - y][x] = _EIGHTHS[min(max(filled - 8 * y, 0), 8)]
+    return ["".join(row) for row in rows]

@@ -1,0 +1,15 @@
+"""A slice of the campaign: `make campaign` runs the whole of it."""
+
+import pytest
+
+from campaign import campaign
+
+
+@pytest.mark.parametrize("seed", [1000, 2000])
+def test_random_faults_are_caught_and_healthy_steps_left_alone(seed):
+    tally = campaign(faults=160, seed=seed)
+    assert tally.problems == []
+    assert tally.injected >= 160 and tally.caught > tally.injected / 2
+    assert (tally.reached, tally.false_alarms, tally.hangs) == (0, 0, 0)
+    assert tally.healthy > 800
+    assert any(name.startswith("one rank's") for name in tally.by_fault)
