@@ -84,7 +84,7 @@ def test_files_stay_readable():
         "import nanproof",
         "from nanproof import Incident, Policy, StepRecord, TrainingHalted",
         "import nanproof.cli",
-        "from typer.testing import CliRunner as R; from nanproof.cli import app; assert R().invoke(app, ['--help']).exit_code == 0",
+        "from typer.testing import CliRunner as R; import nanproof.cli as c; assert R().invoke(c.app, ['--help']).exit_code == 0",
     ],
 )
 def test_torch_is_not_imported_before_it_is_needed(code):
