@@ -35,16 +35,19 @@ def cell(part: dict[str, Any], name: str) -> str:
 def cost_table() -> str:
     gpu, cpu = load("gpu"), load("cpu")
     columns = [gpu["optimizer part"], gpu["whole step"], cpu["whole step"]]
+    where = gpu["device"]
+    heads = (f"{where}: optimizer's part, 1.1 B", f"{where}: whole step, 271 M Llama", "CPU: whole step, 7 M Llama")
     lines = [
-        f"| time as a ratio to the first row, in the same run | {gpu['device']}: optimizer's part, 1.1 B | {gpu['device']}: whole step, 271 M Llama | CPU: whole step, 7 M Llama |",
+        "| time as a ratio to the first row, in the same run | " + " | ".join(heads) + " |",
         "|---|---:|---:|---:|",
     ]
     lines += [f"| {label} | " + " | ".join(cell(part, name) for part in columns) + " |" for name, label in ROWS.items()]
     first = [part["rows"]["plain clip + step"]["ms"] for part in columns]
     lines.append("")
     lines.append(
-        f"First row in milliseconds: {first[0]:.1f}, {first[1]:.1f} and {first[2]:.0f}. {gpu['device']} with torch {gpu['torch']}, {gpu['date']}; "
-        f"{cpu['device']}, torch {cpu['torch']}, {cpu['date']}. Medians of alternating rounds."
+        f"First row in milliseconds: {first[0]:.1f}, {first[1]:.1f} and {first[2]:.0f}. "
+        f"{where} with torch {gpu['torch']}, {gpu['date']}; {cpu['device']}, torch {cpu['torch']}, {cpu['date']}. "
+        "Medians of alternating rounds."
     )
     return "\n".join(lines)
 
@@ -52,8 +55,9 @@ def cost_table() -> str:
 def campaign_line() -> str:
     c = load("campaign")
     return (
-        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {c['harmless']} accepted because they changed nothing that matters, "
-        f"{c['reached']} reached the weights; {c['false_alarms']} false alarms on {c['healthy']} healthy steps; {c['hangs']} hangs."
+        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {c['harmless']} accepted because they changed nothing "
+        f"that matters, {c['reached']} reached the weights; {c['false_alarms']} false alarms on {c['healthy']} healthy steps; "
+        f"{c['hangs']} hangs."
     )
 
 

@@ -856,6 +856,37 @@ def test_an_exception_inside_a_step_leaves_an_incident_and_a_note():
     assert any("training step 0" in note for note in getattr(raised.value, "__notes__", ["training step 0"]))
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_training_can_go_on_after_an_exception(lag):
+    """The batch that raised leaves no trace in weights, moments or buffers, even if an earlier bad one is still under way."""
+
+    def fail_late(model, batch):
+        loss = mse(model, batch)
+        if len(batch) > 2:
+            raise RuntimeError("out of memory")
+        return loss
+
+    def run(disturbed):
+        torch.manual_seed(0)
+        model = net(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with guarded(model, optimizer, loss_fn=fail_late, policy=nanproof.Policy(lag=lag)) as guard:
+            for i, batch in enumerate(batches(10)):
+                if i in (4, 5) and disturbed:
+                    if i == 4:
+                        guard.train_step(poison(batch))
+                    else:
+                        with pytest.raises(RuntimeError, match="out of memory"):
+                            guard.train_step([*batch, True])
+                elif i not in (4, 5):
+                    guard.train_step(batch)
+        return Run(guard, whole_state(model, optimizer))
+
+    disturbed, oracle = run(True), run(False)
+    assert {i.kind for i in disturbed.guard.incidents} == {"nonfinite-loss", "exception"}
+    assert disturbed.same_as(oracle) == []
+
+
 def test_the_context_manager_closes_and_lets_exceptions_through():
     with pytest.raises(KeyError), guarded() as guard:
         raise KeyError

@@ -35,6 +35,7 @@ def step_record(**changes):
         "spike": False,
         "typical": (0.1, 17.7),
         "spread": (0.2, 0.3),
+        "loss_size": 0.6,
         "weights_checked": False,
         "names": ("a", "b"),
         "norms": array("d", [1.0, ABSENT]),

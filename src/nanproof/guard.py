@@ -232,6 +232,8 @@ class Guard:
             self._forward_backward(attempt)
             attempt.report = self._stepper.step(None, again=True)
         except Exception as error:
+            self._stepper.forget()
+            self._stepper.buffers.restore()
             self._report_exception(attempt, error)
             raise
         if lag:

@@ -56,9 +56,11 @@ class StepRecord:
     spike: bool
     """Loss or norm was far above what is usual."""
     typical: tuple[float, float]
-    """What was usual before this step: running means of the logarithms of norm and loss (nanproof.core.stats)."""
+    """What was usual before this step: the levels of norm and loss (log of the norm, asinh of the loss over its size)."""
     spread: tuple[float, float]
     """Their running deviations."""
+    loss_size: float
+    """The running mean of the loss's size."""
     weights_checked: bool
     """The weights were looked at after the step, which cost a pass over them (half-precision weights only)."""
     names: tuple[str, ...]
@@ -85,6 +87,7 @@ class StepRecord:
             "spike": self.spike,
             "typical": [encode(x) for x in self.typical],
             "spread": [encode(x) for x in self.spread],
+            "loss_size": encode(self.loss_size),
             "weights_checked": self.weights_checked,
             "norms": [None if x == ABSENT else encode(x) for x in self.norms],
         }
@@ -104,6 +107,7 @@ class StepRecord:
             spike=data["spike"],
             typical=(decode(data["typical"][0]), decode(data["typical"][1])),
             spread=(decode(data["spread"][0]), decode(data["spread"][1])),
+            loss_size=decode(data["loss_size"]),
             weights_checked=data["weights_checked"],
             names=tuple(names),
             norms=norms,

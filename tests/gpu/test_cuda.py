@@ -257,7 +257,7 @@ def test_the_verdict_kernel_agrees_with_plain_torch(max_norm, skip_spikes, loss_
         assert (fast.divisor is None) == (slow.divisor is None)
         torch.testing.assert_close(fast.packed, slow.packed, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"step {step}")
         refused = slow.skip > 0
-        stats[1].take(slow.learned.point, slow.learned.spike, ~refused)
+        stats[1].take(slow.learned.point, slow.learned.loss, slow.learned.spike, ~refused)
         latches[1].copy_(torch.maximum(latches[1], refused.float()))
         assert latches[0].item() == latches[1].item()
         torch.testing.assert_close(stats[0].state, stats[1].state, rtol=1e-4, atol=1e-4, msg=f"step {step}")

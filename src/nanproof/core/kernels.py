@@ -111,10 +111,14 @@ if triton is not None:
         mean_norm, mean_loss = tl.load(state + 2), tl.load(state + 3)
         spread_norm, spread_loss = tl.load(state + 4), tl.load(state + 5)
         norm_point = tl.log(tl.maximum(total, 1.1754943508222875e-38))
-        loss_point = count * 0
+        size = tl.load(state + 8)
+        own_loss = count * 0
         if LOSS_DECIDES:
-            size = tl.log(1 + tl.abs(loss) / SMALLEST_LOSS)
-            loss_point = tl.where(loss < 0, -size, size)
+            own_loss = loss
+        loss_size = tl.abs(own_loss)
+        x = loss_size / tl.maximum(tl.where(count > 0, size, loss_size), SMALLEST_LOSS)
+        x = tl.where(x > 1e9, tl.log(x) + 0.6931471805599453, tl.log(x + tl.sqrt(x * x + 1)))  # asinh
+        loss_point = tl.where(own_loss < 0, -x, x)
         spike = _is_spike(norm_point, mean_norm, spread_norm, sensitivity, LEAST_NORM)
         spike = spike | _is_spike(loss_point, mean_loss, spread_loss, sensitivity, LEAST_LOSS)
         spike = spike & (count >= warmup) & finite & (held == 0)
@@ -146,6 +150,7 @@ if triton is not None:
         tl.store(out + 9, mean_loss)
         tl.store(out + 10, spread_norm)
         tl.store(out + 11, spread_loss)
+        tl.store(out + 12, size)
         if LATCHING:
             tl.store(latch_ptr, skip.to(tl.float32))
 
@@ -169,6 +174,8 @@ if triton is not None:
         tl.store(state + 5, spread_loss + change_loss / span)
         tl.store(state + 6, tl.where(accepted, value_norm, last_norm))
         tl.store(state + 7, tl.where(accepted, value_loss, last_loss))
+        loss_size = tl.where(count > 0, tl.minimum(loss_size, 2 * size + SMALLEST_LOSS), loss_size)
+        tl.store(state + 8, size + tl.where(accepted, loss_size - size, 0.0) / age)
 
     _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

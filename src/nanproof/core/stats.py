@@ -1,8 +1,9 @@
 """What is usual for this run: running statistics of loss and gradient norm, and what becomes of a spike.
 
-Both are taken on a logarithmic scale, where noise has about the same size all through a run. `RunningStats` lives on the
-device, so that a verdict can use it without the host. It takes accepted, finite steps only, and each at most as far from
-the mean as a few deviations: one NaN cannot blind it and one outlier cannot move it far.
+The norm is taken on a logarithmic scale, and so is the loss, relative to its usual size: asinh(loss / size) is the logarithm
+for large losses and linear around zero, which losses may cross. On these scales noise has about the same size all through a
+run. `RunningStats` lives on the device, so that a verdict can use it without the host. It takes accepted, finite steps only,
+and each at most as far from the mean as a few deviations: one NaN cannot blind it and one outlier cannot move it far.
 
 `SpikeWatch` lives on the host and decides what a spike was. One large value proves nothing: the start of a new kind of
 data looks the same. A spike is an incident when the steps after it are normal again (an outlier batch, dated to its
@@ -21,35 +22,26 @@ from torch import Tensor
 from nanproof.records import StepRecord
 
 MEAN_WINDOW = 20
-"""Steps the running mean remembers, roughly: short, so that it follows a run that learns fast."""
+"""Steps the running means remember, roughly: short, so that they follow a run that learns fast."""
 SPREAD_WINDOW = 100
-"""Steps the running deviation remembers."""
+"""Steps the running deviations remember."""
 CLAMP = 4.0
 """Deviations from the mean that one step can count for, or the least spike; also where `max_norm="auto"` clips."""
 NEW_LEVEL = 10
 """Spikes in a row after which they are what is usual: the statistics start over."""
-LEAST_SPIKE = (math.log(4.0), math.log(1.5))
-"""A spike is at least four times the usual norm, or half as much again as the usual loss."""
+LEAST_SPIKE = (math.log(8.0), math.asinh(3.0) - math.asinh(1.0))
+"""A spike is at least eight times the usual norm, or three times the usual loss."""
 LEAST_CLIP = math.log(1.5)
 """`max_norm="auto"` never clips below this much above the usual norm."""
-SMALLEST_LOSS = 1e-8
-"""Where the logarithmic scale of the loss becomes linear, so that it can cross zero."""
+SMALLEST_LOSS = 1e-12
+"""A usual loss below this counts as this."""
 
 Level: TypeAlias = tuple[float, float]
-"""(logarithm of the gradient norm, logarithm of the loss)"""
-
-
-def log_loss(loss: float) -> float:
-    """The loss on a logarithmic scale that also takes zero and negative losses."""
-    return math.copysign(math.log(1 + abs(loss) / SMALLEST_LOSS), loss)
-
-
-def unlog_loss(level: float) -> float:
-    return math.copysign((math.exp(min(abs(level), 700)) - 1) * SMALLEST_LOSS, level)
+"""(log of the gradient norm, asinh of the loss over its usual size)"""
 
 
 class RunningStats:
-    """Running mean and deviation of log norm and log loss, as device tensors.
+    """Running mean and deviation of the norm's and the loss's level, as device tensors.
 
     The deviation is that from one step to the next, divided by the square root of 2: the same as around a mean, but a
     trend does not count as noise.
@@ -58,17 +50,18 @@ class RunningStats:
     def __init__(self, device: torch.device, dtype: torch.dtype, warmup: int, sensitivity: float) -> None:
         self.warmup = warmup
         self.sensitivity = sensitivity
-        self.state = torch.zeros(8, device=device, dtype=dtype)
+        self.state = torch.zeros(9, device=device, dtype=dtype)
         """All of it end to end, as the kernel wants it; the rest are views."""
-        self.count, self.streak = self.state[0], self.state[1]
+        self.count, self.streak, self.size = self.state[0], self.state[1], self.state[8]
         self.mean, self.spread, self.last = self.state[2:4], self.state[4:6], self.state[6:8]
         self._least_spike = torch.tensor(LEAST_SPIKE, device=device, dtype=dtype)
         self._tiny = torch.finfo(dtype).tiny
 
     def point(self, total: Tensor, loss: Tensor) -> Tensor:
-        """Where this step lies. A norm of exactly 0 counts as the smallest number."""
+        """The levels of this step. A norm of exactly 0 counts as the smallest number."""
         log_norm = total.clamp(min=self._tiny).log()
-        return torch.stack((log_norm, torch.copysign((1 + loss.abs() / SMALLEST_LOSS).log(), loss)))
+        size = torch.where(self.count > 0, self.size, loss.abs()).clamp(min=SMALLEST_LOSS)
+        return torch.stack((log_norm, torch.asinh(loss / size)))
 
     def is_spike(self, point: Tensor) -> Tensor:
         band = torch.maximum(self.spread * self.sensitivity, self._least_spike)
@@ -79,7 +72,7 @@ class RunningStats:
         limit = (self.mean[0] + (self.spread[0] * CLAMP).clamp(min=LEAST_CLIP)).exp()
         return torch.where(self.count >= self.warmup, limit, torch.inf)
 
-    def take(self, point: Tensor, spike: Tensor, accepted: Tensor) -> None:
+    def take(self, point: Tensor, loss: Tensor, spike: Tensor, accepted: Tensor) -> None:
         """Learn from a step if it was accepted. `where`, never a product: 0 times NaN is NaN.
 
         A spike that was refused counts towards a new level all the same; any other refused step leaves no trace.
@@ -88,16 +81,18 @@ class RunningStats:
         settled = self.streak < NEW_LEVEL
         for tensor in (self.count, self.streak, self.spread):
             tensor.mul_(settled)
-        age = self.count + 1
+        age = (self.count + 1).clamp(max=MEAN_WINDOW)
         bound = torch.where(self.count >= self.warmup, torch.maximum(self.spread * CLAMP, self._least_spike), torch.inf)
         gap = torch.where(accepted, torch.minimum(torch.maximum(point - self.mean, -bound), bound), 0)
         value = self.mean + gap
         change = torch.minimum((value - self.last).abs() / math.sqrt(2), bound)
         self.last.copy_(torch.where(accepted, value, self.last))
-        self.mean.add_(gap / age.clamp(max=MEAN_WINDOW))
+        self.mean.add_(gap / age)
         # The first step has no step before it to differ from.
         change = torch.where(accepted & (self.count > 0), change - self.spread, 0)
         self.spread.add_(change / self.count.clamp(min=1, max=SPREAD_WINDOW))
+        size = torch.where(self.count > 0, torch.minimum(loss.abs(), 2 * self.size + SMALLEST_LOSS), loss.abs())
+        self.size.add_(torch.where(accepted, size - self.size, 0) / age)
         self.count.add_(accepted)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -121,17 +116,28 @@ class _Episode:
     """A jump, and what came after it."""
 
     record: StepRecord
-    peak: Level
+    size: float
+    """The usual size of the loss before it; levels are relative to that."""
     usual: Level
     spread: Level
     grows_by: float
     """How many times the loss of the jump a loss must reach for this to be divergence."""
+    several_ranks: bool
     after: list[Level] = field(default_factory=list)
+
+    @property
+    def peak(self) -> Level:
+        return self.level(self.record)
 
     @property
     def jumped(self) -> list[int]:
         """Which of norm and loss jumped: only those have to return."""
-        return [i for i in (0, 1) if self.peak[i] - self.usual[i] > max(4 * self.spread[i], LEAST_CLIP)]
+        return [i for i in (0, 1) if self.peak[i] - self.usual[i] > max(4 * self.spread[i], LEAST_SPIKE[i] / 2)]
+
+    def level(self, record: StepRecord) -> Level:
+        """On several ranks only the norm is alike on all: it stands in for the loss."""
+        norm = log_norm(record)
+        return norm, norm if self.several_ranks else math.asinh(record.loss / self.size)
 
     def returned(self) -> int:
         """How many of the steps after it are nearer to the usual than to the peak."""
@@ -169,24 +175,28 @@ class SpikeWatch:
         self._diverged = False
 
     def see(self, record: StepRecord, several_ranks: bool) -> Finding | None:
-        """Take the next accepted step, in order. On several ranks only the norm is alike on all: it stands in for the loss."""
-        log_norm = math.log(max(record.grad_norm, 1e-300))
-        level, usual, spread = (log_norm, log_loss(record.loss)), record.typical, record.spread
-        if several_ranks:
-            level, usual, spread = (log_norm, log_norm), (usual[0], usual[0]), (spread[0], spread[0])
+        """Take the next accepted step, in order."""
+        norm = log_norm(record)
         self._seen += 1
         if len(self._first) < 3:
-            self._first.append(level)
-        start = min(x[0] for x in self._first), min((x[1] for x in self._first), key=abs)
-        far = math.log(self.BLOWN_UP)
-        blown_up = level[0] - start[0] > far and level[1] - start[1] > far and (several_ranks or record.loss > self.NOTHING)
+            self._first.append((norm, abs(record.loss)))
+        first_norm, first_loss = min(x[0] for x in self._first), min(x[1] for x in self._first)
+        blown_up = norm - first_norm > math.log(self.BLOWN_UP)
+        if not several_ranks:
+            blown_up = blown_up and record.loss > max(self.BLOWN_UP * first_loss, self.NOTHING)
         self._diverged = self._diverged and blown_up
         if self._episode is not None:
-            return self._judge(self._episode, level)
+            return self._judge(self._episode, self._episode.level(record))
         if record.spike:
-            self._episode = _Episode(record, level, usual, spread, grows_by=3.0)
+            usual, spread = record.typical, record.spread
+            if several_ranks:
+                usual, spread = (usual[0], usual[0]), (spread[0], spread[0])
+            size = max(record.loss_size, SMALLEST_LOSS)
+            self._episode = _Episode(record, size, usual, spread, 3.0, several_ranks)
         elif blown_up and not self._diverged and self._seen <= self.EARLY:
-            self._episode = _Episode(record, level, start, (0.0, 0.0), grows_by=1.5)
+            size = max(first_loss, self.NOTHING / self.BLOWN_UP)
+            usual = (first_norm, first_norm if several_ranks else math.asinh(1.0))
+            self._episode = _Episode(record, size, usual, (0.0, 0.0), 1.5, several_ranks)
         return None
 
     def cut_short(self) -> Finding | None:
@@ -200,12 +210,12 @@ class SpikeWatch:
     def _judge(self, episode: _Episode, level: Level) -> Finding | None:
         episode.after.append(level)
         seen, spike = len(episode.after), episode.record
-        if seen == self.SETTLE and episode.returned() >= self.SETTLE - 1:
+        if seen == self.SETTLE and spike.spike and episode.returned() >= self.SETTLE - 1:
             self._episode = None
             return Finding(
                 "spike",
                 spike,
-                f"loss {spike.loss:.4g} and gradient norm {spike.grad_norm:.4g} where {unlog_loss(spike.typical[1]):.4g} and "
+                f"loss {spike.loss:.4g} and gradient norm {spike.grad_norm:.4g} where {spike.loss_size:.4g} and "
                 f"{math.exp(spike.typical[0]):.4g} are usual; the next steps were normal again: an outlier batch",
             )
         if seen >= self.GROWTH and not self._diverged and episode.has_grown(episode.later()):
@@ -216,10 +226,10 @@ class SpikeWatch:
 
     def _divergence(self, episode: _Episode, now: float) -> Finding:
         self._episode, self._diverged = None, True
-        times = math.exp(now - episode.usual[1])
-        message = (
-            f"loss {episode.record.loss:.4g}, and growing: after {len(episode.after)} steps {times:.3g} times what it was before"
-        )
+        what = "gradient norm" if episode.several_ranks else "loss"
+        times = math.exp(min(now - episode.usual[1], 700))
+        steps = len(episode.after)
+        message = f"loss {episode.record.loss:.4g}, and growing: after {steps} steps the {what} is {times:.3g} times the usual"
         return Finding("divergence", episode.record, message)
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,3 +240,7 @@ class SpikeWatch:
         self._episode = None
         self._first = [(x[0], x[1]) for x in state["first"]]
         self._seen, self._diverged = state["seen"], state["diverged"]
+
+
+def log_norm(record: StepRecord) -> float:
+    return math.log(max(record.grad_norm, 1e-300))

@@ -170,7 +170,7 @@ class Stepper:
         return refused, lambda: reading
 
     def _learn(self, learned: Learned, refused: Tensor, again: bool, latch: Tensor | None) -> None:
-        self.stats.take(learned.point, learned.spike, ~refused)
+        self.stats.take(learned.point, learned.loss, learned.spike, ~refused)
         if self.scale is not None:
             # Whether an overflow is the scale's fault shows in a replay; without one it is taken to be.
             overflow = torch.zeros_like(learned.overflow) if again else learned.overflow & refused

@@ -17,9 +17,9 @@ from nanproof.records import ABSENT, StepRecord
 class Verdict:
     """Device tensors. The optimizer reads `skip` and `divisor`; `packed` travels to the host, where it becomes a `Reading`."""
 
-    HEAD: ClassVar[int] = 12
+    HEAD: ClassVar[int] = 13
     """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad, and
-    the running means and deviations of norm and loss before this step."""
+    what was usual before this step: means and deviations of norm and loss, size of the loss."""
     WEIGHTS_BAD: ClassVar[int] = 7
 
     skip: Tensor
@@ -36,6 +36,7 @@ class Learned:
     """What follows from a verdict after the optimizer's step, when it is known whether that made the weights bad."""
 
     point: Tensor
+    loss: Tensor
     spike: Tensor
     overflow: Tensor
     """Bool: the gradients are non-finite although the loss is finite."""
@@ -56,11 +57,12 @@ class Reading:
     weights_bad: bool
     typical: tuple[float, float]
     spread: tuple[float, float]
+    loss_size: float
     norms: list[float]
 
     @classmethod
     def of(cls, values: list[float], scaled: bool) -> Reading:
-        loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1 = values[: Verdict.HEAD]
+        loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size = values[: Verdict.HEAD]
         return cls(
             loss,
             total,
@@ -72,6 +74,7 @@ class Reading:
             weights_bad > 0,
             (m0, m1),
             (s0, s1),
+            size,
             values[Verdict.HEAD :],
         )
 
@@ -95,6 +98,7 @@ class Reading:
             spike=self.spike,
             typical=self.typical,
             spread=self.spread,
+            loss_size=self.loss_size,
             weights_checked=checked,
             names=names,
             norms=norms,
@@ -123,7 +127,8 @@ def judge(
     finite = norm_finite & loss_finite if loss_decides else norm_finite
     if bad_buffer is not None and loss_decides:
         finite = finite & (bad_buffer == 0).to(finite.device, non_blocking=True)
-    point = stats.point(total, loss if loss_decides else torch.zeros_like(total))
+    own_loss = loss if loss_decides else torch.zeros_like(total)
+    point = stats.point(total, own_loss)
     spike = stats.is_spike(point) & finite
     if held is not None:
         spike = spike & ~held
@@ -143,6 +148,6 @@ def judge(
     return Verdict(
         skip=(bad if held is None else bad | held).float(),
         divisor=divisor,
-        packed=torch.cat((scalars, stats.mean, stats.spread, norms)),
-        learned=Learned(point, spike, ~norm_finite & loss_finite if loss_decides else ~norm_finite),
+        packed=torch.cat((scalars, stats.mean, stats.spread, stats.size.reshape(1), norms)),
+        learned=Learned(point, own_loss, spike, ~norm_finite & loss_finite if loss_decides else ~norm_finite),
     )
