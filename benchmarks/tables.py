@@ -55,8 +55,8 @@ def cost_table() -> str:
 def campaign_line() -> str:
     c = load("campaign")
     return (
-        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {c['harmless']} accepted because they changed nothing "
-        f"that matters, {c['reached']} reached the weights; {c['false_alarms']} false alarms on {c['healthy']} healthy steps; "
+        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {c['harmless']} rightly accepted (they changed nothing "
+        f"that matters), {c['reached']} reached the weights; {c['false_alarms']} false alarms on {c['healthy']} healthy steps; "
         f"{c['hangs']} hangs."
     )
 

@@ -343,6 +343,32 @@ def test_a_micro_batch_with_a_bad_loss_and_finite_gradients_is_not_missed():
     assert (incident.kind, incident.micro_batch) == ("nonfinite-loss", 1)
 
 
+def test_micro_batches_that_the_loop_gave_up_are_forgotten():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = guarded(model, optimizer)
+    data = batches(2)
+    optimizer.zero_grad()
+    guard.backward(mse(model, poison(data[0])))
+    optimizer.zero_grad()
+    for module in model:
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+    guard._stepper.buffers.refresh()
+    loss = mse(model, data[1])
+    guard.backward(loss)
+    guard.step()
+    assert guard.incidents == [] and guard.history[0].loss == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_loss_of_one_element_is_a_scalar(scaled):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+    guard = guarded(net(), scaler=scaler, loss_fn=lambda m, b: mse(m, b).reshape(1))
+    guard.train_step(batches(1)[0])
+    assert guard.history[0].action != "skipped"
+
+
 def test_the_accumulated_loss_is_the_mean():
     guard = guarded(net(dropout=0.0, batch_norm=False))
     data = batches(4)
@@ -456,6 +482,19 @@ def test_a_healthy_run_has_no_incident(name, seed):
     guard.close()
     assert guard.incidents == []
     assert all(r.action != "skipped" for r in guard.history)
+
+
+@pytest.mark.parametrize("kwargs", [{"max_norm": "auto"}, {"policy": nanproof.Policy(on_spike="skip")}, {}])
+def test_steps_without_any_gradient_say_nothing_of_what_is_usual(kwargs):
+    """Groups of equal rewards: nine steps in ten have gradients of exactly 0. The tenth must be learned from."""
+    model = nn.Linear(6, 1)
+    guard = guarded(model, torch.optim.AdamW(model.parameters()), loss_fn=lambda m, b: mse(m, b) * b[2], **kwargs)
+    before = model.weight.detach().clone()
+    for i, batch in enumerate(batches(200)):
+        guard.train_step([*batch, float(i % 10 == 0 and i > 25)])
+    guard.close()
+    assert guard.incidents == [] and not torch.equal(before, model.weight)
+    assert all(r.clip < 100 for r in guard.history)
 
 
 def test_policy_gradients_with_losses_around_zero_have_no_incident():
@@ -728,7 +767,7 @@ def test_a_loss_with_parameters_of_its_own_is_healthy():
 
 def test_large_buffers_that_no_forward_writes_are_not_copied():
     model = net()
-    model.register_buffer("table", torch.zeros(1 << 19))
+    model.register_buffer("table", torch.zeros(1 << 19), persistent=False)
     guard = guarded(model)
     guard.train_step(batches(1)[0])
     assert sum(flat.was.numel() for flat in guard._stepper.buffers._flats) < 100
@@ -757,6 +796,280 @@ def test_a_buffer_that_the_forward_rebinds_is_restored():
     assert torch.equal(model.seen, before)
 
 
+@pytest.mark.parametrize("how", ["in place", "through .data", "in another shape"])
+def test_buffers_written_in_odd_ways_are_restored(how):
+    """A codebook of 2 MiB; one written behind autograd's back, which bumps no version; a memory that starts as nothing."""
+
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("book", torch.zeros(1 << 19))
+            self.register_buffer("memory", None)
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x):
+            if how == "in another shape":
+                old = 0 if self.memory is None else len(self.memory)
+                self.memory = x.detach().mean().repeat(old + 1)
+            elif how == "in place":
+                self.book += x.detach().mean()
+            else:
+                self.book.data.copy_(self.book + x.detach().mean())
+            return self.layer(x)
+
+    for at in (0, 2):
+        states = []
+        for saw_bad in (True, False):
+            torch.manual_seed(0)
+            model = Memory()
+            guard = guarded(model)
+            for i, batch in enumerate(batches(4)):
+                if i != at or saw_bad:
+                    guard.train_step(poison(batch) if i == at else batch)
+            states.append({"book": model.book, "memory": model.memory, "weight": model.layer.weight})
+        assert Run(guard, states[0]).same_as(Run(guard, states[1])) == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_other_code_does_to_buffers_between_steps_is_not_undone(whole):
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = guarded(model, optimizer)
+
+    def step(batch):
+        if whole:
+            guard.train_step(batch)
+        else:
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            guard.step(loss)
+
+    data = batches(3)
+    step(data[0])
+    model[1].running_mean.fill_(7.0)
+    step(poison(data[1]))
+    assert guard.history[-1].action == "skipped" and bool((model[1].running_mean == 7).all())
+
+
+def test_copies_of_a_guarded_model_are_free_of_the_guard(tmp_path):
+    model = net()
+    guard = guarded(model)
+    guard.train_step(batches(1)[0])
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    kept = guard._stepper.buffers._flats[0].was.clone()
+    twin.train()(torch.randn(8, 6))
+    twin.load_state_dict(net().state_dict())
+    assert torch.equal(guard._stepper.buffers._flats[0].was, kept)
+    assert isinstance(torch.load(tmp_path / "model.pt", weights_only=False), nn.Sequential)
+
+
+def test_wrappers_that_do_something_are_not_taken_off():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer, self.steps = optimizer, 0
+            self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+        def zero_grad(self):
+            self.optimizer.zero_grad()
+
+        def step(self):
+            self.steps += 1
+            self.optimizer.step()
+
+    model = net()
+    outer = Lookahead(torch.optim.AdamW(model.parameters()))
+    guard = guarded(model, outer)
+    for batch in batches(3):
+        guard.train_step(batch)
+    assert guard.path == "host: Lookahead has no fused form" and outer.steps == 3
+
+
+def test_a_layer_unfrozen_while_training_gets_its_momentum():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    guard = guarded(model, optimizer)
+    data = batches(4)
+    guard.train_step(data[0])
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    guard.train_step(poison(data[1]))
+    assert torch.equal(model[0].weight, before)
+    guard.train_step(data[2])
+    assert not torch.equal(model[0].weight, before) and finite(model, optimizer)
+
+
+@pytest.mark.parametrize("path", ["fused", "foreach"])
+def test_a_step_that_breaks_one_half_weight_is_undone_on_all_weights(path):
+    """fp16 and fp32 layers in one optimizer: the fp32 one steps too, and must go back too."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.wide = nn.Linear(6, 6).half(), nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.wide(self.narrow(x.half()).float())
+
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{path: True})
+    guard = guarded(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 1e6 if path == "fused" else 1e-3
+    before = copy.deepcopy(model.state_dict())
+    guard.train_step(batches(1)[0])
+    assert guard.incidents[0].kind == "nonfinite-weight"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(float(state.get("step", 0)) == 0 for state in optimizer.state.values())
+
+
+# -- the lag: what can happen between a bad step and the moment the host learns of it -------------------------------------------
+
+
+def lagging(disturb, *, bad=(4,), steps=10, scheduler=False, loss_fn=mse):
+    """A run at lag 2, `disturb(i, guard, model, optimizer)` called before step i; and the same without the bad batches."""
+    runs = []
+    for saw_bad in (True, False):
+        torch.manual_seed(0)
+        model = net(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plan = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduler else None
+        guard = guarded(model, optimizer, loss_fn=loss_fn, scheduler=plan, policy=nanproof.Policy(lag=2))
+        for i, batch in enumerate(batches(steps)):
+            disturb(i, guard, model, optimizer)
+            if i in bad and not saw_bad:
+                continue
+            guard.train_step(poison(batch) if i in bad else batch)
+        guard.sync()
+        runs.append(Run(guard, whole_state(model, optimizer, plan)))
+    return runs
+
+
+@pytest.mark.parametrize("scheduler", [True, False])
+@pytest.mark.parametrize("at", [4, 5, 6, 9])
+def test_settings_that_the_loop_changes_survive_a_rewind(scheduler, at):
+    def disturb(i, guard, model, optimizer):
+        if i == at:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    disturbed, oracle = lagging(disturb, scheduler=scheduler, bad=(4, 8))
+    assert [i.step for i in disturbed.guard.incidents] == [4, 8]
+    assert disturbed.same_as(oracle) == []
+    assert disturbed.guard.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_schedule_stepped_by_the_loop_is_not_undone_when_nothing_is_held():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = guarded(model, optimizer, policy=nanproof.Policy(lag=2))
+    guard.train_step(poison(batches(1)[0]))
+    optimizer.param_groups[0]["lr"] = 1e-3
+    guard.sync()
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_held_batches_run_again_in_the_mode_they_were_called_in():
+    def disturb(i, guard, model, optimizer):
+        if i == 6:
+            model.eval()
+            with torch.no_grad():
+                guard.state_dict()
+            model.train()
+
+    disturbed, oracle = lagging(disturb)
+    assert disturbed.same_as(oracle) == []
+
+
+def test_parameters_added_behind_a_bad_step_do_not_jam_it():
+    extra = nn.Parameter(torch.zeros(3))
+
+    def disturb(i, guard, model, optimizer):
+        if i == 5:
+            optimizer.add_param_group({"params": [extra]})
+
+    disturbed, oracle = lagging(disturb)
+    assert [r.step for r in disturbed.guard.history] == list(range(10))
+    assert disturbed.same_as(oracle) == []
+
+
+def test_loss_functions_that_pop_from_their_batch_find_it_whole_again():
+    def popping(model, batch):
+        return mse(model, [batch.pop(0), batch.pop(0)])
+
+    disturbed, oracle = lagging(lambda *_: None, loss_fn=popping)
+    assert [r.step for r in disturbed.guard.history] == list(range(10))
+    assert disturbed.same_as(oracle) == []
+
+
+@pytest.mark.parametrize("where", ["reading", "explaining", "held"])
+def test_an_interrupt_at_the_wrong_moment_does_not_stop_the_learning(where, monkeypatch):
+    """Ctrl-C while the host reads a verdict, looks into a bad step, or trains on a held batch: training goes on afterwards."""
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    armed = {"on": False}
+
+    def loss_fn(model, batch):
+        if armed["on"] and where == "held" and not torch.equal(batch[0], data[6][0]):
+            armed["on"] = False
+            raise KeyboardInterrupt
+        return mse(model, batch)
+
+    guard = guarded(model, optimizer, loss_fn=loss_fn, policy=nanproof.Policy(lag=2))
+    data = batches(12)
+    data[4] = poison(data[4])
+    for batch in data[:6]:
+        guard.train_step(batch)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        armed["on"] = True
+        if where != "held":
+
+            def interrupt(*_):
+                raise KeyboardInterrupt
+
+            target = ("nanproof.core.verdict.Reading.of", interrupt) if where == "reading" else (guard, "_explain", interrupt)
+            patch.setattr(*target)
+        guard.train_step(data[6])
+    armed["on"] = False
+    before = copy.deepcopy(model.state_dict())
+    for batch in data[7:]:
+        guard.train_step(batch)
+    guard.close()
+    assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+    assert finite(model, optimizer) and {r.step for r in guard.history} >= {3, 4, 7, 8, 9, 10, 11}
+
+
+def test_loading_a_checkpoint_forgets_what_was_under_way():
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = guarded(model, optimizer, policy=nanproof.Policy(lag=2))
+    data = batches(8)
+    for batch in data[:4]:
+        guard.train_step(batch)
+    saved = copy.deepcopy((guard.state_dict(), model.state_dict(), optimizer.state_dict()))
+    guard.train_step(poison(data[4]))
+    guard.train_step(data[5])
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
+    guard.load_state_dict(saved[0])
+    assert all(torch.equal(v, saved[1][k]) for k, v in model.state_dict().items())
+    guard.train_step(data[4])
+    guard.sync()
+    assert guard.history[-1].step == 4 and guard.incidents == []
+
+
+def test_a_step_of_ones_own_in_the_middle_of_train_steps_is_refused():
+    guard = guarded(policy=nanproof.Policy(lag=2))
+    guard.train_step(batches(1)[0])
+    mse(guard.model, batches(1)[0]).backward()
+    with pytest.raises(nanproof.UsageError, match=r"guard\.sync"):
+        guard.step(torch.tensor(1.0))
+    guard.sync()
+    loss = mse(guard.model, batches(1)[0])
+    loss.backward()
+    guard.step(loss)
+
+
 # -- records and files ---------------------------------------------------------------------------------------------------------
 
 
@@ -780,6 +1093,17 @@ def test_every_step_is_recorded_and_read_back(tmp_path):
     ]
     assert [i.step for i in incidents] == [2, 5]
     assert str(incidents[0]) == str(guard.incidents[0])
+
+
+def test_a_run_that_was_killed_while_writing_can_be_resumed_into(tmp_path):
+    for _ in range(2):
+        guard = guarded(run_dir=tmp_path)
+        for batch in batches(3):
+            guard.train_step(batch)
+        guard.close()
+        path = tmp_path / "steps.jsonl"
+        path.write_bytes(path.read_bytes()[:-20])
+    assert [r.step for r in read_steps(path)] == [0, 1, 0, 1]
 
 
 def test_the_history_is_bounded():

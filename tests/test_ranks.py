@@ -80,6 +80,66 @@ def scenario(rank: int, kind: str, fault: str, lag: int, *, max_norm=1.0, accumu
     }
 
 
+def half_on_one_rank(rank: int, fused: bool):
+    """fp16 FSDP2 weights; the step overflows in a row that only rank 1 holds."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False).half()
+    with torch.no_grad():
+        model.weight[3] = 6.5e4
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2000.0, weight_decay=0.0, fused=fused, foreach=not fused)
+    guard = nanproof.Guard(model, optimizer, loss_fn=lambda m, x: -m(x).float().sum() * 500, max_norm=None)
+    for _ in range(3):
+        guard.train_step(torch.ones(2, 4).half() * 1e-3)
+    guard.close()
+    return [[i.step, i.kind, i.action] for i in guard.incidents]
+
+
+def parameters_beside_ddp(rank: int):
+    """A loss with a parameter of its own, which nobody reduces; its gradient is infinite on rank 1 at step 2."""
+    model, _ = build("ddp")
+    own = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW([*model.parameters(), own], lr=1e-2)
+    guard = nanproof.Guard(model, optimizer, loss_fn=lambda m, b: mse(m, b) + (own * b[2]).abs().sqrt())
+    for i, batch in enumerate(batches(5, seed=rank + 1)):
+        guard.train_step([*batch, 0.0 if rank == 1 and i == 2 else 1.0])
+    guard.close()
+    return [r.action == "skipped" for r in guard.history], bool(torch.isfinite(own))
+
+
+def buffer_in_a_loop_of_ones_own(rank: int):
+    """Plain backward: this rank's bad buffer cannot refuse the step, but its finite values stay and it is told."""
+    model, optimizer = build("ddp", batch_norm=True)
+    data = batches(6, seed=rank + 1)
+    if rank == 0:
+        data[3] = poison(data[3], 1e25)
+    with nanproof.Guard(model, optimizer) as guard:
+        for batch in data:
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            guard.step(loss)
+    return [[i.step, i.kind, i.action] for i in guard.incidents], all(bool(torch.isfinite(b).all()) for b in model.buffers())
+
+
+def leaves_at_once(rank: int):
+    """Rank 0's own code raises while a refused step is under way: it must not wait for rank 1."""
+    import time
+
+    model, optimizer = build("ddp")
+    data = batches(5, seed=rank + 1)
+    data[3] = poison(data[3])
+    start = time.monotonic()
+    try:
+        with nanproof.Guard(model, optimizer, loss_fn=mse, policy=nanproof.Policy(lag=2)) as guard:
+            for batch in data[:4]:
+                guard.train_step(batch)
+            start = time.monotonic()
+            raise RuntimeError("this rank's data is broken")
+    except RuntimeError:
+        return time.monotonic() - start
+
+
 def sequence_number() -> int:
     """How many collectives this process has entered, in all its groups."""
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
@@ -155,3 +215,19 @@ def test_no_collective_is_added_on_the_healthy_path():
         added = 5 if kind == "fsdp2" and max_norm is None else 0
         assert zero["True"] - zero["False"] == added, (kind, max_norm, zero)
         assert zero["False"] > 0
+
+
+def test_values_of_one_rank_alone_never_decide():
+    half = [("test_ranks:half_on_one_rank", (fused,), {}) for fused in (True, False)]
+    jobs = [*half, ("test_ranks:parameters_beside_ddp", (), {}), ("test_ranks:buffer_in_a_loop_of_ones_own", (), {})]
+    *halves, beside, buffer = two_ranks(*jobs, timeout=30)
+    for zero, one in halves:
+        assert zero == one and zero[0][:2] == [0, "nonfinite-weight"]
+    assert beside == ([[False, False, True, False, False], True],) * 2
+    (told, finite), (other, other_finite) = buffer
+    assert told == [[3, "nonfinite-weight", "recorded"]] and other == [] and finite and other_finite
+
+
+def test_a_rank_that_fails_by_itself_leaves_at_once():
+    [(zero, one)] = two_ranks(("test_ranks:leaves_at_once", (), {}), timeout=30)
+    assert max(zero, one) < 10

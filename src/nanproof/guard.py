@@ -11,12 +11,13 @@ trained on, in order. The result is the run that never saw the bad batch, bit fo
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,32 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.attempts import Afterwards, Attempt, to_run_again
 from nanproof.core.caps import SkipCaps
-from nanproof.core.context import Hyperparameters, RandomState
-from nanproof.core.evidence import Gradients, Witness, activation_gradients, largest, listed, make_incident
+from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, settings
+from nanproof.core.evidence import (
+    Gradients,
+    Witness,
+    activation_gradients,
+    bad_buffer,
+    foreign_parameters,
+    from_finding,
+    listed,
+    make_incident,
+)
 from nanproof.core.optimizers import bare_optimizer
-from nanproof.core.stats import Finding, SpikeWatch
+from nanproof.core.stats import SpikeWatch
 from nanproof.core.stepper import Report, Stepper
 from nanproof.core.telemetry import Journal
 from nanproof.core.verdict import Reading
 from nanproof.errors import TrainingHalted, UnsupportedError, UsageError
 from nanproof.policy import Policy
-from nanproof.records import Diagnosis, Incident, StepRecord
+from nanproof.records import Incident, StepRecord
 
 log = logging.getLogger("nanproof")
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One step on its way from dispatch to record."""
-
-    step: int
-    batches: tuple[Any, ...] | None
-    """None for a step of the user's own loop, which cannot be run again."""
-    random: RandomState | None = None
-    random_after: RandomState | None = None
-    hyper: Hyperparameters | None = None
-    report: Report | None = None
 
 
 class Guard:
@@ -107,11 +105,16 @@ class Guard:
         self._caps = SkipCaps(self.policy)
         self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
         self._devices = sorted({p.device for p in self._stepper.parameters.tensors if p.device.type == "cuda"}, key=str)
-        self._pending: deque[_Attempt] = deque()
+        self._pending: deque[Attempt] = deque()
+        """Steps under way: dispatched, their records not consumed yet."""
+        self._held: deque[Attempt] = deque()
+        """Good batches that a bad one held up, to be trained on again before anything else."""
+        self._afterwards: Afterwards | None = None
+        self._modules = list(model.modules())
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
         self._closed = False
-        self._report_foreign_parameters()
+        self._report(foreign_parameters(self._stepper.parameters))
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 
@@ -143,10 +146,10 @@ class Guard:
             _check_scalar(loss, "step")
         elif not self._stepper.has_losses:
             raise UsageError("guard.step(): pass the loss, or use guard.backward(loss) instead of loss.backward()")
+        if self._held or any(attempt.batches is not None for attempt in self._pending):
+            raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
-        if any(attempt.batches is not None for attempt in self._pending):
-            self._catch_up(0)
-        attempt = _Attempt(self._next, None, report=self._stepper.step(loss, again=False))
+        attempt = Attempt(self._next, None, report=self._stepper.step(loss, again=False))
         self._next += 1
         self._pending.append(attempt)
         self._catch_up(self._stepper.lag)
@@ -161,20 +164,38 @@ class Guard:
             raise UsageError(
                 "guard.train_step() needs a loss function: Guard(model, optimizer, loss_fn=lambda model, batch: ...)"
             )
+        self._run_held()
         self._follow_optimizer()
-        attempt = _Attempt(self._next, (batch, *micro_batches))
+        attempt = Attempt(self._next, (batch, *micro_batches))
         self._next += 1
+        attempt.mode = Mode.now(self._modules, self._stepper.parameters.device)
         self._run(attempt)
         assert attempt.report is not None
         self._catch_up(self._stepper.lag)
         return attempt.report.loss
 
+    def sync(self) -> None:
+        """Wait for the verdicts still under way, and train again on batches they held up. For before saving anything, or before
+        a loop of your own after `train_step`; matters on CUDA only, where verdicts come two steps late."""
+        self._run_held()
+        self._catch_up(0)
+
     def close(self) -> None:
         """Take in the last records, look at weights and optimizer state once more, and let go of the model."""
+        self._close(alone=False)
+
+    def _close(self, alone: bool) -> None:
+        """`alone`: other ranks may not be coming, so nothing that needs them is done."""
         if self._closed:
             return
         try:
-            self._catch_up(0)
+            if alone:
+                for attempt in self._pending:
+                    if attempt.report is not None:
+                        self._record(attempt, attempt.report, attempt.report.read())
+                self._pending.clear()
+            else:
+                self.sync()
         except TrainingHalted as halted:
             log.warning("nanproof: while closing: %s", halted)
         finally:
@@ -187,8 +208,9 @@ class Guard:
             self._journal.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the guard. Waits for the last verdicts, so that it fits the weights of this moment."""
-        self._catch_up(0)
+        """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it before the states of model,
+        optimizer and scheduler, so that all of them are of one moment."""
+        self.sync()
         return {
             "version": 1,
             "step": self._next,
@@ -198,12 +220,14 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Load model and optimizer first."""
+        """Go on where `state_dict` was taken. Load model and optimizer first; steps still under way are forgotten."""
         if state.get("version") != 1:
             raise UsageError(
                 f"guard.load_state_dict(): version {state.get('version')!r} is unknown; this nanproof reads version 1"
             )
-        self._catch_up(0)
+        self._pending.clear()
+        self._held.clear()
+        self._stepper.release()
         self._next = state["step"]
         self._stepper.stats.load_state_dict(state["stats"])
         self._stepper.buffers.refresh()
@@ -215,7 +239,7 @@ class Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self.close()
+            self._close(alone=error is not None and self._ranks.together)
         except Exception as failure:
             if error is None:
                 raise
@@ -223,46 +247,52 @@ class Guard:
 
     # -- a step that can be run again ------------------------------------------------------------------------------------------
 
-    def _run(self, attempt: _Attempt) -> None:
+    def _run(self, attempt: Attempt) -> None:
         attempt.random = RandomState.now(self._devices)
         lag = self._stepper.lag
-        if lag:
-            attempt.hyper = Hyperparameters.now(self.optimizer, self.scheduler)
+        attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
+        self._stepper.buffers.begin()
         try:
             self._forward_backward(attempt)
             attempt.report = self._stepper.step(None, again=True)
-        except Exception as error:
+        except BaseException as error:
+            attempt.random.restore()
             self._stepper.forget()
             self._stepper.buffers.restore()
             self._report_exception(attempt, error)
             raise
+        self._pending.append(attempt)
         if lag:
             attempt.random_after = RandomState.now(self._devices)
             if self.scheduler is not None:
                 self.scheduler.step()
-        self._pending.append(attempt)
+            attempt.settings_after = settings(self.optimizer)
 
-    def _forward_backward(self, attempt: _Attempt, scaled: bool = True) -> None:
+    def _forward_backward(self, attempt: Attempt, scaled: bool = True) -> None:
         assert self.loss_fn is not None and attempt.batches is not None
         self._stepper.forget()
         parts = len(attempt.batches)
         for i, batch in enumerate(attempt.batches):
             with self._ranks.accumulate(last=i == parts - 1):
-                loss = self.loss_fn(self.model, batch)
+                loss = self.loss_fn(self.model, _own_copy(batch))
                 _check_scalar(loss, "loss_fn")
                 self._stepper.backward(loss if parts == 1 else loss / parts, scaled)
 
-    def _replay(self, attempt: _Attempt) -> Gradients:
-        """Run forward and backward of a refused step again, from the same state and at a loss scale of 1."""
-        assert attempt.random is not None
+    def _replay(self, attempt: Attempt) -> Gradients | None:
+        """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:
+        finding out more is never the reason a run dies."""
+        assert attempt.random is not None and attempt.mode is not None
         attempt.random.restore()
         try:
-            with activation_gradients() as flags:
+            with attempt.mode.again(self._modules, self._stepper.parameters.device), activation_gradients() as flags:
                 self._forward_backward(attempt, scaled=False)
             gradients = self._stepper.look_at_gradients(self._stepper.parameters.present())
             said = self._ranks.gather([any(flags)])
             guilty = next((rank for rank, bad in said.items() if bad[0] and self._ranks.together), None)
             return replace(gradients, rank=guilty)
+        except Exception as error:
+            log.warning("nanproof: step %d could not be run again to look at it: %r", attempt.step, error)
+            return None
         finally:
             self._stepper.forget()
             self._stepper.buffers.restore()
@@ -272,52 +302,87 @@ class Guard:
     def _catch_up(self, lag: int) -> None:
         """Consume the records older than `lag` steps: at the same step on every rank."""
         while len(self._pending) > lag:
-            self._consume(self._pending.popleft())
+            self._consume(self._pending[0])
 
-    def _consume(self, attempt: _Attempt) -> None:
-        report = attempt.report
-        assert report is not None
-        reading = report.read()
+    def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         lr = tuple(float(x) for x in report.lr)
         record = reading.record(attempt.step, report.names, report.present, lr, self._stepper.weights is not None)
         self._history.append(record)
         self._journal.step(record)
+        return record
+
+    def _consume(self, attempt: Attempt) -> None:
+        report = attempt.report
+        assert report is not None
+        reading = report.read()
+        if reading.held:
+            # Held behind a bad step that is not there any more: nothing was taken, so it is run again.
+            self._put_back(attempt, RandomState.now(self._devices), settings(self.optimizer))
+            self._held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
+            self._run_held()
+            return
+        record = self._record(attempt, report, reading)
         if reading.refused:
             self._refuse(attempt, report, reading)
             return
+        self._pending.popleft()
         self._caps.accepted()
-        if attempt.batches is not None and attempt.hyper is None and self.scheduler is not None:
+        if attempt.batches is not None and attempt.schedule is None and self.scheduler is not None:
             self.scheduler.step()
-        self._report_finding(self._watch.see(record, self._ranks.several))
+        if reading.bad_buffer:
+            self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
+        self._report(from_finding(self._watch.see(record, self._ranks.several)))
 
-    def _refuse(self, attempt: _Attempt, report: Report, reading: Reading) -> None:
+    def _refuse(self, attempt: Attempt, report: Report, reading: Reading) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
         again = attempt.batches is not None
-        held = list(self._pending) if again else []
-        if again:
-            self._pending.clear()
-        random_now = RandomState.now(self._devices)
-        hyper_now = Hyperparameters.now(self.optimizer, None) if held else None
-        incident = self._explain(attempt, report, reading)
-        if again:
-            assert attempt.random is not None
-            attempt.random.restore()
-            if attempt.hyper is not None:
-                attempt.hyper.restore(self.optimizer, self.scheduler)
-            self._stepper.release()
+        random_now, settings_now = RandomState.now(self._devices), settings(self.optimizer)
+        incident = None
+        try:
+            incident = self._explain(attempt, report, reading)
+        finally:
+            if again:
+                self._put_back(attempt, random_now, settings_now)
+            else:
+                self._pending.popleft()
         if incident is not None:
             if not reading.total < torch.inf or not math.isfinite(reading.loss):
-                self._report_finding(self._watch.cut_short())
+                self._report(from_finding(self._watch.cut_short()))
             cap = self._caps.refused()
             if cap:
                 incident = replace(incident, action="halted")
             self._report(incident)
             if cap:
+                self._held.clear()
+                self._run_held()
                 raise TrainingHalted(f"{cap}. Last: {incident}", incident)
-        if held:
-            self._run_held(held, attempt, random_now, hyper_now)
+        self._run_held()
 
-    def _explain(self, attempt: _Attempt, report: Report, reading: Reading) -> Incident | None:
+    def _put_back(self, bad: Attempt, random_now: RandomState, settings_now: Groups) -> None:
+        """Back to before the bad step, and the batches behind it into `_held`."""
+        self._pending.popleft()
+        assert bad.random is not None
+        bad.random.restore()
+        if bad.schedule is not None:
+            bad.schedule.restore(self.optimizer, self.scheduler)
+        again, self._afterwards = to_run_again(bad, self._pending, random_now, settings_now)
+        self._pending.clear()
+        self._held.extend(again)
+        self._stepper.release()
+
+    def _run_held(self) -> None:
+        """Train on the good batches that were held behind a bad one. One that raises is dropped, the others stay held."""
+        while self._held:
+            attempt = self._held.popleft()
+            assert attempt.mode is not None
+            change_settings(self.optimizer, attempt.changes)
+            with attempt.mode.again(self._modules, self._stepper.parameters.device):
+                self._run(attempt)
+        if self._afterwards is not None:
+            self._afterwards.apply(self.optimizer)
+            self._afterwards = None
+
+    def _explain(self, attempt: Attempt, report: Report, reading: Reading) -> Incident | None:
         """What a refused step was; None for an overflow that only calibrates the loss scale, which is healthy."""
         stepper, again = self._stepper, attempt.batches is not None
         # When refusals follow each other the weights stay as they were found the first time.
@@ -330,7 +395,7 @@ class Guard:
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
             if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
                 gradients = self._replay(attempt)
-                if stepper.scale is not None and gradients.all_finite:
+                if stepper.scale is not None and gradients is not None and gradients.all_finite:
                     stepper.scale.back_off()
                     return None
             elif not again and reading.scale is not None and reading.scale >= 1:
@@ -346,73 +411,27 @@ class Guard:
             return replace(incident, kind="loss-scale-collapse", message=message)
         return incident
 
-    def _run_held(self, held: list[_Attempt], bad: _Attempt, random_now: RandomState, hyper_now: Hyperparameters | None) -> None:
-        """Train on the good batches that were held behind a bad one. A generator that the user's own code drew from in
-        between (a data loader, say) goes on where it was: rewinding that one would repeat data."""
-        drawn: set[str] = set()
-        for earlier, later in zip((bad, *held), (*(attempt.random for attempt in held), random_now), strict=True):
-            assert earlier.random_after is not None and later is not None
-            drawn |= later.moved_since(earlier.random_after)
-        for attempt in held:
-            if self.scheduler is None and attempt.hyper is not None:
-                attempt.hyper.restore(self.optimizer, None)
-            self._run(_Attempt(attempt.step, attempt.batches))
-        random_now.only(drawn).restore()
-        if self.scheduler is None and hyper_now is not None:
-            hyper_now.restore(self.optimizer, None)
-
     # -- incidents -------------------------------------------------------------------------------------------------------------
 
-    def _report(self, incident: Incident) -> None:
+    def _report(self, incident: Incident | None) -> None:
+        if incident is None:
+            return
         self.incidents.append(incident)
         self._journal.incident(incident)
         if self._ranks.rank == 0:
             log.warning("nanproof: %s", incident)
 
-    def _report_finding(self, finding: Finding | None) -> None:
-        if finding is None:
-            return
-        seen = finding.record
-        self._report(
-            Incident(
-                step=seen.step,
-                kind=finding.kind,
-                action="clipped" if seen.action == "clipped" else "recorded",
-                loss=seen.loss,
-                grad_norm=seen.grad_norm,
-                culprits=largest(seen.by_parameter.items()),
-                message=finding.message,
-            )
-        )
-
-    def _report_exception(self, attempt: _Attempt, error: Exception) -> None:
-        if isinstance(error, UsageError):
+    def _report_exception(self, attempt: Attempt, error: BaseException) -> None:
+        if isinstance(error, UsageError) or not isinstance(error, Exception):
             return
         message = f"{type(error).__name__}: {error}"
         self._report(Incident(step=attempt.step, kind="exception", action="recorded", message=message))
         with suppress(AttributeError):  # Python 3.10 has no notes
             error.add_note(f"nanproof: raised inside training step {attempt.step}")
 
-    def _report_foreign_parameters(self) -> None:
-        """The optimizer holds tensors that the model does not have, and lacks some that it has: it was built before the
-        model was changed, and nothing will be learned. Extra tensors alone (a loss with parameters) are healthy."""
-        foreign, left_out = self._stepper.parameters.foreign, self._stepper.parameters.left_out
-        if not (foreign and left_out):
-            return
-        sentence = f"the optimizer holds {len(foreign)} tensors that the model does not have, and lacks {listed(left_out)}"
-        diagnosis = Diagnosis(
-            cause="optimizer-foreign-parameters",
-            confidence=1.0,
-            phase="optimizer",
-            where=left_out[0],
-            evidence=(sentence,),
-            fix="Build the optimizer after the last change to the model (resizing, moving, wrapping).",
-        )
-        self._report(Incident(step=0, kind="no-learning", action="recorded", message=sentence, diagnosis=diagnosis))
-
     def _follow_optimizer(self) -> None:
         if self._stepper.outdated:
-            self._catch_up(0)
+            self.sync()
             self._stepper.follow_optimizer()
 
     def _check_open(self, call: str) -> None:
@@ -425,3 +444,8 @@ def _check_scalar(loss: Any, where: str) -> None:
         raise UsageError(f"guard.{where}: the loss must be a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
         raise UsageError(f"guard.{where}: the loss must be a scalar, not of shape {tuple(loss.shape)}; take its mean or sum")
+
+
+def _own_copy(batch: Any) -> Any:
+    """A shallow copy of a list or a dictionary: a loss function that pops from its batch must find it whole the next time."""
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch

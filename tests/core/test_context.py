@@ -5,7 +5,7 @@ import random
 import torch
 from torch import nn
 
-from nanproof.core.context import Hyperparameters, RandomState
+from nanproof.core.context import RandomState, Schedule, changed_settings, settings
 
 
 def draw():
@@ -39,7 +39,7 @@ def test_settings_and_schedule_are_put_back_in_place():
         [2],
     )
     tensor = optimizer.param_groups[0]["lr"]
-    before, saved = tensor.item(), Hyperparameters.now(optimizer, scheduler)
+    before, saved = tensor.item(), Schedule.now(optimizer, scheduler)
     rates = []
     for _ in range(2):
         for _ in range(4):
@@ -49,3 +49,10 @@ def test_settings_and_schedule_are_put_back_in_place():
         saved.restore(optimizer, scheduler)
         assert optimizer.param_groups[0]["lr"] is tensor and tensor.item() == before
     assert rates[0] == rates[1] != before
+
+
+def test_what_the_user_changed_is_told_from_what_stayed():
+    optimizer = torch.optim.AdamW([{"params": nn.Linear(2, 2).parameters()}, {"params": nn.Linear(2, 2).parameters(), "lr": 0.5}])
+    before = settings(optimizer)
+    optimizer.param_groups[1]["weight_decay"] = 0.7
+    assert changed_settings(before, settings(optimizer)) == [{}, {"weight_decay": 0.7}]

@@ -48,8 +48,8 @@ def test_absent_gradients_are_left_out():
 @pytest.mark.parametrize(
     ("wrapped", "clean"),
     [
-        ("module.layer.weight", "layer.weight"),
-        ("_orig_mod.module.layer.weight", "layer.weight"),
+        ("_orig_mod.layer.weight", "layer.weight"),
+        ("module.weight", "module.weight"),
         ("layer._checkpoint_wrapped_module.weight", "layer.weight"),
         ("submodule.weight", "submodule.weight"),
         ("a.module_list.0.weight", "a.module_list.0.weight"),

@@ -1,16 +1,17 @@
-"""What a step consumes besides its batch: random numbers, and the schedule. Saved before a step so that a refused one
-leaves no trace in them."""
+"""What a step depends on besides its batch: random numbers, the schedule, the mode it is called in. Saved before a step, so that
+a refused one leaves no trace and a held one can be run again as it was."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -49,30 +50,71 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
+Groups: TypeAlias = list[dict[str, Any]]
+"""Every parameter group's settings (learning rate, betas, ...)."""
+
+
+def settings(optimizer: Optimizer) -> Groups:
+    return [{k: _clone(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def change_settings(optimizer: Optimizer, groups: Groups) -> None:
+    """Set what `groups` holds; a tensor (of a learning rate) in place. Groups added since stay as they are."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def changed_settings(before: Groups, after: Groups) -> Groups:
+    """What became different: what the user's own code set between two steps."""
+    return [{k: v for k, v in new.items() if not _same(v, old.get(k))} for old, new in zip(before, after, strict=False)]
+
+
 @dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """Every group's settings (learning rate, betas, ...), and the state of the schedule that sets them.
+class Schedule:
+    """Settings, and the state of the scheduler that sets them. Its `load_state_dict` does not put the learning rate back, hence
+    both."""
 
-    A scheduler's `load_state_dict` does not put the learning rate back, hence both.
-    """
-
-    groups: list[dict[str, Any]]
-    schedule: Any
+    groups: Groups
+    scheduler: Any
 
     @classmethod
-    def now(cls, optimizer: Optimizer, scheduler: Any) -> Hyperparameters:
-        groups = [{k: _clone(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        return cls(groups, None if scheduler is None else copy.deepcopy(scheduler.state_dict()))
+    def now(cls, optimizer: Optimizer, scheduler: Any) -> Schedule:
+        return cls(settings(optimizer), None if scheduler is None else copy.deepcopy(scheduler.state_dict()))
 
     def restore(self, optimizer: Optimizer, scheduler: Any) -> None:
         if scheduler is not None:
-            scheduler.load_state_dict(copy.deepcopy(self.schedule))
-        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            for key, value in saved.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
+            scheduler.load_state_dict(copy.deepcopy(self.scheduler))
+        change_settings(optimizer, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a step was called: which modules were training, and under which autocast."""
+
+    training: list[bool]
+    autocast: bool
+    autocast_dtype: torch.dtype
+
+    @classmethod
+    def now(cls, modules: list[nn.Module], device: torch.device) -> Mode:
+        kind = device.type
+        return cls([m.training for m in modules], torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    @contextmanager
+    def again(self, modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+        before = [m.training for m in modules]
+        for module, training in zip(modules, self.training, strict=True):
+            module.training = training
+        try:
+            with torch.enable_grad(), torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast):
+                yield
+        finally:
+            for module, training in zip(modules, before, strict=True):
+                module.training = training
 
 
 def _clone(value: Any) -> Any:

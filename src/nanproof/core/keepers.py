@@ -10,6 +10,7 @@ gradients, so weights and moments are looked at after the step and, where a copy
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanproof.core.parameters import local, unwrap
+from nanproof.core.parameters import is_dtensor, local, unwrap
+from nanproof.core.ranks import Ranks
 
 Key: TypeAlias = tuple[nn.Module, str]
 """A buffer: its owner and its name there."""
 _SMALL = 1 << 20
-"""Buffers up to this many bytes are always kept; larger ones (masks, tables) from the first step that writes them."""
+"""Buffers up to this many bytes are always kept; larger masks and tables from the first step that writes them."""
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -48,38 +51,60 @@ class _Flat:
 
 
 class BufferKeeper:
-    """Keeps a copy of every buffer that the forward writes, and puts it back on a refused step."""
+    """Keeps a copy of every buffer that the forward writes, and puts it back on a refused step.
+
+    The copy is taken at the first training forward after a step (a hook on the model that is called), so that what other code
+    does to buffers between steps is not undone.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrap(model)
         self._owners: list[nn.Module] = []
         self._flats: list[_Flat] = []
         self._layout: list[tuple[Key, Any]] = []
+        self._replaced: dict[Key, Tensor | None] = {}
+        """Buffers that this step's forward made anew in another shape, or for the first time, and what was there before."""
         self._untouched: dict[Key, tuple[Tensor, int]] = {}
         """Large buffers, and their versions, that no forward has written yet."""
+        self._in_step = False
         self.refresh()
-        self._hook = self._model.register_load_state_dict_post_hook(lambda *_: self.refresh())
+        self._hooks = [self._model.register_load_state_dict_post_hook(_Hook(self, "_on_load"))]
+        if "_orig_mod" not in model._modules and model._compiled_call_impl is None:
+            self._hooks.append(model.register_forward_pre_hook(_Hook(self, "_on_forward")))
 
     def refresh(self) -> None:
         """Take the buffers as they are now for good: at the start, and after weights were loaded."""
         self._owners = [module for module in self._model.modules() if module._buffers]
         self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
+        self._replaced = {}
         self._rebuild({})
+
+    def begin(self) -> None:
+        """A step begins: keep the buffers as they are now."""
+        self._in_step = True
+        self._find_written()
+        if self._layout != self._current_layout():
+            self._rebuild({})
+        for flat in self._flats:
+            flat.was = _concatenate(flat.live())
 
     def look(self) -> Tensor | None:
         """After the forward: 0 if all is well, else 1 + the place of the first element that it made non-finite, for `name_at`.
 
         On the device; None where no buffer can go bad.
         """
-        for key, (buffer, version) in list(self._untouched.items()):
-            owner, name = key
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                del self._untouched[key]
-        if self._layout != self._current_layout():
-            self._rebuild({key: part for flat in self._flats for key, part in _parts(flat)})
+        self._find_written()
+        layout = self._current_layout()
+        if self._layout != layout:
+            kept = {key: part for flat in self._flats for key, part in _parts(flat)}
+            old = dict(self._layout)
+            for key, facts in layout:
+                if old.get(key) != facts and key not in self._replaced:
+                    self._replaced[key] = kept[key].clone() if key in kept else None
+            self._rebuild(kept)
         for flat in self._flats:
             flat.now = _concatenate(flat.live())
-        bad = [~torch.isfinite(flat.now) & torch.isfinite(flat.was) for flat in self._floating()]
+        bad = [_worse(flat) for flat in self._floating()]
         if not bad:
             return None
         marks = bad[0] if len(bad) == 1 else torch.cat([x.to(bad[0].device, non_blocking=True) for x in bad])
@@ -104,23 +129,52 @@ class BufferKeeper:
         return bad
 
     def settle(self, refused: Tensor) -> None:
-        """After the verdict, where it says so, put back the kept values; else keep the new ones. Waits for no device."""
+        """After the verdict, where it says so, put back the kept values; else keep the new ones, but never a non-finite number
+        in the place of a finite one. Waits for no device, save in the rare step that changed a buffer's shape."""
+        self._in_step = False
+        if self._replaced:
+            if refused:
+                for (owner, name), old in self._replaced.items():
+                    owner._buffers[name] = old
+                self._rebuild({key: part for flat in self._flats for key, part in _parts(flat)})
+            self._replaced = {}
         for flat in self._flats:
             if flat.now.device.type != "cpu":
-                flat.was = torch.where(refused.to(flat.now.device, non_blocking=True), flat.was, flat.now)
+                back = refused.to(flat.now.device, non_blocking=True)
+                if flat.now.is_floating_point():
+                    back = back | _worse(flat)
+                flat.was = torch.where(back, flat.was, flat.now)
                 flat.write(flat.was)
             elif refused:
+                flat.write(flat.was)
+            elif flat.now.is_floating_point() and (worse := _worse(flat)).any():
+                flat.was = torch.where(worse, flat.was, flat.now)
                 flat.write(flat.was)
             else:
                 flat.was = flat.now
 
     def restore(self) -> None:
         """Put back the kept values now."""
+        self._in_step = False
         for flat in self._flats:
             flat.write(flat.was)
 
     def close(self) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_load(self, *_: Any) -> None:
+        self.refresh()
+
+    def _on_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if not self._in_step and module.training and torch.is_grad_enabled():
+            self.begin()
+
+    def _find_written(self) -> None:
+        for key, (buffer, version) in list(self._untouched.items()):
+            owner, name = key
+            if owner._buffers.get(name) is not buffer or buffer._version != version:
+                del self._untouched[key]
 
     def _all(self) -> Iterator[tuple[Key, Tensor]]:
         for module in self._owners:
@@ -140,13 +194,13 @@ class BufferKeeper:
         self._flats = []
         for (device, dtype), keys in groups.items():
             live = [local(owner._buffers[name].detach()) for owner, name in keys]  # type: ignore[union-attr]
-            old = [kept.get(key) for key in keys]
-            usable = [
-                o if o is not None and (o.shape, o.dtype, o.device) == (x.shape, dtype, device) else x
-                for o, x in zip(old, live, strict=True)
-            ]
-            flat = _concatenate(usable)
-            self._flats.append(_Flat(keys, [x.shape for x in live], flat, flat, torch.isinf(flat)))
+            usable = []
+            for key, now in zip(keys, live, strict=True):
+                old = kept.get(key)
+                same = old is not None and (old.shape, old.dtype, old.device) == (now.shape, dtype, device)
+                usable.append(old if old is not None and same else now)
+            was = _concatenate(usable)
+            self._flats.append(_Flat(keys, [x.shape for x in live], was, _concatenate(live), torch.isinf(was)))
 
     def _name(self, key: Key) -> str:
         path = next((path for path, module in self._model.named_modules() if module is key[0]), "")
@@ -156,8 +210,41 @@ class BufferKeeper:
         return [flat for flat in self._flats if flat.now.is_floating_point()]
 
 
+class _Hook:
+    """Calls a method of a keeper. A copy of the model, or one that was pickled, carries a hook that does nothing: it is another
+    model's."""
+
+    def __init__(self, keeper: BufferKeeper, method: str) -> None:
+        self._keeper = weakref.ref(keeper)
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        keeper = self._keeper()
+        if keeper is not None:
+            getattr(keeper, self._method)(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*args: Any) -> None:
+    """What a hook becomes in a copy."""
+
+
+def _no_hook() -> Any:
+    return _nothing
+
+
 def _always_kept(key: Key, buffer: Tensor) -> bool:
-    return buffer.numel() * buffer.element_size() <= _SMALL or isinstance(key[0], nn.modules.batchnorm._NormBase)
+    """Small buffers, and those that are part of a model's state and no mask: codebooks, running statistics."""
+    owner, name = key
+    state = buffer.is_floating_point() and name not in owner._non_persistent_buffers_set
+    return state or buffer.numel() * buffer.element_size() <= _SMALL
+
+
+def _worse(flat: _Flat) -> Tensor:
+    """Where a number was finite and is not any more."""
+    return ~torch.isfinite(flat.now) & torch.isfinite(flat.was)
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:
@@ -171,39 +258,46 @@ def _parts(flat: _Flat) -> Iterator[tuple[Key, Tensor]]:
 
 
 class WeightKeeper:
-    """Looks at half-precision weights and moments after a step; with `restore`, puts back what the step broke."""
+    """Looks at half-precision weights and moments after a step; with `restore`, undoes a step that broke one of them: on all
+    weights, the others of the step included."""
 
-    def __init__(self, weights: list[Tensor], optimizer: Optimizer, restore: bool) -> None:
+    def __init__(self, weights: list[Tensor], optimizer: Optimizer, restore: bool, ranks: Ranks) -> None:
         self.restore = restore
-        self._weights = weights
+        self._half = [p for p in weights if p.dtype in _HALF]
+        self._all = weights
         self._optimizer = optimizer
+        self._agree = ranks.any_rank if any(is_dtensor(p) for p in weights) else None
         self._saved: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
 
-    @staticmethod
-    def needed(weights: list[Tensor], on_device: bool, choice: str) -> tuple[list[Tensor], bool]:
-        """Which weights to look at, and whether to copy them first."""
-        half = [p for p in weights if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
-        if choice == "off":
-            return [], False
-        if choice == "auto":
-            return half, not on_device or any(p.dtype == torch.float16 for p in half)
-        return half, choice == "restore"
+    @classmethod
+    def of(cls, weights: list[Tensor], optimizer: Optimizer, on_device: bool, choice: str, ranks: Ranks) -> WeightKeeper | None:
+        """None where no trainable weight is half precision, or the policy does not want to know."""
+        trainable = [p for p in weights if p.requires_grad]
+        dtypes = {p.dtype for p in trainable if p.dtype in _HALF}
+        if choice == "off" or not dtypes:
+            return None
+        restore = choice == "restore" or (choice == "auto" and (not on_device or torch.float16 in dtypes))
+        return cls(trainable, optimizer, restore, ranks)
 
     def save(self) -> None:
         if self.restore:
-            self._saved = [
-                (p, p.detach().clone(), {k: _clone(v) for k, v in self._optimizer.state.get(p, {}).items()})
-                for p in self._weights
-            ]
+            states = self._optimizer.state
+            self._saved = [(p, p.detach().clone(), {k: _clone(v) for k, v in states.get(p, {}).items()}) for p in self._all]
 
     def broken(self) -> Tensor:
-        """Bool on the device: some weight or moment is non-finite now."""
-        tensors = [local(p.detach()) for p in self._weights]
-        for p in self._weights:
+        """Bool on the device: some half-precision weight or moment is non-finite now. Of sharded weights each rank has a part,
+        so the ranks agree: one small collective."""
+        tensors = [local(p.detach()) for p in self._half]
+        for p in self._half:
             state = self._optimizer.state.get(p, {}).values()
             tensors += [local(x) for x in state if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
-        largest = torch.stack([n.to(tensors[0].device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)])
-        return ~torch.isfinite(largest).all()
+        tensors = [t for t in tensors if t.numel()]
+        if not tensors:
+            bad = torch.zeros((), dtype=torch.bool, device=self._half[0].device)
+        else:
+            largest = [n.to(tensors[0].device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)]
+            bad = ~torch.isfinite(torch.stack(largest)).all()
+        return bad if self._agree is None else self._agree(bad)
 
     def put_back(self, broken: Tensor) -> None:
         """Undo the step where `broken` says so, on the device. State that the step created goes back to zeros."""

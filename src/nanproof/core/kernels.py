@@ -151,9 +151,11 @@ if triton is not None:
         tl.store(out + 10, spread_norm)
         tl.store(out + 11, spread_loss)
         tl.store(out + 12, size)
+        tl.store(out + 13, held.to(tl.float32))
         if LATCHING:
             tl.store(latch_ptr, skip.to(tl.float32))
 
+        accepted = accepted & (total > 0)
         streak = tl.where(spike, streak + 1, tl.where(accepted, 0.0, streak))
         settled = (streak < NEW_LEVEL).to(tl.float32)
         count = count * settled

@@ -21,8 +21,9 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer itself: `found_inf` set on a wrapper (accelerate's) would be ignored."""
-    while not isinstance(optimizer, _FUSED) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    """The optimizer itself: `found_inf` set on accelerate's transparent wrapper would be ignored. Wrappers that do something of
+    their own (Lookahead, say) stay, and take the host path."""
+    while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "zero_grad")):
         raise UsageError(
@@ -50,6 +51,7 @@ class DevicePath:
 
     def step(self, verdict: Verdict) -> None:
         optimizer: Any = self.optimizer
+        self._prepare_momentum()
         optimizer.found_inf = verdict.skip
         if verdict.divisor is not None:
             optimizer.grad_scale = verdict.divisor
@@ -75,12 +77,15 @@ class DevicePath:
                 step = state.get("step")
                 if step is not None:
                     state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
-        if isinstance(optimizer, SGD):
-            # A skipped first step would leave an uninitialised buffer behind; zeros give the same first step.
-            for group in optimizer.param_groups:
-                for p in group["params"] if group["momentum"] else ():
-                    if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
-                        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    def _prepare_momentum(self) -> None:
+        """A skipped first step of SGD would leave an uninitialised buffer behind; zeros give the same first step."""
+        if not isinstance(self.optimizer, SGD):
+            return
+        for group in self.optimizer.param_groups:
+            for p in group["params"] if group["momentum"] else ():
+                if p.grad is not None and self.optimizer.state[p].get("momentum_buffer") is None:
+                    self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 class HostPath:
@@ -111,7 +116,7 @@ class HostPath:
 
 def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) -> DevicePath | HostPath:
     """The device path where it is exact; switches an optimizer whose user left `fused` and `foreach` unset to fused."""
-    if _fused_is_wrong(optimizer):
+    if _fused_is_wrong(optimizer, asked=True):
         for group in (*optimizer.param_groups, optimizer.defaults):
             group["fused"] = False
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -126,12 +131,12 @@ def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) 
     return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused", switched=True)
 
 
-def _fused_is_wrong(optimizer: Optimizer) -> bool:
-    """The vectorised CPU kernel of fused SGD mixes up halves (seen in torch 2.11 and 2.13: weights off by 0.5 after 4 steps)."""
+def _fused_is_wrong(optimizer: Optimizer, asked: bool) -> bool:
+    """The vectorised CPU kernel of fused SGD mixes up halves (seen in torch 2.13: weights off by 0.5 after 4 steps)."""
     return type(optimizer) is SGD and any(
         p.device.type == "cpu" and p.dtype in (torch.float16, torch.bfloat16)
         for group in optimizer.param_groups
-        if group["fused"] or (group["fused"] is None and group["foreach"] is None)
+        if group["fused"] or not asked
         for p in group["params"]
     )
 
@@ -153,6 +158,8 @@ def _obstacle(model: nn.Module, parameters: Parameters, optimizer: Optimizer) ->
             return f"{name}(foreach=False) was asked for"
         if any(p.dtype == torch.float16 and p.requires_grad for p in parameters.tensors):
             return "trainable weights are fp16, and switching to fused would hide an underflow in the optimizer"
+    if _fused_is_wrong(optimizer, asked=False):
+        return "torch's fused SGD computes wrong updates of half-precision weights on CPU"
     trainable = [p for p in parameters.tensors if p.requires_grad]
     if any(not p.is_floating_point() for p in trainable):
         return "the fused kernels take no complex parameters"

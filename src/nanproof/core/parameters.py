@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module under DistributedDataParallel and torch.compile."""
+    """The user's module under DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         else:
             return model

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanproof.core.parameters import is_dtensor
+from nanproof.core.parameters import Parameters, is_dtensor
 from nanproof.errors import UnsupportedError
 
 
@@ -29,6 +29,7 @@ class Ranks:
         """Whether the ranks are known to train one model, so that a collective may be entered on failure."""
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._fsdp: Any = None
+        self._sharded = False
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -48,6 +49,15 @@ class Ranks:
             self._fsdp = model if hasattr(model, "set_requires_gradient_sync") else None
             self.together = True
         self.together = self.together and dist.get_world_size(self._group) > 1
+        self._sharded = sharded is not None and self._ddp is None
+
+    def unreduced(self, parameters: Parameters) -> set[int]:
+        """Indices of the optimizer's parameters whose gradients nobody reduces over the ranks."""
+        if not self.together:
+            return set()
+        foreign = {i for i, name in enumerate(parameters.names) if name in parameters.foreign}
+        plain = {i for i, p in enumerate(parameters.tensors) if self._sharded and not is_dtensor(p)}
+        return foreign | plain
 
     @property
     def several(self) -> bool:
@@ -68,6 +78,26 @@ class Ranks:
         if bad_buffer is not None:
             good = good & (bad_buffer == 0).to(loss.device, non_blocking=True)
         return torch.where(good, 1.0, torch.nan).to(loss.dtype)
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        """Whether the flag is set on any rank. A collective: one scalar."""
+        if not self.together:
+            return flag
+        number = flag.float()
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        return number > 0
+
+    def share_norms(self, norms: Tensor, present: list[int], own: set[int]) -> Tensor:
+        """Norms of gradients that no wrapper reduces (a loss's own parameters beside DDP) differ from rank to rank; the largest
+        counts for all. A collective, and only where there are such parameters."""
+        places = [k for k, i in enumerate(present) if i in own]
+        if not self.together or not places:
+            return norms
+        index = torch.tensor(places, device=norms.device)
+        mine = norms[index]
+        mine = torch.where(torch.isfinite(mine), mine, torch.inf)
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+        return norms.index_copy(0, index, mine)
 
     def gather(self, values: list[float]) -> dict[int, list[float]]:
         """Every rank's numbers, by global rank. A collective: only where all ranks are known to come."""

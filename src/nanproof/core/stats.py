@@ -56,6 +56,7 @@ class RunningStats:
         self.mean, self.spread, self.last = self.state[2:4], self.state[4:6], self.state[6:8]
         self._least_spike = torch.tensor(LEAST_SPIKE, device=device, dtype=dtype)
         self._tiny = torch.finfo(dtype).tiny
+        self._nothing = math.log(self._tiny) + 0.01
 
     def point(self, total: Tensor, loss: Tensor) -> Tensor:
         """The levels of this step. A norm of exactly 0 counts as the smallest number."""
@@ -75,8 +76,10 @@ class RunningStats:
     def take(self, point: Tensor, loss: Tensor, spike: Tensor, accepted: Tensor) -> None:
         """Learn from a step if it was accepted. `where`, never a product: 0 times NaN is NaN.
 
-        A spike that was refused counts towards a new level all the same; any other refused step leaves no trace.
+        A spike that was refused counts towards a new level all the same; any other refused step leaves no trace. Nor does
+        one whose gradients are all exactly 0, as in a group of equal rewards: it says nothing of what is usual.
         """
+        accepted = accepted & (point[0] > self._nothing)
         self.streak.copy_(torch.where(spike, self.streak + 1, torch.where(accepted, 0, self.streak)))
         settled = self.streak < NEW_LEVEL
         for tensor in (self.count, self.streak, self.spread):
@@ -175,7 +178,9 @@ class SpikeWatch:
         self._diverged = False
 
     def see(self, record: StepRecord, several_ranks: bool) -> Finding | None:
-        """Take the next accepted step, in order."""
+        """Take the next accepted step, in order. One without any gradient says nothing."""
+        if record.grad_norm == 0:
+            return None
         norm = log_norm(record)
         self._seen += 1
         if len(self._first) < 3:

@@ -72,7 +72,9 @@ class Stepper:
         self._kernels = Kernels.available(device, dtype) if self.path.on_device else None
         self._losses: list[Tensor] = []
         self._probes: deque[Tensor] = deque(maxlen=1024)
+        self._probe_of: Tensor | None = None
         self._probe = self._watch_one_gradient()
+        self._unreduced = self.ranks.unreduced(self.parameters)
 
     @property
     def lag(self) -> int:
@@ -88,13 +90,16 @@ class Stepper:
 
     def backward(self, loss: Tensor, scaled: bool = True) -> None:
         """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
-        self._losses.append(loss.detach())
+        self._notice_cleared_gradients()
+        loss = loss.reshape(())
+        own = loss.detach()
         seed = self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
         if self.scale is not None and scaled:
             scale = self.scale.value().to(loss.device, non_blocking=True)
             seed = scale if seed is None else seed * scale
             loss = loss.float()
         loss.backward(gradient=seed)
+        self._losses.append(own)
 
     def forget(self) -> None:
         """Clear gradients and what was noted of backwards since the last step."""
@@ -106,6 +111,7 @@ class Stepper:
         """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be run again, so a bad one
         latches, and whether an overflow is the loss scale's fault can wait for a replay."""
         parameters = self.parameters
+        self._notice_cleared_gradients()
         losses, self._losses = self._losses, []
         probes = list(self._probes)
         self._probes.clear()
@@ -121,6 +127,8 @@ class Stepper:
         assert own is not None
         gradients = parameters.gradients(present)
         norms = parameters.norms(gradients, self._kernels)
+        if self._unreduced:
+            norms = self.ranks.share_norms(norms, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
         bad_buffer = self.buffers.look()
         latch = self._latch if latching else None
@@ -213,10 +221,17 @@ class Stepper:
         self.parameters = Parameters(self.model, self.optimizer)
         self.path = choose_path(self.model, self.parameters, self.optimizer)
         self.weights = self._weight_keeper()
+        self._unreduced = self.ranks.unreduced(self.parameters)
+
+    def _notice_cleared_gradients(self) -> None:
+        """The loop gave up the micro-batches so far (zero_grad after a backward): what was noted of them goes too."""
+        if self._probes and self._probe_of is not None and self._probe_of.grad is None:
+            self._losses = []
+            self._probes.clear()
 
     def _weight_keeper(self) -> WeightKeeper | None:
-        half, restore = WeightKeeper.needed(self.parameters.tensors, self.path.on_device, self.policy.half_weights)
-        return WeightKeeper(half, self.optimizer, restore) if half else None
+        weights, choice = self.parameters.tensors, self.policy.half_weights
+        return WeightKeeper.of(weights, self.optimizer, self.path.on_device, choice, self.ranks)
 
     def _watch_one_gradient(self) -> Any:
         """A scalar a backward from one early, small parameter, before any reduction over ranks: bad gradients flow back to
@@ -225,6 +240,7 @@ class Stepper:
         if not trainable:
             return None
         chosen = next((p for p in trainable if p.numel() <= 1 << 16), trainable[0])
+        self._probe_of = chosen
 
         def look(p: Tensor) -> None:
             if p.grad is not None and p.grad.layout is torch.strided:

@@ -71,7 +71,9 @@ class Journal:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("steps", "incidents"):
-                self._files[name] = open(self.folder / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+                path = self.folder / f"{name}.jsonl"
+                _cut_broken_line(path)
+                self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             self.close()
             raise UsageError(
@@ -110,3 +112,20 @@ class Journal:
             with suppress(OSError):
                 file.close()
             log.warning("nanproof: no more lines go to %s.jsonl: %s. Training goes on", name, error.strerror)
+
+
+def _cut_broken_line(path: Path) -> None:
+    """A run killed while writing leaves half a line; what follows it would be unreadable."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        end = file.seek(0, 2)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)

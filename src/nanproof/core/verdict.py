@@ -17,9 +17,9 @@ from nanproof.records import ABSENT, StepRecord
 class Verdict:
     """Device tensors. The optimizer reads `skip` and `divisor`; `packed` travels to the host, where it becomes a `Reading`."""
 
-    HEAD: ClassVar[int] = 13
-    """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad, and
-    what was usual before this step: means and deviations of norm and loss, size of the loss."""
+    HEAD: ClassVar[int] = 14
+    """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad; what was
+    usual before this step: means and deviations of norm and loss, size of the loss; and whether the step was held."""
     WEIGHTS_BAD: ClassVar[int] = 7
 
     skip: Tensor
@@ -58,11 +58,13 @@ class Reading:
     typical: tuple[float, float]
     spread: tuple[float, float]
     loss_size: float
+    held: bool
+    """Not taken because an earlier step was bad, whatever it was itself."""
     norms: list[float]
 
     @classmethod
     def of(cls, values: list[float], scaled: bool) -> Reading:
-        loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size = values[: Verdict.HEAD]
+        loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size, held = values[: Verdict.HEAD]
         return cls(
             loss,
             total,
@@ -75,6 +77,7 @@ class Reading:
             (m0, m1),
             (s0, s1),
             size,
+            held > 0,
             values[Verdict.HEAD :],
         )
 
@@ -143,11 +146,12 @@ def judge(
     if max_norm is not None or scale is not None:
         divisor = (clip if scale is None else clip * scale).float()
     zero = torch.zeros_like(total)
+    last = (zero if held is None else held.to(total.dtype)).reshape(1)
     head = (loss, total, clip, bad, spike, zero if scale is None else scale, zero if bad_buffer is None else bad_buffer, zero)
     scalars = torch.stack([x.to(total.device, total.dtype, non_blocking=True) for x in head])
     return Verdict(
         skip=(bad if held is None else bad | held).float(),
         divisor=divisor,
-        packed=torch.cat((scalars, stats.mean, stats.spread, stats.size.reshape(1), norms)),
+        packed=torch.cat((scalars, stats.mean, stats.spread, stats.size.reshape(1), last, norms)),
         learned=Learned(point, own_loss, spike, ~norm_finite & loss_finite if loss_decides else ~norm_finite),
     )
