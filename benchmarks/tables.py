@@ -54,10 +54,10 @@ def cost_table() -> str:
 
 def campaign_line() -> str:
     c = load("campaign")
+    accepted = f"{c['harmless']} rightly accepted (they changed nothing that matters)"
     return (
-        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {c['harmless']} rightly accepted (they changed nothing "
-        f"that matters), {c['reached']} reached the weights; {c['false_alarms']} false alarms on {c['healthy']} healthy steps; "
-        f"{c['hangs']} hangs."
+        f"Campaign of {c['injected']} random faults: {c['caught']} refused, {accepted}, {c['reached']} reached the weights; "
+        f"{c['false_alarms']} false alarms on {c['healthy']} healthy steps; {c['hangs']} hangs."
     )
 
 
