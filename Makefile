@@ -26,8 +26,9 @@ bench: .venv/bench  ## what the guard costs on this CPU, beside other tools
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
 
-campaign: .venv/ready  ## thousands of random faults
-	$(BIN)/python benchmarks/campaign.py --faults 2400
+campaign: .venv/ready  ## thousands of random faults, and healthy runs that must stay quiet
+	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
+	$(BIN)/python -W ignore benchmarks/healthy.py
 
 pictures: .venv/ready  ## the pictures in the README
 	$(BIN)/python docs/pictures/make.py

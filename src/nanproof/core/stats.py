@@ -31,6 +31,8 @@ NEW_LEVEL = 10
 """Spikes in a row after which they are what is usual: the statistics start over."""
 LEAST_SPIKE = (math.log(8.0), math.asinh(3.0) - math.asinh(1.0))
 """A spike is at least eight times the usual norm, or three times the usual loss."""
+LONE_NORM = 30.0
+"""Times the usual norm that make an outlier of a step whose loss was as usual."""
 LEAST_CLIP = math.log(1.5)
 """`max_norm="auto"` never clips below this much above the usual norm."""
 SMALLEST_LOSS = 1e-12
@@ -137,6 +139,12 @@ class _Episode:
         """Which of norm and loss jumped: only those have to return."""
         return [i for i in (0, 1) if self.peak[i] - self.usual[i] > max(4 * self.spread[i], LEAST_SPIKE[i] / 2)]
 
+    @property
+    def remarkable(self) -> bool:
+        """The loss was off too, or the norm by so much that it need not be: early in training norms jump tenfold anyway."""
+        loss_seen = not self.several_ranks and 1 in self.jumped
+        return loss_seen or self.peak[0] - self.usual[0] > math.log(LONE_NORM)
+
     def level(self, record: StepRecord) -> Level:
         """On several ranks only the norm is alike on all: it stands in for the loss."""
         norm = log_norm(record)
@@ -215,7 +223,7 @@ class SpikeWatch:
     def _judge(self, episode: _Episode, level: Level) -> Finding | None:
         episode.after.append(level)
         seen, spike = len(episode.after), episode.record
-        if seen == self.SETTLE and spike.spike and episode.returned() >= self.SETTLE - 1:
+        if seen == self.SETTLE and spike.spike and episode.remarkable and episode.returned() >= self.SETTLE - 1:
             self._episode = None
             return Finding(
                 "spike",
