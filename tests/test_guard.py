@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanproof
-from nanproof.records import read_steps
+from nanproof.records import read_incidents, read_steps
 from toys import OPTIMIZERS, Lion, Run, batches, finite, mse, mse_fp16, net, poison, whole_state
 
 NAN, INF = float("nan"), float("inf")
@@ -304,6 +306,35 @@ def test_a_scale_that_falls_below_one_is_a_collapse():
     assert halted.value.incident.kind == "loss-scale-collapse"
 
 
+def test_a_loss_that_was_not_scaled_is_noticed():
+    model = net()
+    guard = guarded(model, scaler=torch.amp.GradScaler("cpu"))
+    loss = mse(model, batches(1)[0])
+    loss.backward()
+    with pytest.raises(nanproof.UsageError, match="the loss was not scaled"):
+        guard.step(loss)
+
+
+def test_gradients_left_over_from_a_refused_step_are_hinted_at():
+    model = net(batch_norm=False)
+    guard = guarded(model)
+    for batch in (poison(batches(1)[0]), batches(1)[0]):
+        loss = mse(model, batch)
+        loss.backward()
+        guard.step(loss)
+    assert "was zero_grad called" in guard.incidents[1].message
+
+
+def test_a_schedule_that_nobody_advances_is_warned_about(caplog):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = guarded(model, optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    loss = mse(model, batches(1)[0])
+    loss.backward()
+    guard.step(loss)
+    assert any("only train_step" in message for message in caplog.messages)
+
+
 def test_a_disabled_scaler_is_none():
     model = net()
     guard = guarded(model, scaler=torch.amp.GradScaler("cpu", enabled=False))
@@ -495,6 +526,20 @@ def test_steps_without_any_gradient_say_nothing_of_what_is_usual(kwargs):
     guard.close()
     assert guard.incidents == [] and not torch.equal(before, model.weight)
     assert all(r.clip < 100 for r in guard.history)
+
+
+def test_a_loss_that_is_usually_exactly_zero_is_no_measure():
+    """A margin that is met, and now and then is not; a penalty that begins to grow from nothing."""
+    g = torch.Generator().manual_seed(0)
+    for loss_at in (lambda i: 0.05 * float(torch.rand((), generator=g)) * (i % 37 == 0), lambda i: max(i - 30, 0) ** 2 * 1e-6):
+        model = nn.Linear(6, 1)
+        guard = guarded(
+            model, loss_fn=lambda m, b, f=loss_at: mse(m, b[:2]) * 0 + m(b[0]).mean() - m(b[0]).mean().detach() + f(b[2])
+        )
+        for i, batch in enumerate(batches(200)):
+            guard.train_step([*batch, i])
+        guard.close()
+        assert guard.incidents == []
 
 
 def test_policy_gradients_with_losses_around_zero_have_no_incident():
@@ -830,6 +875,110 @@ def test_buffers_written_in_odd_ways_are_restored(how):
         assert Run(guard, states[0]).same_as(Run(guard, states[1])) == []
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_large_table_that_a_bad_batch_makes_anew_is_not_lost(persistent, lag):
+    """A cache that grows with the longest input so far, first on the batch that is refused."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.ones(1 << 19), persistent=persistent)
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x):
+            if x.isnan().any():
+                self.cache = torch.zeros(1 << 20)
+            return self.layer(x) * self.cache[0]
+
+    model = Cached()
+    guard = guarded(model, policy=nanproof.Policy(lag=lag))
+    data = batches(6)
+    data[2] = poison(data[2])
+    for batch in data:
+        guard.train_step(batch)
+    guard.close()
+    assert model.cache.shape == (1 << 19,) and [i.kind for i in guard.incidents] == ["nonfinite-loss"]
+
+
+@pytest.mark.parametrize("fault", ["gradient", "exception"])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_buffer_that_a_bad_batch_makes_first_is_not_kept(fault, lag):
+    """Statistics that are taken from the first batch ever seen, which is bad; its forward runs again to look at it."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", None)
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x):
+            if self.mean is None:
+                self.mean = x.detach().mean(0)
+            return self.layer(x - self.mean)
+
+    def loss_fn(model, batch):
+        loss = gradient_fault(NAN)(model, batch)
+        if len(batch) > 2 and fault == "exception":
+            raise RuntimeError("out of memory")
+        return loss
+
+    def run(disturbed):
+        torch.manual_seed(0)
+        model = Lazy()
+        guard = guarded(model, loss_fn=loss_fn, policy=nanproof.Policy(lag=lag))
+        for i, batch in enumerate(batches(5)):
+            if i == 0 and disturbed and fault == "exception":
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    guard.train_step([*batch, True])
+            elif i or disturbed:
+                guard.train_step([*batch, True] if i == 0 else batch)
+        guard.close()
+        return Run(guard, {"mean": model.mean, "weight": model.layer.weight})
+
+    disturbed = run(True)
+    assert disturbed.same_as(run(False)) == []
+    assert [i.kind for i in disturbed.guard.incidents] == ["exception" if fault == "exception" else "nonfinite-gradient"]
+
+
+def test_buffers_of_odd_kinds_are_left_alone():
+    model = net()
+    model.register_buffer("same", torch.ones(1).expand(8))
+    model.register_buffer("tiny", torch.ones(4).to(torch.float8_e4m3fn))
+    with torch.inference_mode():
+        inferred = torch.zeros(1 << 20)
+    model.register_buffer("inferred", inferred, persistent=False)
+    guard = guarded(model)
+    for batch in (batches(1)[0], poison(batches(1)[0]), batches(1)[0]):
+        guard.train_step(batch)
+    guard.close()
+    assert [i.step for i in guard.incidents] == [1]
+
+
+def test_a_guard_that_is_dropped_lets_go_of_everything():
+    model = net()
+    guard = guarded(model)
+    guard.train_step(batches(1)[0])
+    gone = weakref.ref(guard._stepper), weakref.ref(model)
+    del guard, model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("first", ["fused=True", "another guard's"])
+def test_an_old_checkpoint_does_not_unfuse_a_fused_optimizer(first):
+    model = net()
+    old = copy.deepcopy(torch.optim.AdamW(model.parameters()).state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True if first == "fused=True" else None)
+    if first != "fused=True":
+        guarded(model, optimizer).close()
+    guard = guarded(model, optimizer)
+    optimizer.load_state_dict(old)
+    for batch in (batches(1)[0], poison(batches(1)[0])):
+        guard.train_step(batch)
+    assert [i.step for i in guard.incidents] == [1] and finite(model, optimizer)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_other_code_does_to_buffers_between_steps_is_not_undone(whole):
     model = net(dropout=0.0)
@@ -1083,14 +1232,12 @@ def test_every_step_is_recorded_and_read_back(tmp_path):
     lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
     strict = [json.loads(x, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")) for x in lines]
     assert strict[0]["names"] == list(guard.history[0].names)
-    read = list(read_steps(tmp_path / "run" / "steps.jsonl"))
+    read = list(read_steps(tmp_path / "run"))
     assert [r.step for r in read] == list(range(6))
     for a, b in zip(read, guard.history, strict=True):
         assert a.action == b.action
         assert a.norms.tolist() == pytest.approx(b.norms.tolist(), rel=1e-5, nan_ok=True)
-    incidents = [
-        nanproof.Incident.from_json(json.loads(x)) for x in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()
-    ]
+    incidents = list(read_incidents(tmp_path / "run"))
     assert [i.step for i in incidents] == [2, 5]
     assert str(incidents[0]) == str(guard.incidents[0])
 
@@ -1228,7 +1375,7 @@ def test_hooks_are_gone_after_close():
     assert not hasattr(guard.optimizer, "found_inf") and not hasattr(guard.optimizer, "grad_scale")
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, NAN, "on"])
+@pytest.mark.parametrize("max_norm", [0, -1.0, NAN, "on", True])
 def test_a_max_norm_that_cannot_be_is_refused(max_norm):
     with pytest.raises(nanproof.UsageError, match="max_norm"):
         guarded(max_norm=max_norm)
@@ -1256,6 +1403,12 @@ def test_bad_use_gets_a_clear_error(tmp_path):
         nanproof.Guard(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(nanproof.UsageError, match="ReduceLROnPlateau"):
         guarded(model, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(nanproof.UsageError, match="Policy is needed, not dict"):
+        guarded(model, optimizer, policy={"lag": 2})
+    with pytest.raises(nanproof.UsageError, match="Module is needed, not list"):
+        nanproof.Guard(list(model.parameters()), optimizer)
+    with pytest.raises(nanproof.UsageError, match="scheduler is needed, not list"):
+        guarded(model, optimizer, scheduler=[1])
     with pytest.raises(nanproof.UnsupportedError, match="checkpoints"):
         guarded(model, optimizer, checkpoints="folder")
 

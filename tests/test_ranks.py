@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 
 import pytest
 import torch
@@ -105,6 +106,30 @@ def parameters_beside_ddp(rank: int):
         guard.train_step([*batch, 0.0 if rank == 1 and i == 2 else 1.0])
     guard.close()
     return [r.action == "skipped" for r in guard.history], bool(torch.isfinite(own))
+
+
+def gives_up_a_micro_batch(rank: int):
+    """FSDP2, two micro-batches; the second raises, after the first has been accumulated. The next step must not have it."""
+    ends = []
+    for disturbed in (True, False):
+        model, optimizer = build("fsdp2")
+
+        def loss_fn(model, batch):
+            if len(batch) > 2:
+                raise ValueError("this batch is broken")
+            return mse(model, batch)
+
+        data = batches(8, seed=rank + 1)
+        with nanproof.Guard(model, optimizer, loss_fn=loss_fn) as guard:
+            for i in range(0, 8, 2):
+                if i == 2:
+                    with suppress(ValueError):
+                        if disturbed:
+                            guard.train_step([data[2][0] * 1e3, data[2][1]], [*data[3], True])
+                    continue
+                guard.train_step(data[i], data[i + 1])
+        ends.append(torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]))
+    return torch.equal(*ends)
 
 
 def buffer_in_a_loop_of_ones_own(rank: int):
@@ -219,8 +244,9 @@ def test_no_collective_is_added_on_the_healthy_path():
 
 def test_values_of_one_rank_alone_never_decide():
     half = [("test_ranks:half_on_one_rank", (fused,), {}) for fused in (True, False)]
-    jobs = [*half, ("test_ranks:parameters_beside_ddp", (), {}), ("test_ranks:buffer_in_a_loop_of_ones_own", (), {})]
-    *halves, beside, buffer = two_ranks(*jobs, timeout=30)
+    rest = ("gives_up_a_micro_batch", "parameters_beside_ddp", "buffer_in_a_loop_of_ones_own")
+    *halves, given_up, beside, buffer = two_ranks(*half, *((f"test_ranks:{name}", (), {}) for name in rest), timeout=30)
+    assert given_up == (True, True)
     for zero, one in halves:
         assert zero == one and zero[0][:2] == [0, "nonfinite-weight"]
     assert beside == ([[False, False, True, False, False], True],) * 2

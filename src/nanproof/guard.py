@@ -88,8 +88,14 @@ class Guard:
             )
         if isinstance(max_norm, str) and max_norm != "auto":
             raise UsageError(f'Guard(max_norm={max_norm!r}): a number above 0, "auto" or None is needed')
-        if isinstance(max_norm, (int, float)) and not max_norm > 0:
+        if isinstance(max_norm, bool) or (isinstance(max_norm, (int, float)) and not max_norm > 0):
             raise UsageError(f"Guard(max_norm={max_norm!r}): the norm to clip to must be above 0; None turns clipping off")
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"Guard(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
+        if policy is not None and not isinstance(policy, Policy):
+            raise UsageError(f"Guard(policy=...): a nanproof.Policy is needed, not {type(policy).__name__}")
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            raise UsageError(f"Guard(scheduler=...): a learning-rate scheduler is needed, not {type(scheduler).__name__}")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UsageError("Guard(scheduler=ReduceLROnPlateau): it needs a metric; leave it out and call its step yourself")
         self.model = model
@@ -146,6 +152,10 @@ class Guard:
             _check_scalar(loss, "step")
         elif not self._stepper.has_losses:
             raise UsageError("guard.step(): pass the loss, or use guard.backward(loss) instead of loss.backward()")
+        if self.scheduler is not None and self._next == 0:
+            log.warning(
+                "nanproof: guard.step does not advance Guard(scheduler=...), only train_step does: call its step yourself"
+            )
         if self._held or any(attempt.batches is not None for attempt in self._pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
@@ -227,6 +237,7 @@ class Guard:
             )
         self._pending.clear()
         self._held.clear()
+        self._afterwards = None
         self._stepper.release()
         self._next = state["step"]
         self._stepper.stats.load_state_dict(state["stats"])
@@ -257,8 +268,7 @@ class Guard:
             attempt.report = self._stepper.step(None, again=True)
         except BaseException as error:
             attempt.random.restore()
-            self._stepper.forget()
-            self._stepper.buffers.restore()
+            self._give_up()
             self._report_exception(attempt, error)
             raise
         self._pending.append(attempt)
@@ -294,8 +304,13 @@ class Guard:
             log.warning("nanproof: step %d could not be run again to look at it: %r", attempt.step, error)
             return None
         finally:
-            self._stepper.forget()
-            self._stepper.buffers.restore()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""
+        self._stepper.forget()
+        self._ranks.forget_gradients()
+        self._stepper.buffers.restore()
 
     # -- records ---------------------------------------------------------------------------------------------------------------
 
@@ -376,8 +391,16 @@ class Guard:
             attempt = self._held.popleft()
             assert attempt.mode is not None
             change_settings(self.optimizer, attempt.changes)
-            with attempt.mode.again(self._modules, self._stepper.parameters.device):
-                self._run(attempt)
+            try:
+                with attempt.mode.again(self._modules, self._stepper.parameters.device):
+                    self._run(attempt)
+            except BaseException:
+                self._return_to_user()
+                raise
+        self._return_to_user()
+
+    def _return_to_user(self) -> None:
+        """Random numbers and settings that belong to the user's own code go on where they were."""
         if self._afterwards is not None:
             self._afterwards.apply(self.optimizer)
             self._afterwards = None
@@ -406,6 +429,9 @@ class Guard:
         incident = make_incident(attempt.step, reading, norms, witness, gradients, broken)
         if reading.weights_bad and stepper.weights is not None and not stepper.weights.restore:
             return replace(incident, action="recorded", message=incident.message + "; no copy was kept to put back")
+        if incident.kind == "nonfinite-gradient" and not again and self._caps.in_a_row:
+            hint = "; the step before was refused too: was zero_grad called in between?"
+            incident = replace(incident, message=incident.message + hint)
         if incident.kind == "nonfinite-gradient" and reading.scale is not None and not again:
             message = f"{incident.message}; the loss scale is down to {reading.scale:g}, so it is no range problem"
             return replace(incident, kind="loss-scale-collapse", message=message)

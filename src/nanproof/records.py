@@ -202,14 +202,25 @@ def line(data: Mapping[str, Any]) -> str:
 
 
 def read_steps(path: str | Path) -> Iterator[StepRecord]:
-    """Read a run's `steps.jsonl`. A last line cut short by a kill is left out."""
+    """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the same folder repeats the steps
+    it took again."""
     names: tuple[str, ...] = ()
-    with open(path, encoding="utf-8") as file:
+    for data in _lines(path, "steps.jsonl"):
+        if data["kind"] == "header":
+            names = tuple(data["names"])
+        elif data["kind"] == "step":
+            yield StepRecord.from_json(data, names)
+
+
+def read_incidents(path: str | Path) -> Iterator[Incident]:
+    """The incidents of a run, from its folder or its `incidents.jsonl`."""
+    return map(Incident.from_json, _lines(path, "incidents.jsonl"))
+
+
+def _lines(path: str | Path, name: str) -> Iterator[dict[str, Any]]:
+    """Lines of JSON; one cut short by a kill is left out."""
+    path = Path(path)
+    with open(path / name if path.is_dir() else path, encoding="utf-8") as file:
         for text in file:
-            if not text.endswith("\n"):
-                return
-            data = json.loads(text)
-            if data["kind"] == "header":
-                names = tuple(data["names"])
-            elif data["kind"] == "step":
-                yield StepRecord.from_json(data, names)
+            if text.endswith("\n"):
+                yield json.loads(text)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 from typer.testing import CliRunner
 
@@ -31,6 +34,13 @@ def test_the_picture_fits_the_terminal(tmp_path, monkeypatch):
     for words in ("unguarded: loss", "guarded: loss", "nan since step", "refused by the guard", "nonfinite-loss, skipped"):
         assert words in result.stdout
     assert "\x1b[" not in result.stdout
+
+
+def test_a_terminal_that_knows_only_ascii_gets_ascii(tmp_path):
+    command = [sys.executable, "-c", "from nanproof.cli import app; app()", "demo", "--steps", "60", "--run-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    result = subprocess.run(command, env=environment, capture_output=True, check=True)
+    assert result.stdout.decode("ascii").count("refused by the guard") == 1
 
 
 def test_the_data_has_the_bug_and_is_the_same_each_time():

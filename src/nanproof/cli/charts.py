@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
+BLOCKS = " ▁▂▃▄▅▆▇█×"
+ASCII = " ..::||##x"
+"""Nine heights and a cross, for terminals that know no more."""
 
 
-def curve(values: Sequence[float], width: int, height: int, top: float, bottom: float) -> list[str]:
+def curve(values: Sequence[float], width: int, height: int, top: float, bottom: float, marks: str = BLOCKS) -> list[str]:
     """Rows of text, highest first, each `width` characters. A column with any non-finite value is a cross."""
     if not values:
         return [" " * width] * height
@@ -18,10 +20,10 @@ def curve(values: Sequence[float], width: int, height: int, top: float, bottom: 
     rows = [[" "] * width for _ in range(height)]
     for x, column in enumerate(columns):
         if not all(map(math.isfinite, column)):
-            rows[height - 1][x] = "×"
+            rows[height - 1][x] = marks[9]
             continue
         share = (sum(column) / len(column) - bottom) / max(top - bottom, 1e-12)
         filled = round(min(max(share, 0.0), 1.0) * (8 * height - 1)) + 1
         for y in range(height):
-            rows[height - 1 - y][x] = _EIGHTHS[min(max(filled - 8 * y, 0), 8)]
+            rows[height - 1 - y][x] = marks[min(max(filled - 8 * y, 0), 8)]
     return ["".join(row) for row in rows]

@@ -41,10 +41,15 @@ def demo(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     messages = Console(stderr=True)
-    logging.getLogger("nanproof").setLevel(logging.ERROR)  # the refused steps are told at the end
+    log = logging.getLogger("nanproof")
+    level = log.level
+    log.setLevel(logging.ERROR)  # the refused steps are told at the end
     text = documents()
     nothing = sum(len(document) < 2 for document in text)
-    messages.print(f"{len(text)} documentation strings of Python's standard library; {nothing} have nothing to predict in them.")
+    messages.print(
+        f"Learning the characters of {len(text)} documentation strings. {nothing} of them are a single character: "
+        "nothing to predict, and a mean loss of 0/0."
+    )
     runs = []
     columns = (
         TextColumn("{task.description}"),
@@ -62,11 +67,12 @@ def demo(
                 progress.update(task, advance=1, loss=f"loss {loss:.3f}")
 
             runs.append(train(text, steps, seed, run_dir if guarded else None, tick))
+    log.setLevel(level)
     if as_json:
         typer.echo(json.dumps({run.name: run.to_json() for run in runs}, allow_nan=False))
     else:
         output = Console()
-        output.print(picture(runs[0], runs[1], run_dir, output.width))
+        output.print(picture(runs[0], runs[1], run_dir, output.width, output.options.ascii_only))
     if not math.isfinite(runs[1].losses[-1]):
         raise typer.Exit(1)
 
@@ -216,7 +222,7 @@ def accuracy(model: nn.Module, tokens: Tensor, mask: Tensor) -> float:
     return float(right.sum() / mask[:, 1:].sum())
 
 
-def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int) -> RenderableType:
+def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii_only: bool = False) -> RenderableType:
     """Two curves side by side, what was refused and why, and the metric of both."""
     from rich.columns import Columns
     from rich.console import Group
@@ -225,13 +231,13 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int) -> Re
     from rich.table import Table
     from rich.text import Text
 
-    from nanproof.cli.charts import curve
+    from nanproof.cli.charts import ASCII, BLOCKS, curve
 
     finite = [x for run in (unguarded, guarded) for x in run.losses if math.isfinite(x)]
     panels = []
     each = min(60, (width - 1) // 2)
     for run, style in ((unguarded, "red"), (guarded, "green")):
-        rows = curve(run.losses, each - 4, 9, max(finite), min(finite))
+        rows = curve(run.losses, each - 4, 9, max(finite), min(finite), ASCII if ascii_only else BLOCKS)
         end = f"nan since step {run.died_at}" if run.died_at is not None else f"{run.losses[-1]:.2f}"
         panels.append(Panel(Text("\n".join(rows), style=style), title=f"{run.name}: loss", subtitle=end, width=each))
     table = Table(box=None, pad_edge=False, header_style="bold")

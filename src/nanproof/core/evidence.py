@@ -112,7 +112,7 @@ def make_incident(
     """Say what happened in one sentence, the earliest fault first: what is bad before a step makes all after it bad."""
     norms = gradients.norms if gradients is not None else norms
     guilty = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
-    several = f"{len(guilty)} of {len(norms)} gradients are non-finite"
+    several = f"{len(guilty)} of {len(norms)} gradients are non-finite: {listed([name for name, _ in guilty])}"
     if reading.weights_bad:
         kind, message = "nonfinite-weight", "loss and gradients were finite, but the step made weights or moments non-finite"
     elif witness.weights_bad:

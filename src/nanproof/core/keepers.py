@@ -64,6 +64,8 @@ class BufferKeeper:
         self._layout: list[tuple[Key, Any]] = []
         self._replaced: dict[Key, Tensor | None] = {}
         """Buffers that this step's forward made anew in another shape, or for the first time, and what was there before."""
+        self._known: set[Key] = set()
+        """All buffers there were when the step began."""
         self._untouched: dict[Key, tuple[Tensor, int]] = {}
         """Large buffers, and their versions, that no forward has written yet."""
         self._in_step = False
@@ -78,6 +80,7 @@ class BufferKeeper:
         self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
         self._replaced = {}
         self._rebuild({})
+        self._known = {*(key for key, _ in self._layout), *self._untouched}
 
     def begin(self) -> None:
         """A step begins: keep the buffers as they are now."""
@@ -85,6 +88,7 @@ class BufferKeeper:
         self._find_written()
         if self._layout != self._current_layout():
             self._rebuild({})
+        self._known = {*(key for key, _ in self._layout), *self._untouched}
         for flat in self._flats:
             flat.was = _concatenate(flat.live())
 
@@ -93,15 +97,7 @@ class BufferKeeper:
 
         On the device; None where no buffer can go bad.
         """
-        self._find_written()
-        layout = self._current_layout()
-        if self._layout != layout:
-            kept = {key: part for flat in self._flats for key, part in _parts(flat)}
-            old = dict(self._layout)
-            for key, facts in layout:
-                if old.get(key) != facts and key not in self._replaced:
-                    self._replaced[key] = kept[key].clone() if key in kept else None
-            self._rebuild(kept)
+        self._notice_changes()
         for flat in self._flats:
             flat.now = _concatenate(flat.live())
         bad = [_worse(flat) for flat in self._floating()]
@@ -132,12 +128,9 @@ class BufferKeeper:
         """After the verdict, where it says so, put back the kept values; else keep the new ones, but never a non-finite number
         in the place of a finite one. Waits for no device, save in the rare step that changed a buffer's shape."""
         self._in_step = False
-        if self._replaced:
-            if refused:
-                for (owner, name), old in self._replaced.items():
-                    owner._buffers[name] = old
-                self._rebuild({key: part for flat in self._flats for key, part in _parts(flat)})
-            self._replaced = {}
+        if self._replaced and refused:
+            self._undo_changes()
+        self._replaced = {}
         for flat in self._flats:
             if flat.now.device.type != "cpu":
                 back = refused.to(flat.now.device, non_blocking=True)
@@ -156,6 +149,8 @@ class BufferKeeper:
     def restore(self) -> None:
         """Put back the kept values now."""
         self._in_step = False
+        self._notice_changes()
+        self._undo_changes()
         for flat in self._flats:
             flat.write(flat.was)
 
@@ -170,16 +165,49 @@ class BufferKeeper:
         if not self._in_step and module.training and torch.is_grad_enabled():
             self.begin()
 
-    def _find_written(self) -> None:
+    def _find_written(self) -> dict[Key, Tensor]:
+        """Large buffers that were written after all are kept from now on. Returns those that were bound anew, as they were; of
+        one that was written in place the old values are gone."""
+        rebound = {}
         for key, (buffer, version) in list(self._untouched.items()):
             owner, name = key
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
+            if owner._buffers.get(name) is not buffer:
+                rebound[key] = buffer
                 del self._untouched[key]
+            elif buffer._version != version:
+                del self._untouched[key]
+        return rebound
+
+    def _notice_changes(self) -> None:
+        """Note which buffers this step's forward bound anew in another shape, or for the first time."""
+        self._replaced |= {key: old for key, old in self._find_written().items() if key not in self._replaced}
+        layout = self._current_layout()
+        if self._layout == layout:
+            return
+        kept = {key: part for flat in self._flats for key, part in _parts(flat)}
+        before = dict(self._layout)
+        for key, facts in layout:
+            if before.get(key) != facts and key not in self._replaced:
+                if key in kept:
+                    self._replaced[key] = kept[key].clone()
+                elif key not in self._known:
+                    self._replaced[key] = None
+        self._rebuild(kept)
+
+    def _undo_changes(self) -> None:
+        if not self._replaced:
+            return
+        kept = {key: part for flat in self._flats for key, part in _parts(flat)}
+        for (owner, name), old in self._replaced.items():
+            owner._buffers[name] = old
+        kept.update({key: old for key, old in self._replaced.items() if old is not None})
+        self._replaced = {}
+        self._rebuild(kept)
 
     def _all(self) -> Iterator[tuple[Key, Tensor]]:
         for module in self._owners:
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
+                if buffer is not None and _can_be_kept(buffer):
                     yield (module, name), buffer
 
     def _current_layout(self) -> list[tuple[Key, Any]]:
@@ -240,6 +268,15 @@ def _always_kept(key: Key, buffer: Tensor) -> bool:
     owner, name = key
     state = buffer.is_floating_point() and name not in owner._non_persistent_buffers_set
     return state or buffer.numel() * buffer.element_size() <= _SMALL
+
+
+def _can_be_kept(buffer: Tensor) -> bool:
+    """Not: numbers of a byte or less (quantised weights), memory that several elements share, what autograd may not touch."""
+    if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_inference() or not buffer.numel():
+        return False
+    if buffer.is_floating_point() and buffer.element_size() < 2:
+        return False
+    return all(stride > 0 or size == 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def _worse(flat: _Flat) -> Tensor:

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.core.stats import CLAMP, LEAST_CLIP, LEAST_SPIKE, MEAN_WINDOW, NEW_LEVEL, SMALLEST_LOSS, SPREAD_WINDOW, RunningStats
+from nanproof.core.stats import (
+    CLAMP,
+    LEAST_CLIP,
+    LEAST_SPIKE,
+    MEAN_WINDOW,
+    MOVED,
+    NEW_LEVEL,
+    SMALLEST_LOSS,
+    SPREAD_WINDOW,
+    RunningStats,
+)
 from nanproof.core.verdict import Verdict
 
 try:
@@ -82,6 +92,7 @@ if triton is not None:
         max_norm, sensitivity, warmup,
         LEAST_NORM: tl.constexpr, LEAST_LOSS: tl.constexpr, CLAMP: tl.constexpr, LEAST_CLIP: tl.constexpr,
         MEAN_WINDOW: tl.constexpr, SPREAD_WINDOW: tl.constexpr, NEW_LEVEL: tl.constexpr, SMALLEST_LOSS: tl.constexpr,
+        MOVED: tl.constexpr,
         AUTO: tl.constexpr, CLIP: tl.constexpr, ALSO: tl.constexpr, BUFFERS: tl.constexpr, LATCHING: tl.constexpr,
         LOSS_DECIDES: tl.constexpr, SKIP_SPIKES: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -120,7 +131,8 @@ if triton is not None:
         x = tl.where(x > 1e9, tl.log(x) + 0.6931471805599453, tl.log(x + tl.sqrt(x * x + 1)))  # asinh
         loss_point = tl.where(own_loss < 0, -x, x)
         spike = _is_spike(norm_point, mean_norm, spread_norm, sensitivity, LEAST_NORM)
-        spike = spike | _is_spike(loss_point, mean_loss, spread_loss, sensitivity, LEAST_LOSS)
+        moved = norm_point - mean_norm > MOVED
+        spike = spike | (_is_spike(loss_point, mean_loss, spread_loss, sensitivity, LEAST_LOSS) & moved)
         spike = spike & (count >= warmup) & finite & (held == 0)
         bad = finite == 0
         if SKIP_SPIKES:
@@ -256,7 +268,8 @@ class Kernels:
                 norms, n, loss, nothing if also_finite is None else also_finite, nothing if bad_buffer is None else bad_buffer,
                 nothing if latch is None else latch, stats.state, out, flags, flags[1:],
                 1.0 if isinstance(max_norm, str) or max_norm is None else float(max_norm), stats.sensitivity, float(stats.warmup),
-                LEAST_SPIKE[0], LEAST_SPIKE[1], CLAMP, LEAST_CLIP, MEAN_WINDOW, SPREAD_WINDOW, NEW_LEVEL, SMALLEST_LOSS,
+                LEAST_SPIKE[0], LEAST_SPIKE[1], CLAMP, LEAST_CLIP, MEAN_WINDOW, SPREAD_WINDOW, NEW_LEVEL,
+                SMALLEST_LOSS, MOVED,
                 auto, clips, also_finite is not None, bad_buffer is not None, latch is not None, loss_decides, skip_spikes,
                 Verdict.HEAD, 1024, num_warps=4,
             )  # fmt: skip

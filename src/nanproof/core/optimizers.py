@@ -42,10 +42,9 @@ class DevicePath:
 
     on_device = True
 
-    def __init__(self, optimizer: Optimizer, note: str, switched: bool) -> None:
+    def __init__(self, optimizer: Optimizer, note: str) -> None:
         self.optimizer = optimizer
         self.description = f"device: {note}" if note else "device"
-        self._switched = switched
         self._prepare()
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
 
@@ -67,16 +66,15 @@ class DevicePath:
         self._hook.remove()
 
     def _prepare(self) -> None:
-        """Make the state fit the fused kernels; again after `load_state_dict`, which restores the old flags."""
+        """Make flags and state fit the fused kernels; again after `load_state_dict`, which brings the flags of the checkpoint."""
         optimizer: Any = self.optimizer
-        if self._switched:
-            for group in (*optimizer.param_groups, optimizer.defaults):
-                group["fused"], group["foreach"] = True, False
-            optimizer._step_supports_amp_scaling = True
-            for p, state in optimizer.state.items():
-                step = state.get("step")
-                if step is not None:
-                    state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        for group in (*optimizer.param_groups, optimizer.defaults):
+            group["fused"], group["foreach"] = True, False
+        optimizer._step_supports_amp_scaling = True
+        for p, state in optimizer.state.items():
+            step = state.get("step")
+            if step is not None:
+                state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
 
     def _prepare_momentum(self) -> None:
         """A skipped first step of SGD would leave an uninitialised buffer behind; zeros give the same first step."""
@@ -127,8 +125,8 @@ def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) 
     if why:
         return HostPath(optimizer, why)
     if all(group["fused"] for group in optimizer.param_groups):
-        return DevicePath(optimizer, "", switched=False)
-    return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused", switched=True)
+        return DevicePath(optimizer, "")
+    return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused")
 
 
 def _fused_is_wrong(optimizer: Optimizer, asked: bool) -> bool:

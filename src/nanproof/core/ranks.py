@@ -7,7 +7,7 @@ when a step was refused, which all ranks learn at the same step, do they exchang
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Ranks:
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._fsdp: Any = None
         self._sharded = False
+        self._places: dict[tuple[int, ...], Tensor] = {}
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -71,6 +72,20 @@ class Ranks:
         with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
             yield
 
+    def forget_gradients(self) -> None:
+        """FSDP2 accumulates micro-batches in a place of its own, which zero_grad does not reach: clear it, or what was given up
+        would go into the next step. The names are private to torch; where they are not there, nothing is done."""
+        if self._fsdp is None:
+            return
+        with suppress(AttributeError):
+            for module in self._fsdp.modules():
+                state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+                groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+                for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+                    parameter.unsharded_accumulated_grad = None
+                    if getattr(parameter, "_unsharded_param", None) is not None:
+                        parameter._unsharded_param.grad = None
+
     def seed(self, loss: Tensor, bad_buffer: Tensor | None) -> Tensor:
         """What backward starts from on several ranks. A bad loss or buffer seeds NaN, so that it travels to the others in the
         gradients they reduce anyway: an Inf loss with finite gradients would else be one rank's secret."""
@@ -93,7 +108,10 @@ class Ranks:
         places = [k for k, i in enumerate(present) if i in own]
         if not self.together or not places:
             return norms
-        index = torch.tensor(places, device=norms.device)
+        key = tuple(places)
+        index = self._places.get(key)
+        if index is None:
+            index = self._places[key] = torch.tensor(places, device=norms.device)
         mine = norms[index]
         mine = torch.where(torch.isfinite(mine), mine, torch.inf)
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)

@@ -19,6 +19,11 @@ class LossScale:
         self._scaler = scaler
         self._one = torch.ones((), device=device)
 
+    @property
+    def untouched(self) -> bool:
+        """Nothing was ever scaled with it."""
+        return self._scaler._scale is None
+
     def value(self) -> Tensor:
         """The current scale, as a tensor of its own."""
         return self._scaler.scale(self._one)  # type: ignore[no-any-return]

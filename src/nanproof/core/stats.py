@@ -35,6 +35,8 @@ LONE_NORM = 30.0
 """Times the usual norm that make an outlier of a step whose loss was as usual."""
 LEAST_CLIP = math.log(1.5)
 """`max_norm="auto"` never clips below this much above the usual norm."""
+MOVED = math.log(2.0)
+"""A loss alone is no spike, however far off, if the norm is not at least twice the usual: losses that are mostly 0 jump."""
 SMALLEST_LOSS = 1e-12
 """A usual loss below this counts as this."""
 
@@ -68,7 +70,9 @@ class RunningStats:
 
     def is_spike(self, point: Tensor) -> Tensor:
         band = torch.maximum(self.spread * self.sensitivity, self._least_spike)
-        return (point - self.mean > band).any() & (self.count >= self.warmup)
+        above = point - self.mean
+        norm_is_far, loss_is_far = (above > band).unbind()
+        return (norm_is_far | (loss_is_far & (above[0] > MOVED))) & (self.count >= self.warmup)
 
     def auto_limit(self) -> Tensor:
         """The norm to clip to when `max_norm="auto"`; infinite until there is something to go by."""

@@ -120,6 +120,11 @@ class Stepper:
             raise UsageError(
                 "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after"
             )
+        if self.scale is not None and not losses and self.scale.untouched:
+            raise UsageError(
+                "guard.step(): Guard(scaler=...) was given but the loss was not scaled: call guard.backward(loss), or "
+                "scaler.scale(loss).backward()"
+            )
         lr = learning_rates(self.optimizer)
         latching = again and self.lag > 0
         summed = self._sum(losses)
@@ -131,6 +136,8 @@ class Stepper:
             norms = self.ranks.share_norms(norms, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
         bad_buffer = self.buffers.look()
+        if bad_buffer is not None:
+            bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
         latch = self._latch if latching else None
         alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
         if self._kernels is not None and self.scale is None and self.weights is None:
@@ -242,9 +249,11 @@ class Stepper:
         chosen = next((p for p in trainable if p.numel() <= 1 << 16), trainable[0])
         self._probe_of = chosen
 
+        probes = self._probes  # not self: the hook would keep everything alive as long as the parameter
+
         def look(p: Tensor) -> None:
             if p.grad is not None and p.grad.layout is torch.strided:
-                self._probes.append(torch.linalg.vector_norm(p.grad.detach()))
+                probes.append(torch.linalg.vector_norm(p.grad.detach()))
 
         return chosen.register_post_accumulate_grad_hook(look)
 

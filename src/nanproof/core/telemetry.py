@@ -73,7 +73,7 @@ class Journal:
             for name in ("steps", "incidents"):
                 path = self.folder / f"{name}.jsonl"
                 _cut_broken_line(path)
-                self._files[name] = open(path, "a", encoding="utf-8")  # noqa: SIM115
+                self._files[name] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             self.close()
             raise UsageError(
@@ -89,7 +89,7 @@ class Journal:
         self._write("steps", record.to_json())
 
     def incident(self, incident: Incident) -> None:
-        self._write("incidents", incident.to_json(), flush=True)
+        self._write("incidents", incident.to_json())
 
     def close(self) -> None:
         for name in list(self._files):
@@ -98,15 +98,12 @@ class Journal:
             except OSError as error:
                 log.warning("nanproof: %s.jsonl is incomplete: %s", name, error.strerror)
 
-    def _write(self, name: str, data: dict[str, Any], flush: bool = False) -> None:
+    def _write(self, name: str, data: dict[str, Any]) -> None:
         file = self._files.get(name)
         if file is None:
             return
         try:
             file.write(line(data))
-            if flush:
-                for each in self._files.values():
-                    each.flush()
         except OSError as error:
             del self._files[name]
             with suppress(OSError):
