@@ -1,7 +1,9 @@
 """Several ranks: who takes part, and what may be said between them.
 
-On the healthy path the guard adds no collective: verdicts come from reduced gradients, which are alike on every rank. Only
-when a step was refused, which all ranks learn at the same step, do they exchange a few numbers to name the guilty one.
+On the healthy path the guard adds no collective: verdicts come from reduced gradients, which are alike on every rank. Two rare
+set-ups need a small one a step, because values differ there: sharded half-precision weights (`any_rank`) and parameters that
+nobody reduces (`share_norms`). When a step was refused, which all ranks learn at the same step, they exchange a few numbers
+to name the guilty one.
 """
 
 from __future__ import annotations
