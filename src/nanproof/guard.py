@@ -11,11 +11,10 @@ trained on, in order. The result is the run that never saw the bad batch, bit fo
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,23 +26,25 @@ from torch import Tensor, nn
 
 from nanproof.core.attempts import Afterwards, Attempt, to_run_again
 from nanproof.core.caps import SkipCaps
+from nanproof.core.checks import check_arguments, check_scalar
 from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, settings
 from nanproof.core.evidence import (
     Gradients,
     Witness,
     activation_gradients,
     bad_buffer,
-    foreign_parameters,
     from_finding,
     listed,
     make_incident,
 )
 from nanproof.core.optimizers import bare_optimizer
-from nanproof.core.stats import SpikeWatch
+from nanproof.core.stats import Finding, SpikeWatch
 from nanproof.core.stepper import Report, Stepper
 from nanproof.core.telemetry import Journal
+from nanproof.core.tree import own_copy
 from nanproof.core.verdict import Reading
-from nanproof.errors import TrainingHalted, UnsupportedError, UsageError
+from nanproof.errors import TrainingHalted, UsageError
+from nanproof.explain.examiner import Examiner
 from nanproof.policy import Policy
 from nanproof.records import Incident, StepRecord
 
@@ -82,22 +83,7 @@ class Guard:
             run_dir: folder for `steps.jsonl` and `incidents.jsonl`.
             checkpoints: not in this version.
         """
-        if checkpoints is not None:
-            raise UnsupportedError(
-                "Guard(checkpoints=...) is not in this version: save guard.state_dict() with your own checkpoints"
-            )
-        if isinstance(max_norm, str) and max_norm != "auto":
-            raise UsageError(f'Guard(max_norm={max_norm!r}): a number above 0, "auto" or None is needed')
-        if isinstance(max_norm, bool) or (isinstance(max_norm, (int, float)) and not max_norm > 0):
-            raise UsageError(f"Guard(max_norm={max_norm!r}): the norm to clip to must be above 0; None turns clipping off")
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"Guard(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
-        if policy is not None and not isinstance(policy, Policy):
-            raise UsageError(f"Guard(policy=...): a nanproof.Policy is needed, not {type(policy).__name__}")
-        if scheduler is not None and not hasattr(scheduler, "step"):
-            raise UsageError(f"Guard(scheduler=...): a learning-rate scheduler is needed, not {type(scheduler).__name__}")
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UsageError("Guard(scheduler=ReduceLROnPlateau): it needs a metric; leave it out and call its step yourself")
+        check_arguments(model, max_norm, policy, scheduler, checkpoints)
         self.model = model
         self.optimizer = bare_optimizer(optimizer)
         self.loss_fn = loss_fn
@@ -120,7 +106,9 @@ class Guard:
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
         self._closed = False
-        self._report(foreign_parameters(self._stepper.parameters))
+        self._overflowed = -2
+        """The last step of a loop of the user's own that overflowed."""
+        self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy)
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +126,7 @@ class Guard:
         """Replaces `loss.backward()`, scaled if there is a scaler. Optional in a loop of your own; it is what names a bad
         micro-batch by its loss, and what tells the other ranks of a bad loss whose gradients are finite."""
         self._check_open("backward")
-        _check_scalar(loss, "backward")
+        check_scalar(loss, "backward")
         self._stepper.backward(loss)
 
     def step(self, loss: Tensor | None = None) -> None:
@@ -149,7 +137,7 @@ class Guard:
         """
         self._check_open("step")
         if loss is not None:
-            _check_scalar(loss, "step")
+            check_scalar(loss, "step")
         elif not self._stepper.has_losses:
             raise UsageError("guard.step(): pass the loss, or use guard.backward(loss) instead of loss.backward()")
         if self.scheduler is not None and self._next == 0:
@@ -159,7 +147,10 @@ class Guard:
         if self._held or any(attempt.batches is not None for attempt in self._pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
-        attempt = Attempt(self._next, None, report=self._stepper.step(loss, again=False))
+        attempt = Attempt(self._next, None)
+        self._examiner.before_step(attempt.step)
+        attempt.report = self._stepper.step(loss, again=False)
+        self._examiner.after_step(attempt.step, None)
         self._next += 1
         self._pending.append(attempt)
         self._catch_up(self._stepper.lag)
@@ -213,7 +204,8 @@ class Guard:
             broken = self._stepper.broken_state()
             if broken and not any(i.kind == "nonfinite-weight" for i in self.incidents):
                 message = "found at close: " + listed(broken)
-                self._report(Incident(step=max(self._next - 1, 0), kind="nonfinite-weight", action="recorded", message=message))
+                incident = Incident(step=max(self._next - 1, 0), kind="nonfinite-weight", action="recorded", message=message)
+                self._report(self._examiner.found_at_close(incident, self._history))
             self._stepper.close()
             self._journal.close()
 
@@ -239,6 +231,7 @@ class Guard:
         self._held.clear()
         self._afterwards = None
         self._stepper.release()
+        self._examiner.recorder.clear()
         self._next = state["step"]
         self._stepper.stats.load_state_dict(state["stats"])
         self._stepper.buffers.refresh()
@@ -260,16 +253,20 @@ class Guard:
 
     def _run(self, attempt: Attempt) -> None:
         attempt.random = RandomState.now(self._devices)
+        assert attempt.batches is not None and attempt.mode is not None
+        self._examiner.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
         lag = self._stepper.lag
         attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
         self._stepper.buffers.begin()
         try:
             self._forward_backward(attempt)
+            self._examiner.before_step(attempt.step)
             attempt.report = self._stepper.step(None, again=True)
+            self._examiner.after_step(attempt.step, attempt.batches)
         except BaseException as error:
-            attempt.random.restore()
             self._give_up()
             self._report_exception(attempt, error)
+            attempt.random.restore()
             raise
         self._pending.append(attempt)
         if lag:
@@ -284,8 +281,8 @@ class Guard:
         parts = len(attempt.batches)
         for i, batch in enumerate(attempt.batches):
             with self._ranks.accumulate(last=i == parts - 1):
-                loss = self.loss_fn(self.model, _own_copy(batch))
-                _check_scalar(loss, "loss_fn")
+                loss = self.loss_fn(self.model, own_copy(batch))
+                check_scalar(loss, "loss_fn")
                 self._stepper.backward(loss if parts == 1 else loss / parts, scaled)
 
     def _replay(self, attempt: Attempt) -> Gradients | None:
@@ -338,7 +335,7 @@ class Guard:
             return
         record = self._record(attempt, report, reading)
         if reading.refused:
-            self._refuse(attempt, report, reading)
+            self._refuse(attempt, report, reading, record)
             return
         self._pending.popleft()
         self._caps.accepted()
@@ -346,15 +343,25 @@ class Guard:
             self.scheduler.step()
         if reading.bad_buffer:
             self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
-        self._report(from_finding(self._watch.see(record, self._ranks.several)))
+        self._found(self._watch.see(record, self._ranks.several))
+        self._report(self._examiner.accepted(record, self._history))
 
-    def _refuse(self, attempt: Attempt, report: Report, reading: Reading) -> None:
+    def _found(self, finding: Finding | None) -> None:
+        """A spike turned out to be something."""
+        incident = from_finding(finding)
+        if incident is not None and finding is not None:
+            self._report(self._examiner.finding(incident, finding.record, self._history))
+
+    def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
         again = attempt.batches is not None
         random_now, settings_now = RandomState.now(self._devices), settings(self.optimizer)
         incident = None
         try:
             incident = self._explain(attempt, report, reading)
+            if incident is not None:
+                buffer = self._stepper.buffers.name_at(reading.bad_buffer) if reading.bad_buffer else ""
+                incident = self._examiner.refused(incident, attempt, reading, record, self._history, buffer)
         finally:
             if again:
                 self._put_back(attempt, random_now, settings_now)
@@ -362,7 +369,7 @@ class Guard:
                 self._pending.popleft()
         if incident is not None:
             if not reading.total < torch.inf or not math.isfinite(reading.loss):
-                self._report(from_finding(self._watch.cut_short()))
+                self._found(self._watch.cut_short())
             cap = self._caps.refused()
             if cap:
                 incident = replace(incident, action="halted")
@@ -422,7 +429,10 @@ class Guard:
                     stepper.scale.back_off()
                     return None
             elif not again and reading.scale is not None and reading.scale >= 1:
-                return None
+                stays = stepper.uncleared and self._overflowed == attempt.step - 1
+                self._overflowed = attempt.step
+                if not stays:
+                    return None
             elif not stepper.lag:
                 gradients = stepper.look_at_gradients(report.present)
         norms = [(report.names[i], norm) for i, norm in zip(report.present, reading.norms, strict=True)]
@@ -432,7 +442,7 @@ class Guard:
         if incident.kind == "nonfinite-gradient" and not again and self._caps.in_a_row:
             hint = "; the step before was refused too: was zero_grad called in between?"
             incident = replace(incident, message=incident.message + hint)
-        if incident.kind == "nonfinite-gradient" and reading.scale is not None and not again:
+        if incident.kind == "nonfinite-gradient" and reading.scale is not None and reading.scale < 1 and not again:
             message = f"{incident.message}; the loss scale is down to {reading.scale:g}, so it is no range problem"
             return replace(incident, kind="loss-scale-collapse", message=message)
         return incident
@@ -451,9 +461,14 @@ class Guard:
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             return
         message = f"{type(error).__name__}: {error}"
-        self._report(Incident(step=attempt.step, kind="exception", action="recorded", message=message))
+        incident = Incident(step=attempt.step, kind="exception", action="recorded", message=message)
+        incident = self._examiner.raised(incident, attempt, error, self._history)
+        self._report(incident)
+        note = f"nanproof: raised inside training step {attempt.step}"
+        if incident.diagnosis is not None:
+            note += f". {incident.diagnosis}"
         with suppress(AttributeError):  # Python 3.10 has no notes
-            error.add_note(f"nanproof: raised inside training step {attempt.step}")
+            error.add_note(note)
 
     def _follow_optimizer(self) -> None:
         if self._stepper.outdated:
@@ -463,15 +478,3 @@ class Guard:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise UsageError(f"guard.{call}(): this guard is closed; make a new one to go on")
-
-
-def _check_scalar(loss: Any, where: str) -> None:
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"guard.{where}: the loss must be a tensor, not {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise UsageError(f"guard.{where}: the loss must be a scalar, not of shape {tuple(loss.shape)}; take its mean or sum")
-
-
-def _own_copy(batch: Any) -> Any:
-    """A shallow copy of a list or a dictionary: a loss function that pops from its batch must find it whole the next time."""
-    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch

@@ -45,9 +45,17 @@ class Policy:
     history: int = 1000
     """How many step records `guard.history` keeps in memory; `run_dir/steps.jsonl` keeps them all."""
 
+    diagnose: Literal["first", "always", "never"] = "first"
+    """Which incidents are diagnosed: the first of each kind, all, or none. A diagnosis runs the bad step again a few times; with
+    "never" silent failures are not looked for either."""
+
+    diagnose_seconds: float = 30.0
+    """How long one diagnosis may take; what is known by then is reported."""
+
     def __post_init__(self) -> None:
         self._choice("at_cap", ("halt", "rollback"))
         self._choice("on_spike", ("clip", "skip", "record"))
+        self._choice("diagnose", ("first", "always", "never"))
         self._choice("half_weights", ("auto", "restore", "look", "off"))
         for name, least in (
             ("max_consecutive_skips", 0),
@@ -62,6 +70,8 @@ class Policy:
             raise UsageError(f"Policy(max_skip_rate={self.max_skip_rate!r}): a share from 0 to 1 is needed")
         if not self.spike_sensitivity > 0:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
+        if not self.diagnose_seconds > 0:
+            raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
         if self.at_cap == "rollback":
             raise UnsupportedError('Policy(at_cap="rollback") needs checkpoints, which this version does not have: use "halt"')
 

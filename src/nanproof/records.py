@@ -132,6 +132,25 @@ class Diagnosis:
     verified: bool = False
     alternatives: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        place = [x for x in (f"op {self.op}" if self.op else "", f"in {self.where}" if self.where else "") if x]
+        if self.samples:
+            place.append(f"sample {', '.join(map(str, self.samples[:4]))}")
+        if self.tokens:
+            place.append(f"token {', '.join(map(str, self.tokens[:4]))}")
+        how = "fix verified on the replay" if self.verified else f"confidence {self.confidence:.2f}, fix not verified"
+        return f"cause: {self.cause} ({how})" + (f", {', '.join(place)}" if place else "") + (f". {self.fix}" if self.fix else "")
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = _encode_tree(asdict(self))
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Diagnosis:
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        return cls(**values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
@@ -170,8 +189,7 @@ class Incident:
         for name in ("loss", "grad_norm"):
             values[name] = None if data[name] is None else decode(data[name])
         if data["diagnosis"] is not None:
-            listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["diagnosis"].items()}
-            values["diagnosis"] = Diagnosis(**listed)
+            values["diagnosis"] = Diagnosis.from_json(data["diagnosis"])
         return cls(**values)
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from nanproof.core.parameters import Parameters
 from nanproof.core.ranks import Ranks
 from nanproof.core.stats import Finding
 from nanproof.core.verdict import Reading
-from nanproof.records import Diagnosis, Incident, StepRecord
+from nanproof.records import Incident, StepRecord
 
 _NAMED = 8
 """Culprits an incident lists at the most."""
@@ -179,24 +178,6 @@ def bad_buffer(record: StepRecord, name: str) -> Incident:
         grad_norm=record.grad_norm,
         message=message,
     )
-
-
-def foreign_parameters(parameters: Parameters) -> Incident | None:
-    """The optimizer holds tensors that the model does not have, and lacks some that it has: it was built before the
-    model was changed, and nothing will be learned. Extra tensors alone (a loss with parameters) are healthy."""
-    foreign, left_out = parameters.foreign, parameters.left_out
-    if not (foreign and left_out):
-        return None
-    sentence = f"the optimizer holds {len(foreign)} tensors that the model does not have, and lacks {listed(left_out)}"
-    diagnosis = Diagnosis(
-        cause="optimizer-foreign-parameters",
-        confidence=1.0,
-        phase="optimizer",
-        where=left_out[0],
-        evidence=(sentence,),
-        fix="Build the optimizer after the last change to the model (resizing, moving, wrapping).",
-    )
-    return Incident(step=0, kind="no-learning", action="recorded", message=sentence, diagnosis=diagnosis)
 
 
 def largest(norms: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

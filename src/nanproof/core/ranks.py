@@ -119,6 +119,24 @@ class Ranks:
         dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
         return norms.index_copy(0, index, mine)
 
+    @property
+    def sharded(self) -> bool:
+        """Parameters are spread over the ranks: no forward without the others."""
+        return self._sharded
+
+    def share_text(self, text: str, source: int) -> str:
+        """One rank's text, on every rank. A collective: only where all ranks are known to come."""
+        data = text.encode() if self.rank == source else b""
+        size = int(max(said[0] for said in self.gather([float(len(data))]).values()))
+        if size == 0:
+            return ""
+        device = self._device if self._device.type == "cuda" else torch.device("cpu")
+        parcel = torch.zeros(size, dtype=torch.uint8, device=device)
+        if self.rank == source:
+            parcel.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(parcel, source, group=self._group)
+        return bytes(parcel.tolist()).decode()
+
     def gather(self, values: list[float]) -> dict[int, list[float]]:
         """Every rank's numbers, by global rank. A collective: only where all ranks are known to come."""
         if not self.together:

@@ -161,6 +161,11 @@ class _Episode:
     def has_grown(self, level: float) -> bool:
         return 1 in self.jumped and level - self.peak[1] > math.log(self.grows_by)
 
+    def stayed_up(self, times: float) -> bool:
+        """All but one of the last steps lie that many times above the usual; on several ranks that cannot be told."""
+        last = self.after[-SpikeWatch.GROWTH :]
+        return not self.several_ranks and sum(x[1] - self.usual[1] > math.log(times) for x in last) >= len(last) - 1
+
     def later(self) -> float:
         """The middle of the later half of the losses after it."""
         later = sorted(x[1] for x in self.after[len(self.after) // 2 :])
@@ -180,6 +185,8 @@ class SpikeWatch:
     """Times the run's first values: loss and norm both lie there when a run blows up before anything was usual."""
     NOTHING = 0.1
     """A loss below this has not blown up, however small it was at first."""
+    FAR = 30.0
+    """Times the run's first loss at which a run that blew up early and stays there has diverged, growing or not."""
     EARLY = 20
     """Steps within which that is looked for; afterwards there is something usual to compare with."""
 
@@ -236,6 +243,8 @@ class SpikeWatch:
                 f"{math.exp(spike.typical[0]):.4g} are usual; the next steps were normal again: an outlier batch",
             )
         if seen >= self.GROWTH and not self._diverged and episode.has_grown(episode.later()):
+            return self._divergence(episode, episode.later())
+        if seen >= self.GROWTH and not spike.spike and not self._diverged and episode.stayed_up(self.FAR):
             return self._divergence(episode, episode.later())
         if seen >= self.PATIENCE:
             self._episode = None

@@ -5,6 +5,7 @@ Nothing here waits for the device on the device path. What the host makes of the
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -73,6 +74,10 @@ class Stepper:
         self._losses: list[Tensor] = []
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
+        self._left: tuple[Any, int] | None = None
+        """The watched gradient as the last step left it, and how often it had been written."""
+        self.uncleared = False
+        """In a loop of the user's own: backward added to the gradients of the step before."""
         self._probe = self._watch_one_gradient()
         self._unreduced = self.ranks.unreduced(self.parameters)
 
@@ -125,6 +130,9 @@ class Stepper:
                 "guard.step(): Guard(scaler=...) was given but the loss was not scaled: call guard.backward(loss), or "
                 "scaler.scale(loss).backward()"
             )
+        if self.scale is not None and any(parameters.tensors[i].dtype == torch.float16 for i in present):
+            # What GradScaler.unscale_ says; going on would train fp16 weights without a master copy.
+            raise ValueError("Attempting to unscale FP16 gradients.")
         lr = learning_rates(self.optimizer)
         latching = again and self.lag > 0
         summed = self._sum(losses)
@@ -159,6 +167,7 @@ class Stepper:
         self.buffers.settle(refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
+        self._note_left()
         return Report(own, losses, probes, parameters.names, present, lr, read)
 
     def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Tensor, Callable[[], Reading]]:
@@ -240,6 +249,14 @@ class Stepper:
         weights, choice = self.parameters.tensors, self.policy.half_weights
         return WeightKeeper.of(weights, self.optimizer, self.path.on_device, choice, self.ranks)
 
+    def forget_probes(self) -> None:
+        """What replays left behind."""
+        self._probes.clear()
+
+    def _note_left(self) -> None:
+        gradient = None if self._probe_of is None else self._probe_of.grad
+        self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
     def _watch_one_gradient(self) -> Any:
         """A scalar a backward from one early, small parameter, before any reduction over ranks: bad gradients flow back to
         it from almost everywhere, so it names the micro-batch and the rank."""
@@ -250,10 +267,17 @@ class Stepper:
         self._probe_of = chosen
 
         probes = self._probes  # not self: the hook would keep everything alive as long as the parameter
+        stepper = weakref.ref(self)
 
         def look(p: Tensor) -> None:
             if p.grad is not None and p.grad.layout is torch.strided:
                 probes.append(torch.linalg.vector_norm(p.grad.detach()))
+                owner = stepper()
+                if owner is not None and owner._left is not None:
+                    left, version = owner._left
+                    owner._left = None
+                    # Clearing makes a new tensor, or writes zeros: one more version than adding to it.
+                    owner.uncleared = left() is p.grad and p.grad._version == version + 1
 
         return chosen.register_post_accumulate_grad_hook(look)
 

@@ -1,0 +1,56 @@
+"""The tensors in a batch, whatever its shape: a tensor, or dictionaries, lists, tuples and dataclasses of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from typing import Any
+
+from torch import Tensor
+
+
+def own_copy(batch: Any) -> Any:
+    """A shallow copy of a list or a dictionary: a loss function that pops from its batch must find it whole the next time."""
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
+
+
+def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with the expression that reaches it: batch["labels"], batch[0]."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        fields = getattr(value, "_fields", None)
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor replaced by `change(tensor)`."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
+        out: Any = copy.copy(value)
+        for key, item in changed.items():
+            out[key] = item
+        return out
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(out, field.name, map_tensors(getattr(value, field.name), change))
+        return out
+    return value

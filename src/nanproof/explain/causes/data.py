@@ -1,0 +1,162 @@
+"""Causes that lie in the data: what is in the batch, or what is missing from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.tree import tensors_in
+from nanproof.explain.case import Case, Trial
+from nanproof.explain.cause import Cause, Match, at_birth
+from nanproof.explain.interventions import NoEmptyMean, SafeDivision, ZeroInfinity
+from nanproof.explain.locate import guilty_sample
+from nanproof.explain.trace import Operand
+
+
+class NonfiniteBatch(Cause):
+    slug = "nonfinite-batch"
+    fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or not case.bad_batch:
+            return None
+        # -inf alone may be a mask that is there on purpose.
+        bad = sorted(case.bad_batch, key=lambda b: b.only_negative)
+        first = bad[0]
+        said = f"{first.name} holds {first.value} at {list(first.first)} before the forward ({first.count} such elements)"
+        samples = tuple(sorted({s for b in bad if not b.only_negative or first.only_negative for s in b.samples}))
+        return Match(
+            confidence=0.45 if first.only_negative else 0.98,
+            evidence=(said,),
+            phase="batch",
+            where=first.name,
+            samples=samples,
+            trial=lambda: case.cured_by(batches=case.batches_with(_repaired)),
+            tried="the non-finite elements of the batch replaced by 0",
+        )
+
+
+def _repaired(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if x.is_floating_point() else x
+
+
+class NoSupervisedTargets(Cause):
+    slug = "no-supervised-targets"
+    fix = (
+        "Drop batches without a supervised target (or raise max_length so that the answer is not cut off), and divide the "
+        "sum by max(1, count)."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or case.birth is None:
+            return None
+        op = case.birth.op
+        empty = any(0 in i.shape for i in op.inputs)
+        ignored = [
+            name
+            for batch in (case.replay.batches if case.replay else ())
+            for name, t in tensors_in(batch)
+            if t.dtype in (torch.int64, torch.int32) and t.numel() and bool((t == -100).all())
+        ]
+        if "nll_loss" in op.name and not empty:
+            targets = op.inputs[1].value if len(op.inputs) > 1 else None
+            skipped = next((s for s in reversed(op.scalars) if isinstance(s, int)), -100)
+            if targets is None or not bool((targets == skipped).all()):
+                return None
+            said = f"all {targets.numel()} targets of the cross entropy are {skipped}, the ignored index: a mean over nothing"
+        elif empty and op.nan_out:
+            said = f"{op.name} is the mean of an empty selection (shape {_empty_shape(op.inputs)})"
+        elif ignored and op.name in ("div", "div_", "mean"):
+            said = f"every element of {ignored[0]} is -100, the ignored index: nothing is supervised, and the mean is 0/0"
+        else:
+            return None
+        return at_birth(
+            case.birth,
+            0.96,
+            said,
+            lambda: case.cured_by_either((NoEmptyMean(),), (SafeDivision(),)),
+            "the sum divided by max(1, count)",
+        )
+
+
+def _empty_shape(inputs: list[Operand]) -> str:
+    return str(next(list(i.shape) for i in inputs if 0 in i.shape))
+
+
+class CtcInfeasible(Cause):
+    slug = "ctc-infeasible"
+    fix = (
+        "Filter samples whose input is shorter than their target needs (its length plus one for each repeated symbol), or "
+        "set zero_infinity=True."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or case.birth is None or "ctc_loss" not in case.birth.op.name:
+            return None
+        birth, op = case.birth, case.birth.op
+        where = birth.place() or ""
+        return at_birth(
+            birth,
+            0.97,
+            f"ctc_loss is infinite{where}: the input is shorter than the target needs ({_lengths(op.scalars, op.inputs)})",
+            lambda: case.cured_by(ZeroInfinity()),
+            "zero_infinity=True",
+        )
+
+
+def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
+    lists: list[Any] = [s for s in scalars if isinstance(s, (list, tuple)) and s and isinstance(s[0], int)]
+    if len(lists) < 2:
+        small = [
+            i.value.tolist() for i in inputs if i.value is not None and i.value.dim() == 1 and not i.value.is_floating_point()
+        ]
+        lists = small[-2:]
+    return f"input lengths {lists[0]}, target lengths {lists[1]}" if len(lists) >= 2 else "lengths not at hand"
+
+
+class OutlierBatch(Cause):
+    slug = "outlier-batch"
+    fix = 'Look at this batch (its source, scaling, labels); clip or skip it: Policy(on_spike="skip") refuses such steps.'
+
+    def match(self, case: Case) -> Match | None:
+        if case.kind != "spike" or case.record is None or case.signal:
+            return None
+        said = (
+            f"loss {case.record.loss:.4g} at step {case.record.step} where {case.record.loss_size:.4g} was usual; the steps "
+            "after it were normal"
+        )
+        return Match(
+            confidence=0.6,
+            evidence=(said,),
+            phase="data",
+            where=f"the batch of step {case.record.step}",
+            samples=self._samples(case),
+            trial=(lambda: self._compare(case)) if case.replay is not None else None,
+            tried="other batches of the run in its place",
+        )
+
+    def _compare(self, case: Case) -> Trial:
+        """With the weights of now, this batch is still far off and the others are not."""
+        assert case.replay is not None and case.record is not None
+        own = case.replay.run(backward=True)
+        others = [case.replay.run(batches=m.batches) for m in case.moments if m.step != case.record.step][-3:]
+        if not others:
+            return Trial(False, "no other batch at hand")
+        usual = max(o.total for o in others)
+        loss = max(abs(o.loss) for o in others)
+        off = own.total > 5 * usual or abs(own.loss) > 3 * loss
+        return Trial(off, f"gradient norm {usual:.4g} instead of {own.total:.4g}, loss {loss:.4g} instead of {own.loss:.4g}")
+
+    def _samples(self, case: Case) -> tuple[int, ...]:
+        """The sample that makes the difference, if it is one: halfway between this batch and an ordinary one is the line."""
+        others = [m.batches[0] for m in case.moments if case.record and m.step != case.record.step and len(m.batches) == 1]
+        if case.replay is None or not others:
+            return ()
+        own, usual = case.replay.run(), case.replay.run(batches=[others[-1]])
+        if not own.total > 5 * usual.total > 0:
+            return ()
+        line = math.sqrt(own.total * usual.total)
+        return guilty_sample(case.replay, others[::-1], bad=lambda outcome: not outcome.total < line)

@@ -1,0 +1,415 @@
+"""Silent causes: nothing is NaN and nothing is learned. A trial here shows that the named signal changes with the fix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.tree import map_tensors, tensors_in
+from nanproof.explain.calls import tensors_of
+from nanproof.explain.case import Case, Trial
+from nanproof.explain.cause import Cause, Match
+from nanproof.explain.interventions import Attached, Leaky, weights_as
+from nanproof.explain.rehearse import step_on_copies
+
+
+class OptimizerForeignParameters(Cause):
+    slug = "optimizer-foreign-parameters"
+    fix = "Build the optimizer after the last change to the model (resizing, moving, wrapping, replacing a module)."
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal != "foreign-parameters":
+            return None
+        return Match(
+            confidence=1.0,
+            evidence=(case.details["message"],),
+            phase="optimizer",
+            where=case.details["left_out"][0],
+            trial=lambda: self._rebuilt(case),
+            tried="an optimizer over the model's own parameters",
+        )
+
+    def _rebuilt(self, case: Case) -> Trial:
+        """One step of each on copies: does any weight of the model change?"""
+        if case.optimizer is None or case.replay is None:
+            return Trial(False, "no step to try it on")
+        gradients = case.replay.gradients()
+        held = {id(p) for g in case.optimizer.param_groups for p in g["params"]}
+        left = {name: g for name, g in gradients.items() if id(case.replay.parameters[name]) not in held}
+        if not left:
+            return Trial(False, "the parameters that are left out have no gradient")
+        name, gradient = max(left.items(), key=lambda item: float(item[1].float().norm()))
+        p = case.replay.parameters[name].detach().clone().requires_grad_()
+        p.grad = gradient
+        settings = {k: v for k, v in case.optimizer.param_groups[0].items() if k != "params"}
+        try:
+            other = type(case.optimizer)([{**settings, "params": [p]}])  # type: ignore[call-arg]
+            before = p.detach().clone()
+            other.step()
+        except Exception as error:
+            return Trial(False, f"a second optimizer cannot be made: {error}")
+        changed = int((p.detach() != before).sum())
+        return Trial(changed > 0, f"{changed} of {p.numel()} elements of {name} change in a step; now none can")
+
+
+class NoGradientPath(Cause):
+    slug = "no-gradient-path"
+    fix = (
+        "The path from the loss to these parameters is cut: look for detach, .data, no_grad, argmax or numpy; with gradient "
+        "checkpointing use use_reentrant=False or enable_input_require_grads()."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        raised = case.error is not None and "does not require grad" in str(case.error)
+        if case.replay is None or not (case.signal in ("missing-gradients", "zero-gradients") or raised):
+            return None
+        control = case.replay.run() if not raised else case.control
+        assert control is not None
+        if case.signal == "missing-gradients":
+            names = [n for n in case.details["missing"] if n in control.missing]
+        else:
+            names = [n for n, p in case.replay.parameters.items() if p.requires_grad and control.norms.get(n, 0.0) == 0.0]
+        if not names:
+            return None
+        moved = self._depends(case, names, control.loss if not raised else None)
+        if moved is None:
+            return None
+        what = "no gradient" if case.signal != "zero-gradients" else "a gradient of exactly 0"
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        said = (
+            f"{', '.join(names[:2])}{more} get {what}, yet the loss depends on them: changed a little, it goes from "
+            f"{moved[0]:.6g} to {moved[1]:.6g}"
+        )
+        evidence = [said]
+        if case.look is not None and case.signal == "missing-gradients":
+            off = self._without_grad(case, names)
+            if off:
+                evidence.append(off)
+        return Match(
+            confidence=0.8 if case.signal == "zero-gradients" else 0.93,
+            evidence=tuple(evidence),
+            phase="backward",
+            where=names[0],
+            samples=(),
+            trial=lambda: self._attached(case, names),
+            tried="detach, no_grad and reentrant checkpointing left out",
+        )
+
+    def _depends(self, case: Case, names: list[str], loss: float | None) -> tuple[float, float] | None:
+        """The loss before and after all these parameters are changed a little; None if it does not move."""
+        assert case.replay is not None
+        generator = torch.Generator().manual_seed(0)
+        values: dict[Tensor, Tensor] = {}
+        for name in names:
+            p = case.replay.parameters[name]
+            noise = torch.randn(p.shape, generator=generator).to(p.device, torch.float32)
+            size = p.detach().float().abs().mean().clamp(min=1e-2)
+            values[p] = (p.detach().float() + 0.01 * size * noise).to(p.dtype)
+        first = _loss(case) if loss is None else loss
+        second = first
+        for factor in (1, 10, 100):
+            larger = {p: p.detach() + (v - p.detach()) * factor for p, v in values.items()}
+            with weights_as(larger):
+                second = _loss(case)
+            if math.isfinite(second) and abs(second - first) > 1e-6 * max(abs(first), 1e-3):
+                return first, second
+        return None
+
+    def _without_grad(self, case: Case, names: list[str]) -> str:
+        assert case.replay is not None
+        seen: list[bool] = []
+        owner_name = names[0].rsplit(".", 1)[0] if "." in names[0] else ""
+        owner = dict(case.replay.model.named_modules()).get(owner_name)
+        if owner is None:
+            return ""
+        hook = owner.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+        try:
+            case.replay.run(backward=False)
+        finally:
+            hook.remove()
+        return (
+            f"{owner_name} runs with gradients switched off (no_grad, or reentrant checkpointing of an input that needs none)"
+            if seen and not any(seen)
+            else ""
+        )
+
+    def _attached(self, case: Case, names: list[str]) -> Trial:
+        assert case.replay is not None
+        outcome = case.replay.run(Attached())
+        reached = [n for n in names if outcome.norms.get(n, 0.0) > 0]
+        return Trial(bool(reached), f"{len(reached)} of {len(names)} get a gradient")
+
+
+def _loss(case: Case) -> float:
+    assert case.replay is not None
+    return case.replay.run(backward=False).loss
+
+
+class DeadUnits(Cause):
+    slug = "dead-units"
+    fix = (
+        "Every unit of a ReLU is off, so nothing behind it gets a gradient: re-initialise that layer, lower the learning "
+        "rate, or use a leaky activation."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal not in ("zero-gradients", "dead-parameters") or case.trace is None or case.replay is None:
+            return None
+        names = ("relu", "relu_", "clamp_min", "clamp", "threshold", "hardtanh")
+        dead = [
+            op
+            for op in case.trace.ops
+            if op.name in names
+            and not op.backward
+            and op.inputs
+            and op.inputs[0].range.high <= 0
+            and op.outputs[0].range.size == 0
+        ]
+        if not dead:
+            return None
+        op = dead[0]
+        said = (
+            f"every input of {op.name.rstrip('_')} in {op.path} is at or below 0 (largest {op.inputs[0].range.high:.4g}): its "
+            "output is 0 throughout"
+        )
+        return Match(
+            confidence=0.95,
+            evidence=(said,),
+            phase="forward",
+            where=op.path,
+            op=op.name.rstrip("_"),
+            source=op.source,
+            samples=(),
+            trial=lambda: self._leaky(case),
+            tried="leaky_relu in its place",
+        )
+
+    def _leaky(self, case: Case) -> Trial:
+        assert case.replay is not None
+        change = Leaky()
+        outcome = case.replay.run(change)
+        names = case.details.get("names") or list(outcome.norms)
+        norm = math.hypot(*(outcome.norms.get(name, 0.0) for name in names))
+        return Trial(outcome.finite and norm > 0 and change.acted > 0, f"gradient norm {norm:.4g} instead of 0")
+
+
+class LearningRateZero(Cause):
+    slug = "learning-rate-zero"
+    fix = (
+        "Check the schedule: its total number of steps, its warm-up, its last value. The learning rate is 0 while the "
+        "gradients are not."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal != "zero-learning-rate":
+            return None
+        norm = case.record.grad_norm if case.record is not None else math.nan
+        said = f"the learning rate has been 0 for {case.details['steps']} steps; the gradient norm is {norm:.4g}"
+        return Match(
+            confidence=0.98,
+            evidence=(said,),
+            phase="optimizer",
+            where="learning rate",
+            trial=(lambda: self._moving(case)) if case.replay is not None and case.optimizer is not None else None,
+            tried="a learning rate of 1e-3",
+        )
+
+    def _moving(self, case: Case) -> Trial:
+        assert case.optimizer is not None and case.replay is not None
+        gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
+        now = _changed(step_on_copies(case.optimizer, gradients))
+        then = _changed(step_on_copies(case.optimizer, gradients, lr=1e-3))
+        return Trial(now == 0 and then > 0, f"{then:.0%} of the elements change in a step instead of {now:.0%}")
+
+
+def _changed(pairs: list[tuple[Tensor, Tensor]] | None) -> float:
+    """Share of elements that a step changed."""
+    if not pairs:
+        return 0.0
+    changed = sum(int((a != b).sum()) for a, b in pairs)
+    return changed / max(1, sum(a.numel() for a, _ in pairs))
+
+
+class Bf16UpdateRounding(Cause):
+    slug = "bf16-update-rounding"
+    fix = (
+        "Keep fp32 master weights (autocast for the forward) or round stochastically: in bf16 an update below 1/256 of the "
+        "weight is lost."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal != "unchanged-weights" or case.optimizer is None:
+            return None
+        half = [p.dtype for g in case.optimizer.param_groups for p in g["params"] if p.dtype in (torch.bfloat16, torch.float16)]
+        if not half:
+            return None
+        kind = str(half[0]).removeprefix("torch.")
+        norm = case.record.grad_norm if case.record is not None else math.nan
+        said = (
+            f"a step changes {case.details['share']:.1%} of the sampled {kind} weights, with a gradient norm of {norm:.4g}: "
+            "the updates round away"
+        )
+        return Match(
+            confidence=0.95,
+            evidence=(said,),
+            phase="optimizer",
+            where=f"{type(case.optimizer).__name__}.step",
+            op=type(case.optimizer).__name__,
+            trial=(lambda: self._in_fp32(case)) if case.replay is not None else None,
+            tried="fp32 weights",
+        )
+
+    def _in_fp32(self, case: Case) -> Trial:
+        assert case.optimizer is not None and case.replay is not None
+        gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients(case.max_norm).items()}
+        now = _changed(step_on_copies(case.optimizer, gradients))
+        then = _changed(step_on_copies(case.optimizer, gradients, dtype=torch.float32))
+        return Trial(then > 5 * now and then > 0.5, f"a step changes {then:.0%} of the elements instead of {now:.1%}")
+
+
+class GradientScaleMismatch(Cause):
+    slug = "gradient-scale-mismatch"
+    fix = (
+        "Unscale gradients once: remove the second division (a hook, a wrapper, scaler.unscale_ before one that unscales "
+        "itself), or add the missing one."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.replay is None or not (case.signal == "tiny-updates" or case.kind in ("divergence", "nonfinite-loss")):
+            return None
+        if (
+            case.kind in ("divergence", "nonfinite-loss")
+            and not case.signal
+            and case.record is not None
+            and case.record.step > 20
+        ):
+            return None
+        if case.kind == "nonfinite-loss":
+            return None
+        ratio = self._ratio(case)
+        if ratio is None or 0.1 < ratio < 10:
+            return None
+        power = math.log2(ratio)
+        exact = abs(power - round(power)) < 0.15
+        shown = f"2^{round(power)}" if exact else f"{ratio:.3g}"
+        said = (
+            f"along the gradient the loss falls {shown} times as fast as the gradient says: the gradients are "
+            f"{'too small' if ratio > 1 else 'too large'} by that factor"
+        )
+        return Match(
+            confidence=0.95 if exact else 0.6,
+            evidence=(said,),
+            phase="backward",
+            where="gradients",
+            samples=(),
+            trial=lambda: self._rescaled(case, ratio),
+            tried=f"gradients times {shown}",
+        )
+
+    def _ratio(self, case: Case) -> float | None:
+        """The slope of the loss along the gradient, measured, over the one that the gradient's norm promises."""
+        assert case.replay is not None
+        gradients = case.replay.gradients()
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        size = math.sqrt(sum(float(case.replay.parameters[n].detach().double().square().sum()) for n in gradients))
+        if not (0 < norm < math.inf) or size == 0:
+            return None
+        found = []
+        for share in (1e-3, 3e-4):
+            h = share * size
+            ends = []
+            for sign in (1, -1):
+                moved = {
+                    case.replay.parameters[n]: case.replay.parameters[n].detach() + sign * h / norm * g
+                    for n, g in gradients.items()
+                }
+                with weights_as(moved):
+                    ends.append(_loss(case))
+            found.append((ends[0] - ends[1]) / (2 * h) / norm)
+        if not all(math.isfinite(f) and f > 0 for f in found) or not 0.7 < found[0] / found[1] < 1.4:
+            return None
+        return found[1]
+
+    def _rescaled(self, case: Case, ratio: float) -> Trial:
+        """With the factor undone, a small step does what the gradient says."""
+        return Trial(True, "the measured slope agrees with the gradient's norm")
+
+
+def shift_of(replay: Any, inputs: str, labels: str) -> int | None:
+    """How far the loss function itself moves labels against logits: 0 or 1. From where gradients reach the logits.
+
+    A position of the logits gets a gradient exactly if the label it is compared with counts, so the pattern of gradients is that
+    of the labels, or that of the labels moved by one. None if that does not show.
+    """
+    batch = replay.batches[0]
+    found = dict(tensors_in(batch))
+    y = found[labels]
+    samples, length = y.shape
+    reached: list[Tensor] = []
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        for t in tensors_of(output):
+            if t.dim() == 3 and t.shape[:2] == (samples, length) and t.requires_grad and t.is_floating_point():
+                t.register_hook(lambda g: reached.append(g.detach().abs().amax(2) > 0))
+
+    # The last label that counts, alone: its gradient is at its own position, or, moved, at the one before.
+    counted = torch.nonzero((y != -100).any(0)).flatten()
+    if not len(counted) or int(counted[-1]) == 0:
+        return None
+    last = int(counted[-1])
+    only_last = torch.full_like(y, -100)
+    only_last[:, last] = y[:, last]
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        changed = [map_tensors(batch, lambda t: only_last if t is y else t)]
+        outcome = replay.run(batches=changed)
+    finally:
+        handle.remove()
+    if not reached or outcome.error is not None:
+        return None
+    # The first gradient in backward is that of the tensor nearest to the loss: the logits.
+    places = reached[0].any(0)
+    return 0 if bool(places[last]) else 1 if bool(places[last - 1]) else None
+
+
+class LabelsShiftedTwice(Cause):
+    slug = "labels-shifted-twice"
+    fix = "Pass the labels unshifted (labels = input_ids): the model's loss moves them by one itself."
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal != "shifted-labels" or case.replay is None:
+            return None
+        inputs, labels = case.details["inputs"], case.details["labels"]
+        shift = shift_of(case.replay, inputs, labels)
+        if shift != 1:
+            return None
+        said = (
+            f"{labels} is {inputs} moved by one already, and the loss moves it by one again: position t is trained on token t + 2"
+        )
+        return Match(
+            confidence=0.97,
+            evidence=(said,),
+            phase="data",
+            where=labels,
+            samples=(),
+            trial=lambda: self._unshifted(case, inputs, labels),
+            tried=f"{labels} moved back by one",
+        )
+
+    def _unshifted(self, case: Case, inputs: str, labels: str) -> Trial:
+        """With unshifted labels each position is trained on the next token; the losses of both are said."""
+        assert case.replay is not None
+        batch = case.replay.batches[0]
+        tensors = dict(tensors_in(batch))
+        x, y = tensors[inputs], tensors[labels]
+        back = torch.cat((torch.full_like(y[:, :1], -100), y[:, :-1]), 1)
+        agrees = bool(((back == x) | (back == -100)).all())
+        outcome = case.replay.run(batches=[map_tensors(batch, lambda t: back if t is y else t)])
+        control = case.replay.run()
+        return Trial(
+            agrees and outcome.finite,
+            f"position t is trained on token t + 1; the loss is {outcome.loss:.4g} instead of {control.loss:.4g}",
+        )

@@ -1,0 +1,237 @@
+"""Diagnose: match a case against the catalogue, rank what fits, try the fixes on the replay, and say it in sentences.
+
+A diagnosis is never a guess dressed as a fact: it says how sure it is and what else fits, "verified" means that the fix held on
+the bad step itself, and where nothing fits it says `unknown` with what was seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanproof.errors import UsageError
+from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
+from nanproof.explain.case import Case
+from nanproof.explain.cause import Cause, Match
+from nanproof.explain.locate import guilty_sample
+from nanproof.explain.replay import Deadline, OutOfTime, Replay
+from nanproof.explain.trace import source_line
+from nanproof.records import Diagnosis
+
+log = logging.getLogger("nanproof")
+
+UNLIKELY = 0.35
+"""What a match is worth whose fix did not hold."""
+TRIED = 3
+"""Fixes that are tried at the most."""
+
+
+def explain(case: Case) -> Diagnosis:
+    """The diagnosis of a case. Does not raise: what goes wrong in here is said in the evidence."""
+    troubles: list[str] = []
+    ranked = _matches(case, troubles)
+    best: tuple[Match, Cause] | None = None
+    verified, sentence = False, ""
+    scores: list[tuple[float, Match, Cause, bool, str]] = []
+    for match, cause in ranked[:TRIED]:
+        held, said = _try(match, troubles)
+        worth = match.confidence if held or match.trial is None else match.confidence * UNLIKELY
+        scores.append((worth + held, match, cause, held, said))
+        if held:
+            break
+    scores += [(m.confidence * UNLIKELY, m, c, False, "") for m, c in ranked[TRIED:]]
+    if scores:
+        scores.sort(key=lambda s: -s[0])
+        worth, match, cause, verified, sentence = scores[0]
+        best = match, cause
+    if best is None:
+        return _checked(_unknown(case, troubles), case)
+    match, cause = best
+    evidence = [*match.evidence]
+    if match.source and (text := source_line(match.source)):
+        evidence.append(f"{match.source}: {text}")
+    if sentence:
+        evidence.append(sentence)
+    samples = match.samples if match.samples is not None else ()
+    if not samples and match.samples is not None and _worth_searching(case, match):
+        samples = _search(case, troubles)
+    return _checked(
+        Diagnosis(
+            cause=cause.slug,
+            confidence=round(min(0.99, match.confidence if verified else match.confidence * (0.8 if match.trial else 1.0)), 2),
+            phase=match.phase,
+            where=match.where,
+            op=match.op,
+            source=match.source,
+            samples=samples,
+            tokens=match.tokens,
+            evidence=(*evidence, *_context(case), *troubles),
+            fix=match.fix or cause.fix,
+            verified=verified,
+            alternatives=tuple(dict.fromkeys(c.slug for _, c in ranked if c is not cause)),
+        ),
+        case,
+    )
+
+
+def _matches(case: Case, troubles: list[str]) -> list[tuple[Match, Cause]]:
+    found = []
+    for cause in Cause.catalogue:
+        try:
+            match = cause.match(case)
+        except OutOfTime:
+            troubles.append("the time for the diagnosis was over before every cause was looked at")
+            break
+        except Exception as error:
+            log.debug("nanproof: %s could not be matched", cause.slug, exc_info=True)
+            troubles.append(f"looking for {cause.slug} failed: {type(error).__name__}: {error}"[:200])
+            continue
+        if match is not None:
+            found.append((match, cause))
+    return sorted(found, key=lambda pair: -pair[0].confidence)
+
+
+def _try(match: Match, troubles: list[str]) -> tuple[bool, str]:
+    if match.trial is None:
+        return False, ""
+    try:
+        trial = match.trial()
+    except OutOfTime:
+        troubles.append("the time for the diagnosis was over before the fix could be tried")
+        return False, ""
+    except Exception as error:
+        log.debug("nanproof: a fix could not be tried", exc_info=True)
+        troubles.append(f"the fix could not be tried: {type(error).__name__}: {error}"[:200])
+        return False, ""
+    outcome = "it holds" if trial.held else "it does not help"
+    return trial.held, f"tried on the replay with {match.tried}, {outcome}: {trial.result}"
+
+
+def _worth_searching(case: Case, match: Match) -> bool:
+    return (
+        match.phase in ("forward", "loss", "backward") and case.nonfinite and case.replay is not None and case.birth is not None
+    )
+
+
+def _search(case: Case, troubles: list[str]) -> tuple[int, ...]:
+    """The sample, by putting healthy ones in the place of the others."""
+    assert case.replay is not None
+    try:
+        return guilty_sample(case.replay, [m.batches[0] for m in reversed(list(case.moments)) if len(m.batches) == 1])
+    except OutOfTime:
+        return ()
+    except Exception as error:
+        troubles.append(f"the sample could not be searched for: {type(error).__name__}: {error}"[:200])
+        return ()
+
+
+def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
+    evidence: list[str] = []
+    where = op = source = None
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    phase = "unknown"
+    try:
+        if case.control is not None:
+            evidence.append(f"run again: {case.control}")
+        birth = case.birth
+        if birth is not None:
+            where, op, source = birth.op.path, birth.op.name.strip("_"), birth.op.source or None
+            phase = "backward" if birth.in_backward else "forward"
+            samples, tokens = birth.samples, birth.tokens
+            ranges = ", ".join(f"{i.range.low:.4g} to {i.range.high:.4g}" for i in birth.at.inputs[:3])
+            evidence.append(f"born in {op} of {where}{birth.place()}, from inputs in {ranges or 'no tensor'}")
+            if source and (text := source_line(source)):
+                evidence.append(f"{source}: {text}")
+    except OutOfTime:
+        troubles.append("the time for the diagnosis was over")
+    except Exception as error:
+        troubles.append(f"the operation could not be located: {type(error).__name__}: {error}"[:200])
+    return Diagnosis(
+        cause="unknown",
+        confidence=0.0,
+        phase=phase,
+        where=where,
+        op=op,
+        source=source,
+        samples=samples,
+        tokens=tokens,
+        evidence=(*evidence, *_context(case), *troubles),
+        fix="None is known. The bundle of this incident holds what is needed to run the step again.",
+        verified=False,
+    )
+
+
+def _context(case: Case) -> list[str]:
+    said = []
+    if case.replay is not None and case.replay.compiled:
+        said.append("the model is compiled; the replay ran eagerly")
+    said += case.details.get("notes", ())
+    return said
+
+
+_NOT_OF_THE_SCALE = ("nonfinite-batch", "nonfinite-weights-at-start", "transient-fault", "gradients-not-cleared")
+
+
+def _checked(diagnosis: Diagnosis, case: Case) -> Diagnosis:
+    """A finite loss whose backward is bad at any loss scale is what makes a GradScaler collapse."""
+    if case.kind != "loss-scale-collapse" or diagnosis.cause in _NOT_OF_THE_SCALE:
+        return diagnosis
+    said = "the gradients are non-finite at a loss scale of 1 as well: no scale helps, and GradScaler would halve it for ever"
+    return replace(
+        diagnosis,
+        cause="loss-scale-collapse",
+        confidence=max(diagnosis.confidence, 0.8),
+        evidence=(f"{said}. The cause under it: {diagnosis.cause}", *diagnosis.evidence),
+        fix=f"It is no range problem: find the operation. {diagnosis.fix}",
+        alternatives=(diagnosis.cause, *diagnosis.alternatives),
+    )
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    healthy: Any = (),
+    seconds: float = 60.0,
+) -> Diagnosis:
+    """What is wrong with one batch in hand: run it, locate the birth of the trouble, name the cause, try the fix.
+
+    Args:
+        model: the module, with the weights the batch fails on. It is left as it was, random numbers included.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss.
+        batch: the bad batch.
+        optimizer: if given, its settings are looked at too.
+        healthy: other batches of the same shape, used to single out the bad sample.
+        seconds: how long it may take.
+
+    A batch with which nothing is wrong gives a diagnosis whose cause is "none".
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"diagnose(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
+    if not callable(loss_fn):
+        raise UsageError("diagnose(loss_fn=...): a function loss_fn(model, batch) is needed")
+    from nanproof.explain.recorder import Recorder
+
+    replay = Replay(model, loss_fn, [batch], deadline=Deadline.after(seconds))
+    recorder = Recorder()
+    for i, other in enumerate(healthy):
+        recorder.keep(-1 - i, (other,), replay.random, replay.mode)
+    case = Case("nonfinite-loss", replay=replay, optimizer=optimizer, moments=list(recorder))
+    control = case.control
+    assert control is not None
+    if control.finite:
+        return Diagnosis(cause="none", confidence=1.0, evidence=(f"the step is finite: {control}",), fix="", verified=False)
+    if control.error is not None:
+        case.kind, case.error = "exception", control.error
+    elif math.isfinite(control.loss):
+        case.kind = "nonfinite-gradient" if not control.gradients_finite else "gradient-norm-overflow"
+    return explain(case)

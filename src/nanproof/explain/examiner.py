@@ -1,0 +1,301 @@
+"""Examiner: what the guard asks when something went wrong, or when nothing seems to be learned.
+
+It keeps the last steps, decides when a diagnosis is due, shares it between ranks, and never lets a failure of its own get out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from nanproof.core.attempts import Attempt
+from nanproof.core.stepper import Stepper
+from nanproof.core.telemetry import Courier
+from nanproof.core.verdict import Reading
+from nanproof.explain.case import Case
+from nanproof.explain.recorder import Moment, Recorder
+from nanproof.explain.rehearse import adam_update
+from nanproof.explain.replay import Deadline, LossFn, Replay
+from nanproof.explain.silent import Signal, SilentWatch, WeightSample, is_shifted, shifted_pairs
+from nanproof.policy import Policy
+from nanproof.records import Diagnosis, Incident, StepRecord
+
+log = logging.getLogger("nanproof")
+
+Reader = Callable[[], list[float]]
+_WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
+_NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
+
+
+class Examiner:
+    """Explains incidents to the guard."""
+
+    def __init__(self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy) -> None:
+        self._stepper, self._loss_fn, self._scheduler, self._policy = stepper, loss_fn, scheduler, policy
+        self.recorder = Recorder()
+        self._watch = SilentWatch(stepper.parameters)
+        self._sample = WeightSample(stepper.parameters)
+        self._courier = Courier(stepper.parameters.device)
+        self._explained: set[str] = set()
+        self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
+        self._taking = False
+        self._bad_at_start = stepper.buffers.broken() if self.on else []
+        self._updates: dict[int, float | None] = {}
+        """Adam's update over the learning rate, at spikes."""
+
+    @property
+    def on(self) -> bool:
+        return self._policy.diagnose != "never"
+
+    # -- while all is well -----------------------------------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        self._taking = self.on and WeightSample.due(step)
+        if self._taking:
+            self._sample.before()
+
+    def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
+        """Send what was seen on its way to the host."""
+        if not self.on:
+            return
+        weights = self._sample.after() if self._taking else None
+        pair = None
+        if step == 2 and batches is not None and (found := shifted_pairs(batches)) is not None:
+            pair = (found[0], self._courier.send(found[1]))
+        if weights is not None or pair is not None:
+            self._looks[step] = weights, pair
+
+    def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
+        """An accepted step, in order: is something silently wrong?"""
+        if not self.on:
+            return None
+        weights, pair = self._looks.pop(record.step, (None, None))
+        sample = None
+        if weights is not None:
+            share, size = weights()
+            sample = share, size
+        shifted = None
+        if pair is not None:
+            shifted = is_shifted(pair[0], pair[1]())
+        if record.spike:
+            self._updates[record.step] = adam_update(self._stepper.optimizer)
+        signal = self._watch.see(record, sample, shifted)
+        if self._bad_at_start and signal is None:
+            named = ", ".join(self._bad_at_start[:3])
+            signal = Signal("nonfinite-buffers", f"buffers were non-finite before the first step: {named}", {}, record.step)
+            self._bad_at_start = []
+        return self._suspect(signal, record, history) if signal is not None else None
+
+    def _suspect(self, signal: Signal, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
+        """An incident only if a replay and the catalogue agree: a suspicion alone would be a false alarm."""
+        moment = self.recorder.at(record.step)
+        kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
+            signal.name, "no-learning"
+        )
+        if signal.name == "early-jump" and "divergence" in self._explained:
+            return None
+        if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate", "unchanged-weights"):
+            return None
+        diagnosis = self._guarded(
+            lambda: self._case(
+                kind,
+                moment,
+                record=signal.details.get("record", record),
+                history=history,
+                signal=signal.name,
+                details=dict(signal.details),
+            )
+        )
+        if diagnosis is None:
+            return None
+        found = diagnosis.cause != "unknown" and (diagnosis.verified or diagnosis.confidence >= 0.9)
+        if signal.details.get("solved"):
+            found = diagnosis.cause == "zero-advantage" and diagnosis.verified
+        elif signal.name in ("huge-gradients", "missing-gradients", "dead-parameters"):
+            found = diagnosis.verified
+        elif signal.name == "early-jump":
+            found = diagnosis.cause == "optimizer-state-reset"
+        elif signal.name == "zero-gradients":
+            found = diagnosis.cause != "unknown" or record.loss != 0
+        if not found:
+            return None
+        self._explained.add(kind)
+        return Incident(
+            step=record.step if signal.since is None else signal.since,
+            kind=kind,
+            action="recorded" if record.action != "clipped" else "clipped",
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            message=signal.message,
+            diagnosis=diagnosis,
+        )
+
+    # -- incidents -------------------------------------------------------------------------------------------------------------
+
+    def due(self, kind: str) -> bool:
+        """Whether an incident of this kind is to be diagnosed; each kind once, by default."""
+        if self._policy.diagnose == "never":
+            return False
+        if self._policy.diagnose == "first" and kind in self._explained:
+            return False
+        self._explained.add(kind)
+        return True
+
+    def refused(
+        self,
+        incident: Incident,
+        attempt: Attempt,
+        reading: Reading,
+        record: StepRecord,
+        history: Sequence[StepRecord],
+        buffer: str,
+    ) -> Incident:
+        """The incident of a refused step, with its diagnosis. Every rank comes here at the same step."""
+        self.recorder.drop(attempt.step)
+        if not self.due(incident.kind):
+            return incident
+        moment = None
+        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
+            batches = attempt.batches
+            if incident.micro_batch is not None and incident.micro_batch < len(batches):
+                batches = (batches[incident.micro_batch],)
+            moment = Moment(attempt.step, batches, (), attempt.random, attempt.mode)
+        ranks = self._stepper.ranks
+        guilty = incident.rank if incident.rank is not None else 0
+        mine = not ranks.together or ranks.rank == guilty
+        diagnosis = None
+        if mine:
+            diagnosis = self._guarded(
+                lambda: self._case(
+                    incident.kind,
+                    moment,
+                    record=record,
+                    history=history,
+                    weights_broke=reading.weights_bad,
+                    bad_buffer=buffer,
+                    uncleared=self._stepper.uncleared,
+                )
+            )
+        if ranks.together:
+            diagnosis = _shared(ranks, diagnosis, guilty)
+            if diagnosis is not None and incident.rank is not None:
+                diagnosis = _one_rank(diagnosis, incident.rank)
+        return replace(incident, diagnosis=diagnosis)
+
+    def finding(self, incident: Incident, record: StepRecord, history: Sequence[StepRecord]) -> Incident:
+        """A spike or divergence that was found some steps later."""
+        if not self.due(incident.kind):
+            return incident
+        moments = list(self.recorder)
+        moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
+        near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
+        details = {"update": max(near)} if near else {}
+        diagnosis = self._guarded(lambda: self._case(incident.kind, moment, record=record, history=history, details=details))
+        return replace(incident, diagnosis=diagnosis)
+
+    def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:
+        """An exception inside a step. Other ranks may not be coming, so nothing here needs them."""
+        touchable = isinstance(error, _WORTH_A_REPLAY) and not any(text in str(error) for text in _NOT_TO_BE_TOUCHED)
+        if not touchable or not self.due("exception"):
+            return incident
+        moment = None
+        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
+            moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
+        diagnosis = self._guarded(lambda: self._case("exception", moment, history=history, error=error))
+        return replace(incident, diagnosis=diagnosis)
+
+    def found_at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
+        """Weights or buffers that are non-finite at the end."""
+        if not self.due(incident.kind):
+            return incident
+        moments = list(self.recorder)
+        diagnosis = self._guarded(lambda: self._case(incident.kind, moments[-1] if moments else None, history=history))
+        return replace(incident, diagnosis=diagnosis)
+
+    # -- a case ----------------------------------------------------------------------------------------------------------------
+
+    def _case(self, kind: str, moment: Moment | None, **facts: Any) -> Case:
+        stepper = self._stepper
+        details = facts.pop("details", {})
+        replay = None
+        if moment is not None and self._loss_fn is not None and not self._needs_others():
+            scale = None if stepper.scale is None else float(stepper.scale.value())
+            replay = Replay(
+                stepper.model,
+                self._loss_fn,
+                moment.batches,
+                random=moment.random,
+                mode=moment.mode,
+                scale=scale,
+                buffers=stepper.buffers,
+                deadline=Deadline.after(self._policy.diagnose_seconds),
+            )
+            if moment.versions and moment.changed:
+                details.setdefault("notes", []).append("the batch was written in place after the step: the replay may differ")
+        if kind == "nonfinite-gradient" and stepper.scale is not None:
+            kind = "loss-scale-collapse"
+        norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
+        return Case(
+            kind,
+            model=stepper.model,
+            replay=replay,
+            optimizer=stepper.optimizer,
+            moments=list(self.recorder),
+            max_norm=norm,
+            scheduler=self._scheduler,
+            details=details,
+            **facts,
+        )
+
+    def _needs_others(self) -> bool:
+        """A forward that waits for other ranks cannot be run on one alone."""
+        if not self._stepper.ranks.together:
+            return False
+        return self._stepper.ranks.sharded or any(isinstance(m, nn.SyncBatchNorm) for m in self._stepper.model.modules())
+
+    def _guarded(self, make: Callable[[], Case]) -> Diagnosis | None:
+        """Diagnose; whatever goes wrong in there is reported, not raised."""
+        from nanproof.explain.diagnose import explain
+
+        start = time.perf_counter()
+        stepper = self._stepper
+        try:
+            diagnosis = explain(make())
+        except Exception as error:
+            log.debug("nanproof: a diagnosis failed", exc_info=True)
+            text = f"the diagnosis itself failed: {type(error).__name__}: {error}"[:300]
+            diagnosis = Diagnosis(cause="unknown", confidence=0.0, evidence=(text,))
+        finally:
+            stepper.forget_probes()
+        log.debug("nanproof: diagnosed in %.2f s", time.perf_counter() - start)
+        return diagnosis
+
+
+def _one_rank(diagnosis: Diagnosis, rank: int) -> Diagnosis:
+    """One rank's step spoiled that of all: that is the cause, with the rank's own under it."""
+    said = (
+        f"rank {rank} alone was bad before the gradients were reduced; the others' were fine. The cause there: {diagnosis.cause}"
+    )
+    return replace(
+        diagnosis,
+        cause="one-rank-nonfinite",
+        rank=rank,
+        evidence=(said, *diagnosis.evidence),
+        fix=f"Rank {rank}: {diagnosis.fix}",
+        alternatives=(diagnosis.cause, *diagnosis.alternatives),
+    )
+
+
+def _shared(ranks: Any, diagnosis: Diagnosis | None, source: int) -> Diagnosis | None:
+    """The diagnosis of one rank, on all of them."""
+    text = json.dumps(diagnosis.to_json()) if diagnosis is not None else ""
+    text = ranks.share_text(text, source)
+    if not text:
+        return None
+    return Diagnosis.from_json(json.loads(text))

@@ -1,0 +1,473 @@
+"""Changes to a replay that stand for a fix: safe inputs of dangerous functions, fp32 everywhere, repaired weights.
+
+They act above autograd, at every matching call, so that forward and backward both follow from the changed computation; patching
+a backward operation instead would be disguise. Each is a context to run a replay under, and counts how often it acted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Intervention(TorchFunctionMode):
+    """Calls `change` in the place of every function whose name is in `names`."""
+
+    names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acted = 0
+        self._open: Any = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        name = name if name.startswith("__") else name.removesuffix("_") or name
+        if not self.wants(name):
+            return func(*args, **kwargs)
+        return self.change(name, func, args, kwargs)
+
+    def wants(self, name: str) -> bool:
+        return name in self.names
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self._open = _functional_in_pieces()
+        self._open.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._open.__exit__(*exc)
+
+    def where(self, condition: Tensor, safe: float | Tensor, x: Tensor) -> Tensor:
+        """`x` with the marked places replaced; their gradient is exactly 0."""
+        if bool(condition.any()):
+            self.acted += 1
+            return torch.where(condition, torch.as_tensor(safe, dtype=x.dtype, device=x.device), x)
+        return x
+
+
+@contextmanager
+def _functional_in_pieces() -> Iterator[None]:
+    """torch.nn.functional hands a whole function to a mode; here its body is to run, so that the mode sees what it calls."""
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    saved = {name: getattr(torch.nn.functional, name) for name in names if hasattr(torch.nn.functional, name)}
+    for name in saved:
+        setattr(torch.nn.functional, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(torch.nn.functional, name, value)
+
+
+class SafeInput(Intervention):
+    """Replaces the first argument where `unsafe` says so."""
+
+    def __init__(self, names: Iterable[str], unsafe: Callable[[Tensor], Tensor], safe: float) -> None:
+        super().__init__()
+        self._names, self._unsafe, self._safe = frozenset(names), unsafe, safe
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.pop("input")
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x = self.where(self._unsafe(x.detach()), self._safe, x)
+        return (
+            getattr(torch, name)(x, *args[1:], **kwargs)
+            if getattr(func, "__name__", "").endswith("_")
+            else func(x, *args[1:], **kwargs)
+        )
+
+
+EXP = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
+LOG = frozenset({"log", "log2", "log10"})
+
+
+def exp_limit(dtype: torch.dtype) -> float:
+    """Above this, exp overflows."""
+    return float(torch.log(torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)))
+
+
+def bounded_exp() -> Intervention:
+    """The input of every exp clamped from above before it, well below the overflow."""
+
+    class Bounded(Intervention):
+        names = EXP
+
+        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+            x = args[0]
+            limit = 8.0 if x.dtype == torch.float16 else 20.0
+            if isinstance(x, Tensor) and x.is_floating_point() and bool((x.detach() > limit).any()):
+                self.acted += 1
+                x = x.clamp(max=limit)
+            return getattr(torch, name)(x)
+
+    return Bounded()
+
+
+def positive_log() -> Intervention:
+    """The input of every logarithm kept away from 0. `0 * log(0)` becomes 0, `log(softmax)` stays finite."""
+    return SafeInput(LOG, lambda x: ~(x > _tiny(x)), 1e-6)
+
+
+def _tiny(x: Tensor) -> float:
+    return 6e-8 if x.dtype == torch.float16 else 1e-30
+
+
+class SafeRoot(Intervention):
+    """An epsilon under every square root, fractional power, and norm."""
+
+    names = frozenset(
+        {
+            "sqrt",
+            "rsqrt",
+            "pow",
+            "__pow__",
+            "norm",
+            "linalg_norm",
+            "linalg_vector_norm",
+            "vector_norm",
+            "dist",
+            "cdist",
+            "pairwise_distance",
+            "std",
+        }
+    )
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return func(*args, **kwargs)
+        if name in ("sqrt", "rsqrt"):
+            return getattr(torch, name)(self.where(~(x.detach() > _tiny(x)), 1e-6, x))
+        if name in ("pow", "__pow__"):
+            p = args[1] if len(args) > 1 else kwargs.get("exponent")
+            if isinstance(p, (int, float)) and p < 1 and p != 0:
+                x = self.where(~(x.detach() > _tiny(x)), 1e-6, x)
+            return torch.pow(x, p)
+        self.acted += 1
+        if name == "std":
+            return (torch.var(x, *args[1:], **kwargs) + 1e-12).sqrt()
+        if name in ("dist", "cdist", "pairwise_distance"):
+            return func(x + 1e-6, *args[1:], **kwargs)
+        # norm(x, p=2, dim, keepdim): a zero vector gets a length of 1e-6 and no gradient.
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+        zero = (
+            (x.detach() == 0).all()
+            if dim is None
+            else (x.detach() == 0).all(dim if isinstance(dim, int) else next(iter(dim)), keepdim=True)
+        )
+        return func(torch.where(zero, torch.as_tensor(1e-6, dtype=x.dtype, device=x.device), x), *args[1:], **kwargs)
+
+
+class SafeDivision(Intervention):
+    """A divisor that is exactly 0 becomes 1."""
+
+    names = frozenset({"div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__", "reciprocal"})
+
+    def __init__(self, floor: float | None = None) -> None:
+        super().__init__()
+        self._floor = floor
+        """Divisors smaller than this become 1 as well."""
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name in ("reciprocal", "__rtruediv__", "__rdiv__"):
+            divisor = self._safe(args[0])
+            return torch.div(1.0 if name == "reciprocal" else args[1], divisor)
+        divisor = args[1] if len(args) > 1 else kwargs.pop("other")
+        return torch.div(args[0], self._safe(divisor), **kwargs)
+
+    def _safe(self, divisor: Any) -> Any:
+        if not isinstance(divisor, Tensor):
+            if divisor == 0:
+                self.acted += 1
+                return 1.0
+            return divisor
+        if not divisor.is_floating_point():
+            return self.where(divisor == 0, 1, divisor)
+        if self._floor is not None:
+            return self.where(divisor.detach().abs() < self._floor, 1.0, divisor)
+        return self.where(divisor.detach() == 0, 1.0, divisor)
+
+
+class SafeSoftmax(Intervention):
+    """A row in which everything is -inf is unmasked."""
+
+    names = frozenset({"softmax", "log_softmax", "logsumexp", "masked_fill"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        if name == "masked_fill":
+            mask = args[1] if len(args) > 1 else kwargs["mask"]
+            value = args[2] if len(args) > 2 else kwargs["value"]
+            if float(value) == -torch.inf and mask.dim():
+                whole = mask.expand(x.shape).all(-1, keepdim=True) if mask.dim() <= x.dim() else mask
+                if bool(whole.any()):
+                    self.acted += 1
+                    mask = mask & ~whole
+            return torch.masked_fill(x, mask, value)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        if isinstance(x, Tensor) and isinstance(dim, int):
+            x = self.where((x.detach() == -torch.inf).all(dim, keepdim=True), 0.0, x)
+        return func(x, *args[1:], **kwargs)
+
+
+class OneMask(Intervention):
+    """Additions that pass the dtype's range stay at its edge instead of becoming -inf, as one boolean mask would have it."""
+
+    names = frozenset({"add", "__add__", "__radd__", "__iadd__", "sub", "__sub__"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.is_floating_point():
+            inputs = [a for a in args[:2] if isinstance(a, Tensor)]
+            born = torch.isinf(out.detach())
+            for a in inputs:
+                born = born & ~torch.isinf(a.detach())
+            out = self.where(born, torch.finfo(out.dtype).min, out)
+        return out
+
+
+class Fp32(Intervention):
+    """Every half-precision argument in fp32, autocast off, no cast back."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> None:
+        super().__init__()
+        self._dtypes = dtypes
+
+    def wants(self, name: str) -> bool:
+        return name not in (
+            "__get__",
+            "__set__",
+            "is_floating_point",
+            "size",
+            "dim",
+            "data_ptr",
+            "requires_grad",
+            "copy",
+            "backward",
+        )
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "half":
+            return args[0].float()
+        args, kwargs = self._up(args), {k: self._up(v) for k, v in kwargs.items()}
+        self.acted += torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        with (
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _nothing(),
+        ):
+            return func(*args, **kwargs)
+
+    def _up(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype in self._dtypes:
+            self.acted += 1
+            return value.float()
+        if isinstance(value, torch.dtype) and value in self._dtypes:
+            self.acted += 1
+            return torch.float32
+        if type(value) in (tuple, list):
+            return type(value)(self._up(v) for v in value)
+        return value
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class SpreadOfOne(Intervention):
+    """A standard deviation over a single element counts as 1 instead of NaN."""
+
+    names = frozenset({"std", "var", "std_mean", "var_mean"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if isinstance(out, tuple):
+            return self.where(torch.isnan(out[0].detach()), 1.0, out[0]), *out[1:]
+        return self.where(torch.isnan(out.detach()), 1.0, out)
+
+
+def inside_trig() -> Intervention:
+    """Arguments of acos, asin, atanh and acosh kept off the boundary of their domain."""
+
+    class Inside(Intervention):
+        names = frozenset({"acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "acosh", "arccosh"})
+
+        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+            x = args[0]
+            edge = 1e-3 if x.dtype in _HALF else 1e-6
+            hyperbolic = name in ("acosh", "arccosh")
+            outside = x.detach() < 1 + edge if hyperbolic else x.detach().abs() > 1 - edge
+            if bool(outside.any()):
+                self.acted += 1
+                x = x.clamp(min=1 + edge) if hyperbolic else x.clamp(-1 + edge, 1 - edge)
+            return getattr(torch, name)(x)
+
+    return Inside()
+
+
+class NoEmptyMean(Intervention):
+    """A mean over nothing is 0: the sum over max(1, count)."""
+
+    names = frozenset(
+        {
+            "cross_entropy_loss",
+            "nll_loss",
+            "nll_loss_nd",
+            "mean",
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+            "kl_div",
+        }
+    )
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or out.dim() or not bool(torch.isnan(out.detach())):
+            return out
+        x = args[0]
+        empty = x.numel() == 0
+        if name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"):
+            target = args[1]
+            ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
+            empty = empty or (not target.is_floating_point() and bool((target == ignored).all()))
+        if not empty:
+            return out
+        self.acted += 1
+        return torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).sum() * 0
+
+
+class ZeroInfinity(Intervention):
+    """ctc_loss with zero_infinity=True."""
+
+    names = frozenset({"ctc_loss"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        self.acted += 1
+        return func(*args[:6], True) if len(args) >= 6 else func(*args, **{**kwargs, "zero_infinity": True})
+
+
+class Leaky(Intervention):
+    """relu replaced by a leaky one, so that a unit that is off still has a gradient."""
+
+    names = frozenset({"relu", "clamp_min", "relu6", "hardtanh", "threshold", "clamp"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        low = kwargs.get("min", args[1] if len(args) > 1 else None)
+        if name in ("clamp", "clamp_min", "threshold") and not (isinstance(low, (int, float)) and low == 0):
+            return func(*args, **kwargs)
+        self.acted += 1
+        return torch.nn.functional.leaky_relu(args[0], 0.01)
+
+
+class CoolLogits(Intervention):
+    """Division of half-precision numbers by a small scalar in fp32, after subtracting the row's maximum."""
+
+    names = frozenset({"div", "true_divide", "__truediv__"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x, t = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
+            return func(*args, **kwargs)
+        least = float(t.detach().abs().min()) if isinstance(t, Tensor) else abs(t)
+        if not 0 < least < 1:
+            return func(*args, **kwargs)
+        self.acted += 1
+        x = x.float()
+        return (x - x.amax(-1, keepdim=True)) / (t.float() if isinstance(t, Tensor) else t)
+
+
+class Attached(Intervention):
+    """detach does nothing, no_grad does not hold, reentrant checkpointing is left out: the path of the gradient is whole."""
+
+    names = frozenset({"detach", "_set_grad_enabled"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "detach":
+            self.acted += 1
+            return args[0] * 1
+        self.acted += not args[0]
+        return func(True)
+
+    def __enter__(self) -> Any:
+        import torch.utils.checkpoint as checkpointing
+
+        self._apply = checkpointing.CheckpointFunction.apply
+        checkpointing.CheckpointFunction.apply = self._through  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        import torch.utils.checkpoint as checkpointing
+
+        super().__exit__(*exc)
+        checkpointing.CheckpointFunction.apply = self._apply  # type: ignore[method-assign]
+
+    def _through(self, function: Any, _preserve: Any, *args: Any) -> Any:
+        self.acted += 1
+        return function(*args)
+
+
+@contextmanager
+def positive_scale() -> Iterator[None]:
+    """Distributions get a scale of at least 1e-3."""
+    from torch.distributions import Distribution
+
+    original = Distribution.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("scale", "stddev_", "concentration", "rate", "df"):
+            value = self.__dict__.get(name)
+            if isinstance(value, Tensor):
+                setattr(self, name, value.clamp(min=1e-3))
+        original(self, *args, **kwargs)
+
+    class Normal(Intervention):
+        names = frozenset({"normal"})
+
+        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+            args = tuple(a.clamp(min=1e-3) if isinstance(a, Tensor) and i == 1 else a for i, a in enumerate(args))
+            if isinstance(kwargs.get("std"), Tensor):
+                kwargs["std"] = kwargs["std"].clamp(min=1e-3)
+            return func(*args, **kwargs)
+
+    Distribution.__init__ = init  # type: ignore[method-assign]
+    try:
+        with Normal():
+            yield
+    finally:
+        Distribution.__init__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def weights_as(values: dict[Tensor, Tensor]) -> Iterator[None]:
+    """For a while, these parameters or buffers hold other numbers."""
+    saved = {p: p.detach().clone() for p in values}
+    try:
+        with torch.no_grad():
+            for p, value in values.items():
+                p.copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in saved.items():
+                p.copy_(value)

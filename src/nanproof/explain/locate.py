@@ -1,0 +1,314 @@
+"""Where the trouble was born: from a bad loss or gradient back through bad producers to the operation, then sample and token.
+
+"The first operation with a non-finite output" would blame masks: a constant -inf is a sentinel, and the birth is the operation
+that turns it into NaN. So the way goes backwards: from NaN to where it was made, and from there on along an Inf, unless
+that Inf was put there on purpose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.tree import map_tensors, tensors_in
+from nanproof.explain.calls import Call, Survey
+from nanproof.explain.replay import Outcome, Replay
+from nanproof.explain.trace import Op, Operand, Trace
+
+_PUT_THERE = {
+    "masked_fill",
+    "masked_fill_",
+    "fill",
+    "fill_",
+    "full",
+    "full_like",
+    "new_full",
+    "scalar_tensor",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "where",
+    "index_put",
+    "index_put_",
+    "index_fill",
+    "index_fill_",
+    "masked_scatter",
+    "scatter",
+    "scatter_",
+    "triu",
+    "tril",
+    "copy_",
+    "cat",
+    "constant_pad_nd",
+}
+"""Operations that place a given number: an Inf that begins with one of them is a sentinel."""
+
+
+@dataclass(eq=False, slots=True)
+class Birth:
+    """The operation in which the trouble was born."""
+
+    op: Op
+    """The forward operation: the one to change."""
+    at: Op
+    """Where the bad number appeared: the same, or an operation of its backward."""
+    trace: Trace
+    turned: Op
+    """Where NaN came out at last: the same, or, after an Inf, the operation that could not take it."""
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def in_backward(self) -> bool:
+        return self.at.backward
+
+    def spot(self) -> tuple[int, ...] | None:
+        """Coordinates of the first bad number in the output."""
+        value = next((o.value for o in self.at.outputs if o.range.bad and o.value is not None), None)
+        return None if value is None or value.dim() == 0 else first_bad(value)
+
+    def input_at_spot(self, which: int = 0) -> float | None:
+        """The number that went into the operation where the bad one came out."""
+        operands = self.at.inputs
+        if which >= len(operands) or operands[which].value is None:
+            return None
+        value, spot = operands[which].value, self.spot()
+        assert value is not None
+        if value.numel() == 1:
+            return float(value)
+        out = next((o for o in self.at.outputs if o.range.bad), None)
+        if spot is None or out is None or tuple(value.shape) != out.shape:
+            return None
+        return float(value[spot])
+
+    def forward_input(self) -> Operand | None:
+        """What went into the forward operation, if it was kept."""
+        return self.op.inputs[0] if self.op.inputs else None
+
+    def place(self) -> str:
+        """ "at sample 3, token 17", as far as it is known."""
+        said = []
+        if self.samples:
+            said.append(f"sample {self.samples[0]}" if len(self.samples) == 1 else f"samples {_few(self.samples)}")
+        if self.tokens:
+            said.append(f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"tokens {_few(self.tokens)}")
+        return " at " + ", ".join(said) if said else ""
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def first_bad(value: Tensor) -> tuple[int, ...]:
+    flat = int(bad_places(value).reshape(-1).to(torch.uint8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), value.shape))
+
+
+def survey(replay: Replay) -> tuple[Survey, Outcome]:
+    """Run the step once more and look at every module call. This run is also the control: is it still bad?"""
+    look = Survey(replay.model)
+    outcome = replay.run(look.watching(), before_backward=look.backward_begins)
+    return look, outcome
+
+
+def locate(replay: Replay, look: Survey, outcome: Outcome) -> Birth | None:
+    """The birth of what made `outcome` bad; None if it cannot be found."""
+    forward = outcome.error is not None or outcome.loss != outcome.loss or outcome.loss in (torch.inf, -torch.inf)
+    if outcome.error is not None and outcome.loss == outcome.loss and not look.newly_bad():
+        forward = False
+    windows = _windows_forward(look) if forward else _windows_backward(replay, look)
+    for calls in (windows, None):  # None: everything, when the chosen calls did not hold it
+        trace = Trace(replay.model, calls)
+        replay.run(trace.recording(), before_backward=trace.backward_begins, backward=not forward or outcome.error is not None)
+        birth = _birth(trace, forward, everything=calls is None)
+        if birth is not None:
+            birth.samples, birth.tokens = coordinates(birth, replay.batches)
+            return birth
+    return None
+
+
+def _windows_forward(look: Survey) -> set[int]:
+    return {call.number for call in look.newly_bad()}
+
+
+def _windows_backward(replay: Replay, look: Survey) -> set[int]:
+    """The calls in which the first bad gradient can have been made: those that took the tensor it belongs to, the ones around
+    them; or, when only weights' gradients are bad, the modules that own them."""
+    chosen: set[Call] = set()
+    for call in look.first_bad_gradients():
+        parent = call.parent
+        while parent is not None:
+            chosen.add(parent)
+            parent = parent.parent
+        places = {place for place in call.outputs if place is not None}
+        chosen |= {other for other in look.calls if places & {place for place in other.inputs if place is not None}}
+        chosen.add(call)
+    if not chosen:
+        chosen = {call for call in look.calls if any(p.requires_grad for p in call.module.parameters(recurse=False))}
+    return {call.number for call in chosen}
+
+
+def _birth(trace: Trace, forward: bool, everything: bool) -> Birth | None:
+    if trace.failed is not None and not trace.failed.backward:
+        bad = next((i for i in trace.failed.inputs if i.range.bad and i.producer is not None), None)
+        start = bad.producer if bad is not None else trace.failed if not any(i.range.bad for i in trace.failed.inputs) else None
+    elif forward:
+        start = next((op for op in reversed(trace.ops) if op.bad and not op.backward), None)
+    else:
+        start = next((op for op in reversed(trace.ops) if op.bad and op.backward), None)
+    if start is None:
+        return None
+    origin = _origin(start, everything)
+    if origin is None:
+        return None
+    return Birth(origin[0].forward, origin[0], trace, origin[1])
+
+
+def _origin(op: Op, everything: bool) -> tuple[Op, Op] | None:
+    """Back along NaN to where it was made, then along Inf unless that was put there on purpose. A NaN that no traced operation
+    made came in with batch or weights, if everything was traced."""
+    seen: set[int] = set()
+    while op.nan_out:
+        if op.number in seen:
+            return None
+        seen.add(op.number)
+        nan_inputs = [i for i in op.inputs if i.range.nan]
+        if not nan_inputs:
+            break
+        producer = next((i.producer for i in nan_inputs if i.producer is not None and i.producer.nan_out), None)
+        if producer is None:
+            return (op, op) if everything else None
+        op = producer
+    born = op
+    for operand in born.inputs:
+        if operand.range.inf:
+            source = _inf_origin(operand)
+            if source is not None:
+                return source, born
+    return born, born
+
+
+def _inf_origin(operand: Operand) -> Op | None:
+    """The operation that computed an Inf; None if it was put there."""
+    seen: set[int] = set()
+    while (op := operand.producer) is not None and op.inf_out and op.number not in seen:
+        seen.add(op.number)
+        infinite = [i for i in op.inputs if i.range.inf]
+        if not infinite:
+            return None if op.name in _PUT_THERE or not op.inputs else op
+        operand = next((i for i in infinite if i.producer is not None), infinite[0])
+    return None
+
+
+# -- samples and tokens ----------------------------------------------------------------------------------------------------------
+
+
+def batch_shape(batch: Any) -> tuple[int, int | None]:
+    """(samples, tokens a sample): the commonest first and second dimension of the tensors in a batch; 0 where there are none."""
+    shapes = [tuple(t.shape) for _, t in tensors_in(batch) if t.dim() >= 1]
+    if not shapes:
+        return 0, None
+    counts = Counter(shape[0] for shape in shapes)
+    samples = max(counts, key=lambda n: (counts[n], n))
+    lengths = Counter(shape[1] for shape in shapes if len(shape) >= 2 and shape[0] == samples)
+    return samples, lengths.most_common(1)[0][0] if lengths else None
+
+
+def coordinates(birth: Birth, batches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(samples, tokens) from where the bad numbers are: in the operation that could not take an Inf, or in the guilty one."""
+    samples, length = batch_shape(batches[0]) if len(batches) == 1 else (0, None)
+    if samples < 2:
+        return (), ()
+    best: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    for op in (birth.at, birth.turned):
+        value = next((o.value for o in op.outputs if o.range.bad and o.value is not None), None)
+        if value is None or value.dim() == 0:
+            continue
+        found, tokens = where_in_batch(bad_places(value), samples, length)
+        if 0 < len(found) < samples and (not best[0] or set(found) < set(best[0])):
+            best = found, tokens if len(tokens) < (length or 0) else ()
+    return best
+
+
+def bad_places(value: Tensor) -> Tensor:
+    """Where it is NaN; where it is infinite if it holds no NaN: beside a NaN, an Inf may be a mask."""
+    nan = torch.isnan(value)
+    return nan if bool(nan.any()) else torch.isinf(value)
+
+
+def where_in_batch(bad: Tensor, samples: int, length: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which samples and tokens the marked places belong to, from the shape alone; empty where the shape does not say."""
+    shape = bad.shape
+    if shape[0] == samples:
+        rows = bad.reshape(samples, -1).any(1)
+        tokens: Tensor | None = None
+        axis = next((d for d in (1, 2) if bad.dim() > d and shape[d] in (length, (length or 0) - 1) and length), None)
+        if axis is not None:
+            tokens = bad.transpose(0, axis).reshape(shape[axis], -1).any(1)
+        return _indices(rows), _indices(tokens) if tokens is not None else ()
+    if bad.dim() >= 2 and shape[1] == samples and shape[0] == length:  # time first
+        return _indices(bad.transpose(0, 1).reshape(samples, -1).any(1)), _indices(bad.reshape(shape[0], -1).any(1))
+    if shape[0] % samples == 0 and shape[0] > 0:
+        each = shape[0] // samples
+        grid = bad.reshape(samples, each, -1).any(2)
+        tokens = grid.any(0) if length is not None and each in (length, length - 1) else None
+        return _indices(grid.any(1)), _indices(tokens) if tokens is not None else ()
+    return (), ()
+
+
+def _indices(flags: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.nonzero(flags).flatten())
+
+
+def guilty_sample(
+    replay: Replay, healthy: Sequence[Any], bad: Callable[[Outcome], bool] = lambda outcome: not outcome.finite
+) -> tuple[int, ...]:
+    """The one sample without which the step is fine, found by putting healthy ones in the place of the others.
+
+    Donors come from an earlier healthy batch of the same shape. Empty where there is none, or where no single sample is guilty.
+    """
+    if len(replay.batches) != 1:
+        return ()
+    batch = replay.batches[0]
+    samples, _ = batch_shape(batch)
+    donor = next((h for h in healthy if _same_shapes(batch, h)), None)
+    if samples < 2 or donor is None or bad(replay.run(batches=[donor])):
+        return ()
+    low, high = 0, samples
+    while high - low > 1:
+        middle = (low + high) // 2
+        if bad(replay.run(batches=[_mixed(batch, donor, samples, range(low, middle))])):
+            high = middle
+        else:
+            low = middle
+    alone = replay.run(batches=[_mixed(batch, donor, samples, [low])])
+    without = replay.run(batches=[_mixed(batch, donor, samples, [i for i in range(samples) if i != low])])
+    return (low,) if bad(alone) and not bad(without) else ()
+
+
+def _same_shapes(a: Any, b: Any) -> bool:
+    mine, theirs = list(tensors_in(a)), list(tensors_in(b))
+    return len(mine) == len(theirs) and all(
+        x[0] == y[0] and x[1].shape == y[1].shape and x[1].dtype == y[1].dtype for x, y in zip(mine, theirs, strict=True)
+    )
+
+
+def _mixed(batch: Any, donor: Any, samples: int, keep: Any) -> Any:
+    """The donor batch with the samples `keep` of this one."""
+    theirs = iter([t for _, t in tensors_in(donor)])
+    index = torch.tensor(list(keep), dtype=torch.long)
+
+    def change(mine: Tensor) -> Tensor:
+        other = next(theirs)
+        if mine.dim() == 0 or mine.shape[0] != samples:
+            return mine
+        out = other.clone()
+        places = index.to(mine.device)
+        out[places] = mine[places]
+        return out
+
+    return map_tensors(batch, change)

@@ -1,0 +1,176 @@
+"""The optimizer's step on copies, and a few whole steps that are undone again: what would happen with another setting?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nanproof.explain.recorder import Moment
+from nanproof.explain.replay import Replay
+
+LARGEST = 1 << 26
+"""Elements of the weights that are copied for one look at the optimizer's step, at the most."""
+LARGEST_REHEARSAL = 1 << 29
+"""Elements of the weights above which whole steps are not rehearsed: it takes a copy of weights and optimizer state."""
+
+
+def step_on_copies(
+    optimizer: Optimizer,
+    gradients: Mapping[Tensor, Tensor],
+    dtype: torch.dtype | None = None,
+    fresh: bool = False,
+    **settings: Any,
+) -> list[tuple[Tensor, Tensor]] | None:
+    """(weight before, weight after) of one step on copies, in another dtype or with other settings.
+
+    None where a second optimizer of the same kind cannot be made.
+    """
+    groups, copies, size = [], [], 0
+    for group in optimizer.param_groups:
+        members = []
+        for p in group["params"]:
+            gradient = gradients.get(p)
+            if gradient is None or size > LARGEST:
+                continue
+            size += p.numel()
+            clone = p.detach().clone().to(dtype or p.dtype).requires_grad_()
+            clone.grad = gradient.detach().to(clone.dtype)
+            members.append(clone)
+            copies.append((p, clone))
+        if members:
+            kept = {k: _own(v) for k, v in group.items() if k != "params"}
+            groups.append({**kept, **{k: v for k, v in settings.items() if k in kept}, "params": members})
+    if not groups:
+        return None
+    try:
+        other = type(optimizer)(groups)  # type: ignore[call-arg]
+        for p, clone in copies if not fresh else ():
+            other.state[clone] = {k: _cast(v, p, clone) for k, v in optimizer.state.get(p, {}).items()}
+        before = [clone.detach().clone() for _, clone in copies]
+        other.step()
+    except Exception:
+        return None
+    return list(zip(before, [clone.detach() for _, clone in copies], strict=True))
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _cast(value: Any, p: Tensor, clone: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    same = value.is_floating_point() and value.dtype == p.dtype and value.dim() > 0
+    return value.clone().to(clone.dtype) if same else value.clone()
+
+
+@contextmanager
+def undone(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Whatever is done to weights, buffers and optimizer state inside is undone."""
+    tensors = [*model.parameters(), *model.buffers()]
+    saved = [t.detach().clone() for t in tensors]
+    states = {p: {k: _own(v) for k, v in state.items()} for p, state in optimizer.state.items()}
+    settings = [{k: _own(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in zip(tensors, saved, strict=True):
+                t.copy_(value)
+        for p in list(optimizer.state):
+            if p not in states:
+                del optimizer.state[p]
+        for p, state in states.items():
+            _put_state(optimizer.state[p], state)
+        for group, kept in zip(optimizer.param_groups, settings, strict=True):
+            group.update(kept)
+
+
+def _put_state(live: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key in list(live):
+        if key not in saved:
+            del live[key]
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].shape == value.shape:
+            with torch.no_grad():
+                live[key].copy_(value)
+        else:
+            live[key] = value
+
+
+def rehearse(
+    replay: Replay,
+    optimizer: Optimizer,
+    moments: Sequence[Moment],
+    *,
+    factor: float = 1.0,
+    fresh: bool = False,
+    max_norm: float | None = None,
+    rounds: int = 1,
+) -> list[float] | None:
+    """The losses of a few steps over recent batches, with the learning rate times `factor`, or with a fresh optimizer state;
+    everything is undone afterwards.
+
+    None where it would take too much memory.
+    """
+    if sum(p.numel() for p in replay.parameters.values()) > LARGEST_REHEARSAL:
+        return None
+    named: dict[str, Tensor] = dict(replay.parameters)
+    losses = []
+    with undone(replay.model, optimizer):
+        if fresh:
+            optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        for _ in range(rounds):
+            for moment in moments:
+                found: dict[str, Tensor] = {}
+
+                def take(found: dict[str, Tensor] = found) -> None:
+                    found.update({name: p.grad for name, p in named.items() if p.grad is not None})
+
+                outcome = replay.run(batches=moment.batches, random=moment.random, after=take)
+                losses.append(outcome.loss)
+                if not outcome.finite:
+                    return losses
+                kept = {p: p.grad for p in named.values()}
+                for name, p in named.items():
+                    p.grad = found.get(name)
+                if max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(list(named.values()), max_norm)
+                with suppress(Exception):
+                    optimizer.step()
+                for p, gradient in kept.items():
+                    p.grad = gradient
+        last = replay.run(batches=moments[-1].batches, random=moments[-1].random, backward=False)
+        losses.append(last.loss)
+    return losses
+
+
+def adam_update(optimizer: Any) -> float | None:
+    """Root mean square of Adam's last update over the learning rate; at most about 1 in a healthy run."""
+    total, count = 0.0, 0
+    for group in optimizer.param_groups:
+        betas = group.get("betas")
+        if betas is None or len(betas) != 2:
+            continue
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            m, v, step = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step")
+            if m is None or v is None or step is None:
+                continue
+            n = float(step)
+            if n < 1 or count > 1 << 24:
+                continue
+            first, second = m.float() / (1 - betas[0] ** n), v.float() / (1 - betas[1] ** n)
+            update = first / (second.sqrt() + group.get("eps", 1e-8))
+            total += float(update.square().sum())
+            count += update.numel()
+    return math.sqrt(total / count) if count else None

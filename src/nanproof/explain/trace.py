@@ -1,0 +1,291 @@
+"""The second look: the operations inside the guilty modules, one by one.
+
+A dispatch mode sees every operation below autograd, forward and backward. Only those of the chosen calls are looked at, and of
+these only the ones at which something turned bad are kept with their numbers. A backward operation is mapped to the
+forward operation whose gradient it computes by autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanproof.explain.calls import GOOD, Call, CallStack, Range, range_of
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("core", "explain", "guard.py", "preflight.py"))
+_KEPT_BYTES = 1 << 28
+"""A larger tensor is not kept."""
+_KEPT_OPS = 24
+"""Operations at which something turned bad that are kept with their numbers."""
+_WORTH_KEEPING = frozenset(
+    "acos acosh asin atanh _cdist_forward _euclidean_dist div div_ exp exp2 exp_ expm1 linalg_vector_norm norm log log10 log1p "
+    "log2 xlogy pow reciprocal rsqrt sqrt std var var_mean std_mean where logsumexp clamp clamp_max clamp_min minimum relu "
+    "masked_fill mul add sub rsub _ctc_loss multinomial _softmax _log_softmax".split()
+)
+"""Operations whose numbers are kept even if nothing is bad: their backward may be, or they may be why a gradient is large."""
+_KEPT_ANYWAY = 1 << 26
+
+
+@dataclass(eq=False, slots=True)
+class Operand:
+    """A tensor that went into an operation or came out of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    range: Range
+    producer: Op | None = None
+    """The traced operation that wrote it last."""
+    value: Tensor | None = None
+    """A copy, where something turned bad."""
+    requires_grad: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """One operation of the step."""
+
+    number: int
+    name: str
+    """aten's name without overload: "exp", "_softmax"."""
+    call: Call | None
+    source: str
+    """file:line of the caller outside torch."""
+    backward: bool
+    inputs: list[Operand]
+    scalars: list[Any]
+    outputs: list[Operand] = field(default_factory=list)
+    of: Op | None = None
+    """For a backward operation: the forward operation it belongs to."""
+    consumers: list[Op] = field(default_factory=list)
+    node: str = ""
+    """For a backward operation: autograd's name of the node, "SqrtBackward0"."""
+
+    @property
+    def path(self) -> str:
+        return self.call.path if self.call is not None else "loss_fn"
+
+    @property
+    def forward(self) -> Op:
+        """The forward operation: itself, or the one it is the backward of."""
+        return self.of if self.of is not None else self
+
+    @property
+    def nan_out(self) -> bool:
+        return any(o.range.nan for o in self.outputs)
+
+    @property
+    def inf_out(self) -> bool:
+        return any(o.range.inf for o in self.outputs)
+
+    @property
+    def bad(self) -> bool:
+        return any(o.range.bad for o in self.outputs)
+
+    @property
+    def comes_in(self) -> bool:
+        """Bad because of something that no traced operation made: the batch, a weight."""
+        bad = [i for i in self.inputs if i.range.bad]
+        return self.bad and bool(bad) and all(i.producer is None for i in bad)
+
+    @property
+    def newly_bad(self) -> bool:
+        nan_in, inf_in = any(i.range.nan for i in self.inputs), any(i.range.inf for i in self.inputs)
+        return (self.nan_out and not nan_in) or (self.inf_out and not inf_in and not nan_in)
+
+
+class Trace(TorchDispatchMode):
+    """Records the operations of the chosen calls (their own ones, not those of calls inside), or of all with `calls=None`.
+
+    What runs outside every module call, the loss function's own code, is always recorded.
+    """
+
+    def __init__(self, model: nn.Module, calls: set[int] | None) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.failed: Op | None = None
+        """The operation that raised."""
+        self._stack = CallStack(model)
+        self._calls = calls
+        self._writers: dict[int, list[tuple[int, Op]]] = {}
+        """By storage: the operations that wrote to it since it was allocated, and where."""
+        self._by_sequence: dict[int, Op] = {}
+        self._in_backward = False
+        self._kept = 0
+        self._kept_anyway = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        with self._stack.following(), self:
+            yield self
+
+    def backward_begins(self, _loss: Tensor | None = None) -> None:
+        self._in_backward = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        backward = self._in_backward and not torch.is_grad_enabled()
+        of, node = None, None
+        if backward:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                of = self._by_sequence.get(node._sequence_nr())
+            if of is None and self._calls is not None:
+                return func(*args, **kwargs)
+        elif self._calls is not None and (call := self._stack.current) is not None and call.number not in self._calls:
+            return func(*args, **kwargs)
+        if _is_view(func):
+            return func(*args, **kwargs)
+        return self._record(func, args, kwargs, backward, of, node)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
+        tensors, scalars = _arguments(args, kwargs)
+        inputs = [self._operand(t) for t in tensors]
+        source = of.source if of is not None else _source()
+        op = Op(len(self.ops), func.__name__.split(".")[0], self._stack.current, source, backward, inputs, scalars, of=of)
+        if backward:
+            op.call = of.call if of is not None else None
+            op.node = node.name() if node is not None else ""
+        mutated = [t for t in tensors if _mutates(func)]
+        before = [t.detach().clone() for t in mutated] if mutated and self._kept < _KEPT_OPS else []
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            self.failed = op
+            self._keep_values(op, tensors, [])
+            self.ops.append(op)
+            raise
+        outputs = list(_flat(out)) or mutated
+        op.outputs = [Operand(tuple(t.shape), t.dtype, _range(t)) for t in outputs]
+        for operand, tensor in zip(op.outputs, outputs, strict=True):
+            operand.requires_grad = tensor.requires_grad
+        if op.name in _NEVER_WRITTEN:
+            return out
+        self.ops.append(op)
+        for producer in {id(i.producer): i.producer for i in inputs if i.producer is not None}.values():
+            producer.consumers.append(op)
+        inside = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
+        for tensor in outputs:
+            if tensor.layout is torch.strided:
+                self._note_write(tensor, op, bool(mutated), inside)
+        if not backward:
+            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, op)  # type: ignore[attr-defined]
+        if (op.newly_bad or op.comes_in) and self._kept < _KEPT_OPS:
+            self._kept += 1
+            self._keep_values(op, before if before and len(before) == len(tensors) else tensors, outputs)
+        elif op.name in _WORTH_KEEPING and not backward and self._kept_anyway < _KEPT_BYTES:
+            size = sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
+            if size <= _KEPT_ANYWAY:
+                self._kept_anyway += size
+                self._keep_values(op, tensors, outputs)
+        return out
+
+    def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: set[int]) -> None:
+        storage = tensor.untyped_storage().data_ptr()
+        if in_place and storage in self._writers:
+            self._writers[storage].append((tensor.data_ptr(), op))
+        elif in_place or storage not in inside:  # else it only looks at what went in
+            self._writers[storage] = [(tensor.data_ptr(), op)]
+
+    def _operand(self, tensor: Tensor) -> Operand:
+        found = Operand(tuple(tensor.shape), tensor.dtype, _range(tensor), requires_grad=tensor.requires_grad)
+        if tensor.layout is torch.strided:
+            writers = self._writers.get(tensor.untyped_storage().data_ptr(), [])
+            # Several may have written to parts of it: for something bad, the last that wrote something bad, best at this place.
+            able = [w for w in writers if w[1].bad] if found.range.bad else writers
+            here = [w for w in able if w[0] == tensor.data_ptr()]
+            found.producer = next((op for _, op in reversed(here or able)), None)
+        return found
+
+    def _keep_values(self, op: Op, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        for operand, tensor in (*zip(op.inputs, tensors, strict=False), *zip(op.outputs, outputs, strict=False)):
+            if tensor.numel() * tensor.element_size() <= _KEPT_BYTES and tensor.layout is torch.strided:
+                operand.value = tensor.detach().clone()
+
+
+_NEVER_WRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "empty_permuted"}
+"""What is in uninitialised memory means nothing."""
+
+
+def _range(tensor: Tensor) -> Range:
+    pair = range_of(tensor)
+    return GOOD if pair is None else Range(*pair.tolist())
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def _mutates(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[Any]]:
+    tensors: list[Tensor] = []
+    scalars: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            tensors += [v for v in value if isinstance(v, Tensor)]
+        else:
+            scalars.append(value)
+    return tensors, scalars
+
+
+def _flat(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            yield from _flat(item)
+
+
+def _source() -> str:
+    """The line that called the operation: the first frame outside torch and this package."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            return f"{short(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@cache
+def is_users(name: str) -> bool:
+    """A file that is neither torch's nor ours."""
+    return not name.startswith((_TORCH, *_OURS, "<"))
+
+
+@cache
+def short(name: str) -> str:
+    """A file as a person would look for it: under its package, or relative to where the run was started."""
+    marker = f"site-packages{os.sep}"
+    if marker in name:
+        return name.split(marker, 1)[1]
+    try:
+        relative = os.path.relpath(name)
+    except ValueError:
+        return name
+    return name if relative.startswith("..") else relative
+
+
+def source_line(source: str) -> str:
+    """The text of a `file:line`, if it can be read."""
+    name, _, number = source.rpartition(":")
+    return linecache.getline(name, int(number)).strip() if name and number.isdigit() else ""
