@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanproof.errors import NanproofError, TrainingHalted, UnsupportedError, UsageError
+    from nanproof.explain.diagnose import diagnose
     from nanproof.guard import Guard
     from nanproof.policy import Policy
+    from nanproof.preflight import preflight
     from nanproof.records import Diagnosis, Incident, StepRecord
 
 __version__ = "0.1.0"
@@ -21,6 +23,8 @@ __all__ = [
     "TrainingHalted",
     "UnsupportedError",
     "UsageError",
+    "diagnose",
+    "preflight",
 ]
 
 _HOME = {
@@ -33,6 +37,8 @@ _HOME = {
     "TrainingHalted": "errors",
     "UnsupportedError": "errors",
     "UsageError": "errors",
+    "diagnose": "explain.diagnose",
+    "preflight": "preflight",
 }
 
 

@@ -80,7 +80,7 @@ class Guard:
             scaler: a GradScaler, if the loss is scaled. Do not call its `step`, `update` or `unscale_` yourself.
             scheduler: a learning-rate scheduler that `train_step` advances after every accepted step.
             policy: what to do when; see `Policy`.
-            run_dir: folder for `steps.jsonl` and `incidents.jsonl`.
+            run_dir: folder for `steps.jsonl`, `incidents.jsonl` and the bundles of bad steps.
             checkpoints: not in this version.
         """
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
@@ -108,7 +108,7 @@ class Guard:
         self._closed = False
         self._overflowed = -2
         """The last step of a loop of the user's own that overflowed."""
-        self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy)
+        self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +208,7 @@ class Guard:
                 self._report(self._examiner.found_at_close(incident, self._history))
             self._stepper.close()
             self._journal.close()
+            self._examiner.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it before the states of model,
@@ -455,7 +456,7 @@ class Guard:
         self.incidents.append(incident)
         self._journal.incident(incident)
         if self._ranks.rank == 0:
-            log.warning("nanproof: %s", incident)
+            log.warning("nanproof: %s%s", incident, f". {incident.diagnosis}" if incident.diagnosis is not None else "")
 
     def _report_exception(self, attempt: Attempt, error: BaseException) -> None:
         if isinstance(error, UsageError) or not isinstance(error, Exception):

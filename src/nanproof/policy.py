@@ -52,6 +52,12 @@ class Policy:
     diagnose_seconds: float = 30.0
     """How long one diagnosis may take; what is known by then is reported."""
 
+    bundles: int = 5
+    """Bundles kept in `run_dir/incidents`: what a bad step needs to be run again elsewhere. 0 writes none."""
+
+    bundle_bytes: int = 2 << 30
+    """Size of one bundle at the most: optimizer state is left out first, then weights."""
+
     def __post_init__(self) -> None:
         self._choice("at_cap", ("halt", "rollback"))
         self._choice("on_spike", ("clip", "skip", "record"))
@@ -62,6 +68,8 @@ class Policy:
             ("skip_window", 1),
             ("warmup_steps", 2),
             ("history", 1),
+            ("bundles", 0),
+            ("bundle_bytes", 1),
         ):
             self._whole(name, least)
         if self.lag is not None:

@@ -11,6 +11,7 @@ import ast
 import json
 import logging
 import math
+import shutil
 import sysconfig
 import time
 from collections.abc import Callable
@@ -144,6 +145,8 @@ def train(text: list[str], steps: int, seed: int, run_dir: Path | None, tick: Ca
     result = Result("guarded" if run_dir else "unguarded")
     for name in ("steps.jsonl", "incidents.jsonl") if run_dir else ():
         (Path(run_dir or "") / name).unlink(missing_ok=True)
+    if run_dir is not None:
+        shutil.rmtree(run_dir / "incidents", ignore_errors=True)
     guard = nanproof.Guard(model, optimizer, loss_fn=document_loss, run_dir=run_dir) if run_dir else None
     start = time.perf_counter()
     for step in range(steps):
@@ -213,6 +216,16 @@ def document_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (each.sum(1) / mask[:, 1:].sum(1)).mean()
 
 
+def entry() -> dict[str, Any]:
+    """For `nanproof replay` and `nanproof check`: what the demo trains."""
+    import torch
+
+    model = make_model()
+    tokens, mask = encode_text(documents())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    return {"model": model, "loss_fn": document_loss, "optimizer": optimizer, "batch": (tokens[:BATCH], mask[:BATCH])}
+
+
 def accuracy(model: nn.Module, tokens: Tensor, mask: Tensor) -> float:
     """Share of held-out characters that the model predicts."""
     import torch
@@ -232,14 +245,15 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
     from rich.text import Text
 
     from nanproof.cli.charts import ASCII, BLOCKS, curve
+    from nanproof.cli.told import grid, rows
 
     finite = [x for run in (unguarded, guarded) for x in run.losses if math.isfinite(x)]
     panels = []
     each = min(60, (width - 1) // 2)
     for run, style in ((unguarded, "red"), (guarded, "green")):
-        rows = curve(run.losses, each - 4, 9, max(finite), min(finite), ASCII if ascii_only else BLOCKS)
+        bars = curve(run.losses, each - 4, 9, max(finite), min(finite), ASCII if ascii_only else BLOCKS)
         end = f"nan since step {run.died_at}" if run.died_at is not None else f"{run.losses[-1]:.2f}"
-        panels.append(Panel(Text("\n".join(rows), style=style), title=f"{run.name}: loss", subtitle=end, width=each))
+        panels.append(Panel(Text("\n".join(bars), style=style), title=f"{run.name}: loss", subtitle=end, width=each))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("", "left"), ("unguarded", "right"), ("guarded", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
@@ -250,5 +264,11 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
     lines: list[RenderableType] = [Columns(panels, padding=(0, 1)), table, Text()]
     lines.append(Text(f"refused by the guard ({guarded.path})", style="bold"))
     lines += [Padding(str(incident), (0, 0, 0, 2)) for incident in guarded.incidents] or [Text("  nothing")]
+    first = next((i for i in guarded.incidents if i.diagnosis is not None), None)
+    if first is not None and first.diagnosis is not None:
+        lines += [Text(), Text(f"why, from running step {first.step} again", style="bold")]
+        lines.append(Padding(grid(rows(first.diagnosis)), (0, 0, 0, 2)))
+        if first.bundle:
+            lines += [Text(), Text(f"again, in a fresh process: nanproof replay {first.bundle} --entry nanproof.cli.demo:entry")]
     lines.append(Text(f"records: {run_dir / 'steps.jsonl'}"))
     return Group(*lines)

@@ -28,7 +28,7 @@ class RandomState:
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> RandomState:
         states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-        if "numpy.random" in sys.modules:
+        if "numpy" in sys.modules:
             states["numpy"] = NumpyState.now()
         for device in devices:
             states[str(device)] = torch.get_device_module(device).get_rng_state(device)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.stepper import Stepper
 from nanproof.core.telemetry import Courier
 from nanproof.core.verdict import Reading
+from nanproof.explain.bundle import BundleWriter
 from nanproof.explain.case import Case
 from nanproof.explain.recorder import Moment, Recorder
 from nanproof.explain.rehearse import adam_update
@@ -36,8 +38,14 @@ _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL
 class Examiner:
     """Explains incidents to the guard."""
 
-    def __init__(self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy) -> None:
+    def __init__(
+        self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy, run_dir: str | Path | None
+    ) -> None:
         self._stepper, self._loss_fn, self._scheduler, self._policy = stepper, loss_fn, scheduler, policy
+        self._bundles = None
+        if run_dir is not None and policy.bundles:
+            self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
+        self._bundled: set[str] = set()
         self.recorder = Recorder()
         self._watch = SilentWatch(stepper.parameters)
         self._sample = WeightSample(stepper.parameters)
@@ -158,8 +166,6 @@ class Examiner:
     ) -> Incident:
         """The incident of a refused step, with its diagnosis. Every rank comes here at the same step."""
         self.recorder.drop(attempt.step)
-        if not self.due(incident.kind):
-            return incident
         moment = None
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
             batches = attempt.batches
@@ -169,6 +175,8 @@ class Examiner:
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
+        if not self.due(incident.kind):
+            return self._bundle(incident, moment, record) if mine else incident
         diagnosis = None
         if mine:
             diagnosis = self._guarded(
@@ -186,7 +194,8 @@ class Examiner:
             diagnosis = _shared(ranks, diagnosis, guilty)
             if diagnosis is not None and incident.rank is not None:
                 diagnosis = _one_rank(diagnosis, incident.rank)
-        return replace(incident, diagnosis=diagnosis)
+        incident = replace(incident, diagnosis=diagnosis)
+        return self._bundle(incident, moment, record) if mine else incident
 
     def finding(self, incident: Incident, record: StepRecord, history: Sequence[StepRecord]) -> Incident:
         """A spike or divergence that was found some steps later."""
@@ -208,7 +217,31 @@ class Examiner:
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
             moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
         diagnosis = self._guarded(lambda: self._case("exception", moment, history=history, error=error))
-        return replace(incident, diagnosis=diagnosis)
+        return self._bundle(replace(incident, diagnosis=diagnosis), moment, None)
+
+    def close(self) -> None:
+        """Wait for the bundles on their way to the disk."""
+        if self._bundles is not None:
+            self._bundles.close()
+
+    def _bundle(self, incident: Incident, moment: Moment | None, record: StepRecord | None) -> Incident:
+        """Keep the step on disk: the first of each kind, or all where all are diagnosed."""
+        if self._bundles is None or moment is None:
+            return incident
+        if incident.kind in self._bundled and self._policy.diagnose != "always":
+            return incident
+        self._bundled.add(incident.kind)
+        path = self._bundles.write(
+            incident=incident,
+            record=record,
+            batches=moment.batches,
+            random=moment.random,
+            mode=moment.mode,
+            model=self._stepper.model,
+            optimizer=self._stepper.optimizer,
+            policy=self._policy,
+        )
+        return incident if path is None else replace(incident, bundle=str(path))
 
     def found_at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
         """Weights or buffers that are non-finite at the end."""

@@ -174,3 +174,11 @@ def adam_update(optimizer: Any) -> float | None:
             total += float(update.square().sum())
             count += update.numel()
     return math.sqrt(total / count) if count else None
+
+
+def changed_share(pairs: list[tuple[Tensor, Tensor]] | None) -> float:
+    """Share of elements that a step changed."""
+    if not pairs:
+        return 0.0
+    changed = sum(int((a != b).sum()) for a, b in pairs)
+    return changed / max(1, sum(a.numel() for a, _ in pairs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -143,6 +144,8 @@ class Replay:
             stack.enter_context(self.mode.again(self.modules, self.device))
             stack.enter_context(_eager())
             stack.enter_context(_local_gradients(self.model))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # what the step warns of, it has warned of already
             for change in changes:
                 stack.enter_context(change)
             parts = self.batches if batches is None else tuple(batches)

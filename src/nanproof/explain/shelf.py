@@ -127,6 +127,7 @@ def write_parcel(folder: Path, parcel: Parcel) -> None:
             (partial / name).write_text(strict_json(data), encoding="utf-8")
         for name, tensors in parcel.tensors.items():
             save_file(tensors, partial / name)
+            shutil.copymode(partial / next(iter(parcel.texts)), partial / name)  # safetensors lets only the owner read
         files = {}
         for path in sorted(partial.iterdir()):
             _sync(path)
@@ -144,7 +145,9 @@ def write_parcel(folder: Path, parcel: Parcel) -> None:
 
 
 def strict_json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    """One line a field."""
+    fields = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in data.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def digest(path: Path) -> str:

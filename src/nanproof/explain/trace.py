@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanproof.explain.calls import GOOD, Call, CallStack, Range, range_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1])
 _OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("core", "explain", "guard.py", "preflight.py"))
 _KEPT_BYTES = 1 << 28
 """A larger tensor is not kept."""
@@ -275,6 +276,8 @@ def is_users(name: str) -> bool:
 @cache
 def short(name: str) -> str:
     """A file as a person would look for it: under its package, or relative to where the run was started."""
+    if name.startswith(_PACKAGE):
+        return os.path.relpath(name, Path(_PACKAGE).parent)
     marker = f"site-packages{os.sep}"
     if marker in name:
         return name.split(marker, 1)[1]

@@ -198,10 +198,10 @@ class ExpOverflow(Cause):
 
 
 def _zero_divisor(op: Op) -> bool:
-    divisor = op.inputs[-1] if op.name != "reciprocal" else op.inputs[0]
-    if divisor.value is not None:
-        return bool((divisor.value == 0).any())
-    return any(isinstance(s, (int, float)) and s == 0 for s in op.scalars) or divisor.range.low == divisor.range.high == 0
+    if op.name != "reciprocal" and len(op.inputs) == 1:
+        return any(isinstance(s, (int, float)) and s == 0 for s in op.scalars)
+    divisor = op.inputs[-1]
+    return bool((divisor.value == 0).any()) if divisor.value is not None else divisor.range.low == divisor.range.high == 0
 
 
 class ZeroDenominator(Cause):

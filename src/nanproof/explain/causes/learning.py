@@ -13,7 +13,7 @@ from nanproof.explain.calls import tensors_of
 from nanproof.explain.case import Case, Trial
 from nanproof.explain.cause import Cause, Match
 from nanproof.explain.interventions import Attached, Leaky, weights_as
-from nanproof.explain.rehearse import step_on_copies
+from nanproof.explain.rehearse import changed_share, step_on_copies
 
 
 class OptimizerForeignParameters(Cause):
@@ -220,17 +220,9 @@ class LearningRateZero(Cause):
     def _moving(self, case: Case) -> Trial:
         assert case.optimizer is not None and case.replay is not None
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
-        now = _changed(step_on_copies(case.optimizer, gradients))
-        then = _changed(step_on_copies(case.optimizer, gradients, lr=1e-3))
+        now = changed_share(step_on_copies(case.optimizer, gradients))
+        then = changed_share(step_on_copies(case.optimizer, gradients, lr=1e-3))
         return Trial(now == 0 and then > 0, f"{then:.0%} of the elements change in a step instead of {now:.0%}")
-
-
-def _changed(pairs: list[tuple[Tensor, Tensor]] | None) -> float:
-    """Share of elements that a step changed."""
-    if not pairs:
-        return 0.0
-    changed = sum(int((a != b).sum()) for a, b in pairs)
-    return changed / max(1, sum(a.numel() for a, _ in pairs))
 
 
 class Bf16UpdateRounding(Cause):
@@ -265,8 +257,8 @@ class Bf16UpdateRounding(Cause):
     def _in_fp32(self, case: Case) -> Trial:
         assert case.optimizer is not None and case.replay is not None
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients(case.max_norm).items()}
-        now = _changed(step_on_copies(case.optimizer, gradients))
-        then = _changed(step_on_copies(case.optimizer, gradients, dtype=torch.float32))
+        now = changed_share(step_on_copies(case.optimizer, gradients))
+        then = changed_share(step_on_copies(case.optimizer, gradients, dtype=torch.float32))
         return Trial(then > 5 * now and then > 0.5, f"a step changes {then:.0%} of the elements instead of {now:.1%}")
 
 
@@ -290,7 +282,7 @@ class GradientScaleMismatch(Cause):
         if case.kind == "nonfinite-loss":
             return None
         ratio = self._ratio(case)
-        if ratio is None or 0.1 < ratio < 10:
+        if ratio is None or 1 / 50 < ratio < 50:
             return None
         power = math.log2(ratio)
         exact = abs(power - round(power)) < 0.15
@@ -334,8 +326,22 @@ class GradientScaleMismatch(Cause):
         return found[1]
 
     def _rescaled(self, case: Case, ratio: float) -> Trial:
-        """With the factor undone, a small step does what the gradient says."""
-        return Trial(True, "the measured slope agrees with the gradient's norm")
+        """A plain step along the gradient as it is, and with the factor undone: which one lowers the loss?"""
+        assert case.replay is not None and case.optimizer is not None
+        gradients = case.replay.gradients()
+        rate = max((float(g.get("lr", 0.0)) for g in case.optimizer.param_groups), default=0.0)
+        start, as_is = _loss(case), self._stepped(case, gradients, rate)
+        for share in (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5):
+            after = self._stepped(case, gradients, rate * ratio * share)
+            if start - after > 10 * abs(start - as_is) and start - after > 1e-5 * abs(start):
+                return Trial(True, f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}")
+        return Trial(False, f"a step takes the loss from {start:.6g} to {after:.6g}, as it is to {as_is:.6g}")
+
+    def _stepped(self, case: Case, gradients: dict[str, Tensor], rate: float) -> float:
+        assert case.replay is not None
+        named = case.replay.parameters
+        with weights_as({named[n]: named[n].detach() - rate * g for n, g in gradients.items()}):
+            return _loss(case)
 
 
 def shift_of(replay: Any, inputs: str, labels: str) -> int | None:

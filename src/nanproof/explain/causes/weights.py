@@ -77,7 +77,7 @@ class UninitializedRows(Cause):
         if used:
             said += f"; this batch holds {used}"
         return Match(
-            confidence=confidence if used or not isinstance(first.module, nn.Embedding) else 0.8,
+            confidence=confidence if used or first.whole_rows else 0.8,
             evidence=(said,),
             phase="weights",
             where=f"{first.name}[{rows[0]}]",

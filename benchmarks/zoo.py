@@ -1,0 +1,206 @@
+"""What nanproof and three other tools say about every case of the zoo: writes results/zoo.json and the table in docs/zoo.md.
+
+make zoo        # about three minutes on two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from zoo.guarded import run as guarded  # noqa: E402
+from zoo.plain import load  # noqa: E402
+from zoo.registry import CASES, Case, Training  # noqa: E402
+
+COLUMNS = ("detected", "step", "operation", "sample", "cause", "fix verified")
+TOOLS = ("nanproof", "detect_anomaly", "DebugUnderflowOverflow", "SpikeDetection")
+Said = tuple[int, str]
+"""(step, text) of a tool that stopped the run."""
+
+
+def loop(t: Training, watch: Callable[[int, torch.Tensor, Any], None] = lambda *_: None) -> Said | None:
+    """A plain loop that stops at the first exception. Cases that raise by themselves count as not detected."""
+    step = -1
+    try:
+        for step, batch in enumerate(t.batches):
+            if not t.own_loop:
+                t.optimizer.zero_grad()
+            loss = t.loss_fn(t.model, batch)
+            (t.scaler.scale(loss) if t.scaler else loss).backward()
+            if t.scaler:
+                t.scaler.unscale_(t.optimizer)
+            if t.max_norm:
+                torch.nn.utils.clip_grad_norm_(t.model.parameters(), t.max_norm)
+            if t.scaler:
+                t.scaler.step(t.optimizer)
+                t.scaler.update()
+            else:
+                t.optimizer.step()
+            if t.scheduler:
+                t.scheduler.step()
+            watch(step, loss.detach(), batch)
+    except Exception as error:
+        return step, f"{type(error).__name__}: {error}"
+    return None
+
+
+def with_anomaly_mode(t: Training) -> Said | None:
+    with torch.autograd.set_detect_anomaly(True):
+        said = loop(t)
+    return said if said is not None and "returned nan values" in said[1] else None
+
+
+def with_debug_hooks(t: Training) -> Said | None:
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    DebugUnderflowOverflow(t.model)
+    said = loop(t)
+    return said if said is not None and "inf/nan" in said[1] else None
+
+
+def with_spike_detection(t: Training) -> Said | None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.utilities.spike import SpikeDetection
+
+    with tempfile.TemporaryDirectory() as folder:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        detector = SpikeDetection(exclude_batches_path=folder)
+        said = loop(t, lambda step, loss, batch: detector.on_train_batch_end(fabric, loss.float(), batch, step))
+    return said if said is not None and "Training spike" in said[1] else None
+
+
+OTHERS = {
+    "detect_anomaly": with_anomaly_mode,
+    "DebugUnderflowOverflow": with_debug_hooks,
+    "SpikeDetection": with_spike_detection,
+}
+
+
+def judge(case: Case) -> dict[str, Any]:
+    """Marks for one case: True, False, or None where the question does not arise."""
+    marks: dict[str, Any] = {}
+    told = guarded(case.build(False)) if case.cause != "benign" else None
+    first = told.first if told else None
+    d = first.diagnosis if first else None
+    marks["nanproof"] = {
+        "detected": first is not None,
+        "step": None if case.step is None else first is not None and first.step == case.step,
+        "operation": None if case.op is None else bool(d and d.op and case.op in d.op),
+        "sample": None if case.sample is None else bool(d and d.samples == (case.sample,)),
+        "cause": bool(d and d.cause in (case.cause, *case.also)),
+        "fix verified": bool(d and d.cause in (case.cause, *case.also) and d.verified),
+        "quiet": not guarded(case.build(True)).incidents,
+        "said": d.cause if d else None,
+    }
+    for name, tool in OTHERS.items():
+        said = tool(case.build(False)) if case.cause != "benign" else None
+        op = re.search(r"Function '(\w+?)Backward", said[1]) if said else None
+        named = bool(op and case.op and case.op.replace("_", "") in op.group(1).lower())
+        marks[name] = {
+            "detected": said is not None,
+            "step": None if case.step is None else said is not None and said[0] == case.step,
+            "operation": None if case.op is None else named,
+            "sample": None if case.sample is None else False,
+            "cause": False,
+            "fix verified": False,
+            "quiet": tool(case.build(True)) is None,
+            "said": None if said is None else said[1].splitlines()[0][:80],
+        }
+    return marks
+
+
+def one(name: str) -> tuple[str, dict[str, Any], float]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        marks = judge(CASES[name])
+    return name, marks, time.perf_counter() - start
+
+
+def table(results: dict[str, Any]) -> str:
+    """The summary and the list of cases, as Markdown."""
+    cases = results["cases"]
+    lines = ["| | " + " | ".join(COLUMNS) + " | healthy twins left alone |", "|---|" + "---:|" * (len(COLUMNS) + 1)]
+    for tool in TOOLS:
+        cells = []
+        for column in COLUMNS:
+            marks = [c["marks"][tool][column] for c in cases if c["cause"] != "benign"]
+            asked = [m for m in marks if m is not None]
+            cells.append(f"{sum(asked)} of {len(asked)}")
+        quiet = [c["marks"][tool]["quiet"] for c in cases]
+        bold = f"**{tool}**" if tool == "nanproof" else tool
+        lines.append(f"| {bold} | " + " | ".join(cells) + f" | {sum(quiet)} of {len(quiet)} |")
+    summary = "\n".join(lines)
+    rows = ["| case | cause | nanproof | detect_anomaly | DebugUnderflowOverflow | SpikeDetection |", "|---|---|---|---|---|---|"]
+    for c in cases:
+        cells = [_cell(c["marks"][tool], c["cause"] == "benign") for tool in TOOLS]
+        rows.append(f"| {c['name']} | {c['cause']} | " + " | ".join(cells) + " |")
+    return summary + "\n\n" + "\n".join(rows)
+
+
+def _cell(marks: dict[str, Any], benign: bool) -> str:
+    if benign:
+        return "quiet" if marks["quiet"] else "**false alarm**"
+    if not marks["detected"]:
+        return "-" + ("" if marks["quiet"] else ", **false alarm**")
+    short = {"step": "step", "operation": "op", "sample": "sample", "cause": "cause", "fix verified": "fix"}
+    right = [text for key, text in short.items() if marks[key]]
+    wrong = [f"~~{text}~~" for key, text in short.items() if marks[key] is False and key in ("step",)]
+    return ", ".join(["detected", *right, *wrong]) + ("" if marks["quiet"] else ", **false alarm**")
+
+
+def write_document(results: dict[str, Any]) -> None:
+    document = ROOT / "docs" / "zoo.md"
+    text = document.read_text()
+    start, end = "<!-- zoo -->", "<!-- /zoo -->"
+    before, after = text.split(start)[0], text.split(end)[1]
+    document.write_text(f"{before}{start}\n{table(results)}\n{end}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    load()
+    names = [n for n in CASES if not args.only or n in args.only]
+    with multiprocessing.get_context("fork").Pool(args.processes) as pool:
+        done = {}
+        for name, marks, seconds in pool.imap_unordered(one, names):
+            done[name] = marks
+            n = marks["nanproof"]
+            print(f"{len(done):3} {name}: {n['said']} ({seconds:.1f} s)", file=sys.stderr)
+    cases = [{"name": n, "cause": CASES[n].cause, "marks": done[n]} for n in names]
+    versions = {m: __import__(m).__version__ for m in ("torch", "transformers", "lightning")}
+    results = {"date": date.today().isoformat(), "versions": versions, "cases": cases}
+    print(table(results).split("\n\n")[0])
+    if not args.only:
+        (ROOT / "benchmarks" / "results" / "zoo.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_document(results)
+    misses = [c["name"] for c in cases if c["cause"] != "benign" and not c["marks"]["nanproof"]["cause"]]
+    if misses:
+        print("missed:", ", ".join(misses), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
