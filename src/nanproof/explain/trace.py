@@ -26,8 +26,10 @@ from nanproof.explain.calls import GOOD, Call, CallStack, Range, range_of
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(__file__).parents[1])
 _OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("core", "explain", "guard.py", "preflight.py"))
-_KEPT_BYTES = 1 << 28
-"""A larger tensor is not kept."""
+_LARGEST = 1 << 28
+"""Bytes of a tensor that is kept, at the most; of one that is kept although nothing is bad, a quarter."""
+_KEPT_BYTES = 1 << 31
+"""Bytes that are kept of one trace."""
 _KEPT_OPS = 24
 """Operations at which something turned bad that are kept with their numbers."""
 _WORTH_KEEPING = frozenset(
@@ -36,7 +38,6 @@ _WORTH_KEEPING = frozenset(
     "masked_fill mul add sub rsub _ctc_loss multinomial _softmax _log_softmax".split()
 )
 """Operations whose numbers are kept even if nothing is bad: their backward may be, or they may be why a gradient is large."""
-_KEPT_ANYWAY = 1 << 26
 
 
 @dataclass(eq=False, slots=True)
@@ -45,12 +46,20 @@ class Operand:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    range: Range
+    known: Range | None = None
     producer: Op | None = None
     """The traced operation that wrote it last."""
     value: Tensor | None = None
     """A copy, where something turned bad."""
     requires_grad: bool = False
+
+    @property
+    def range(self) -> Range:
+        """Taken at once for what comes out, and for what goes into an operation that turns bad; for the rest only if its
+        numbers were kept. Nothing bad went into an operation of which nothing bad came out, as far as anyone cares."""
+        if self.known is None:
+            self.known = GOOD if self.value is None else _range(self.value)
+        return self.known
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +133,7 @@ class Trace(TorchDispatchMode):
         self._by_sequence: dict[int, Op] = {}
         self._in_backward = False
         self._kept = 0
-        self._kept_anyway = 0
+        self._bytes = 0
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
@@ -152,18 +161,21 @@ class Trace(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
         tensors, scalars = _arguments(args, kwargs)
-        inputs = [self._operand(t) for t in tensors]
+        mutated = [t for t in tensors if _mutates(func)]
+        inputs = [self._operand(t, look=bool(mutated)) for t in tensors]
         source = of.source if of is not None else _source()
         op = Op(len(self.ops), func.__name__.split(".")[0], self._stack.current, source, backward, inputs, scalars, of=of)
         if backward:
             op.call = of.call if of is not None else None
             op.node = node.name() if node is not None else ""
-        mutated = [t for t in tensors if _mutates(func)]
         before = [t.detach().clone() for t in mutated] if mutated and self._kept < _KEPT_OPS else []
         try:
             out = func(*args, **kwargs)
         except Exception:
             self.failed = op
+            for operand, tensor in zip(inputs, tensors, strict=True):
+                operand.known = _range(tensor)
+                self._find_producer(operand, tensor)
             self._keep_values(op, tensors, [])
             self.ops.append(op)
             raise
@@ -171,6 +183,11 @@ class Trace(TorchDispatchMode):
         op.outputs = [Operand(tuple(t.shape), t.dtype, _range(t)) for t in outputs]
         for operand, tensor in zip(op.outputs, outputs, strict=True):
             operand.requires_grad = tensor.requires_grad
+        if op.bad and not mutated:
+            for operand, tensor in zip(inputs, tensors, strict=True):
+                operand.known = _range(tensor)
+        for operand, tensor in zip(inputs, tensors, strict=True):
+            self._find_producer(operand, tensor)
         if op.name in _NEVER_WRITTEN:
             return out
         self.ops.append(op)
@@ -185,11 +202,8 @@ class Trace(TorchDispatchMode):
         if (op.newly_bad or op.comes_in) and self._kept < _KEPT_OPS:
             self._kept += 1
             self._keep_values(op, before if before and len(before) == len(tensors) else tensors, outputs)
-        elif op.name in _WORTH_KEEPING and not backward and self._kept_anyway < _KEPT_BYTES:
-            size = sum(t.numel() * t.element_size() for t in (*tensors, *outputs))
-            if size <= _KEPT_ANYWAY:
-                self._kept_anyway += size
-                self._keep_values(op, tensors, outputs)
+        elif op.name in _WORTH_KEEPING and not backward:
+            self._keep_values(op, tensors, outputs, _LARGEST // 4)
         return out
 
     def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: set[int]) -> None:
@@ -199,19 +213,24 @@ class Trace(TorchDispatchMode):
         elif in_place or storage not in inside:  # else it only looks at what went in
             self._writers[storage] = [(tensor.data_ptr(), op)]
 
-    def _operand(self, tensor: Tensor) -> Operand:
-        found = Operand(tuple(tensor.shape), tensor.dtype, _range(tensor), requires_grad=tensor.requires_grad)
-        if tensor.layout is torch.strided:
-            writers = self._writers.get(tensor.untyped_storage().data_ptr(), [])
-            # Several may have written to parts of it: for something bad, the last that wrote something bad, best at this place.
-            able = [w for w in writers if w[1].bad] if found.range.bad else writers
-            here = [w for w in able if w[0] == tensor.data_ptr()]
-            found.producer = next((op for _, op in reversed(here or able)), None)
-        return found
+    def _operand(self, tensor: Tensor, look: bool) -> Operand:
+        known = _range(tensor) if look else None
+        return Operand(tuple(tensor.shape), tensor.dtype, known, requires_grad=tensor.requires_grad)
 
-    def _keep_values(self, op: Op, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+    def _find_producer(self, operand: Operand, tensor: Tensor) -> None:
+        """Several may have written to parts of it: for something bad, the last that wrote something bad, best at this place."""
+        if tensor.layout is not torch.strided:
+            return
+        writers = self._writers.get(tensor.untyped_storage().data_ptr(), [])
+        able = [w for w in writers if w[1].bad] if operand.known is not None and operand.known.bad else writers
+        here = [w for w in able if w[0] == tensor.data_ptr()]
+        operand.producer = next((op for _, op in reversed(here or able)), None)
+
+    def _keep_values(self, op: Op, tensors: list[Tensor], outputs: list[Tensor], largest: int = _LARGEST) -> None:
         for operand, tensor in (*zip(op.inputs, tensors, strict=False), *zip(op.outputs, outputs, strict=False)):
-            if tensor.numel() * tensor.element_size() <= _KEPT_BYTES and tensor.layout is torch.strided:
+            size = tensor.numel() * tensor.element_size()
+            if size <= largest and self._bytes + size <= _KEPT_BYTES and tensor.layout is torch.strided:
+                self._bytes += size
                 operand.value = tensor.detach().clone()
 
 
