@@ -426,7 +426,7 @@ class Guard:
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
             if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
                 gradients = self._replay(attempt)
-                if stepper.scale is not None and gradients is not None and gradients.all_finite:
+                if stepper.scale is not None and not stepper.scale.fixed and gradients is not None and gradients.all_finite:
                     stepper.scale.back_off()
                     return None
             elif not again and reading.scale is not None and reading.scale >= 1:

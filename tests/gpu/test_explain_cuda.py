@@ -1,4 +1,4 @@
-"""Explaining on a CUDA device: the same causes, places and samples as on the CPU, with a real lag, and no sync while all is well."""
+"""Explaining on a CUDA device: causes, places and samples as on the CPU, with a real lag, and no sync while all is well."""
 
 from __future__ import annotations
 

@@ -742,7 +742,8 @@ class GaussianActor(nn.Module):
             nn.init.constant_(self.std, -0.7)
 
     def forward(self, obs: Tensor) -> Normal:
-        return Normal(self.mean(obs), self.std.exp() if self.log_scale else self.std)
+        scale = self.std.exp() if self.log_scale else self.std
+        return Normal(self.mean(obs), scale, validate_args=True)  # some libraries turn the check off for the whole process
 
 
 @case("nonpositive-std", step=5, sources=("leggedrobotics/rsl_rl#190",))

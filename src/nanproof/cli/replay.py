@@ -131,7 +131,7 @@ def run(path: Path, entry: str, seconds: float) -> Result:
         for note in notes:
             typer.echo(f"note: {note}", err=True)
         scale = bundle.record.scale if bundle.record is not None else None
-        step = Replay(model, loss_fn, bundle.batches, random=usable(bundle.random), mode=bundle.mode.on(model), scale=scale)
+        step = Replay(model, loss_fn, bundle.batches, random=usable(bundle.random), mode=bundle.mode.on(model))
         buffers = list(unwrap(model).named_buffers())
         before = nonfinite(buffers)
         after: list[str] = []
@@ -183,12 +183,13 @@ def _diagnosis(result: Result, step: Replay, optimizer: Any, seconds: float) -> 
 
     bundle, outcome = result.bundle, result.runs[0]
     kind, micro = bundle.incident.kind, bundle.incident.micro_batch
+    scale = bundle.record.scale if bundle.record is not None else None
     if micro is not None and len(step.batches) > max(1, micro):
         # Samples are counted within the bad micro-batch, if it is bad alone too.
-        alone = Replay(step.model, step.loss_fn, [step.batches[micro]], random=step.random, mode=step.mode, scale=step.scale)
-        step = step if alone.run(scale=step.scale or 1.0).finite else alone
+        alone = Replay(step.model, step.loss_fn, [step.batches[micro]], random=step.random, mode=step.mode)
+        step = step if alone.run(scale=scale).finite else alone
     step.deadline = Deadline.after(seconds)
-    if kind == "nonfinite-gradient" and step.scale is not None:
+    if kind == "nonfinite-gradient" and scale is not None:
         kind = "loss-scale-collapse"  # as the guard has it
     case = Case(
         kind,

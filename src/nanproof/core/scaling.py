@@ -39,6 +39,11 @@ class LossScale:
         scale.copy_(torch.where(frozen, old_scale, scale))
         count.copy_(torch.where(frozen, old_count, count))
 
+    @property
+    def fixed(self) -> bool:
+        """It hardly falls after an overflow: no scale that finds its level by itself."""
+        return float(self._scaler.get_backoff_factor()) > 0.95
+
     def back_off(self) -> None:
         """Halve now: the host found that an overflow was the scale's fault."""
         overflow = torch.ones((), device=self._one.device)

@@ -79,6 +79,7 @@ class Stepper:
         self.uncleared = False
         """In a loop of the user's own: backward added to the gradients of the step before."""
         self._probe = self._watch_one_gradient()
+        self._note_left()
         self._unreduced = self.ranks.unreduced(self.parameters)
 
     @property

@@ -42,6 +42,8 @@ class Cause:
     slug: ClassVar[str]
     fix: ClassVar[str]
     """One or two sentences that a practitioner can act on."""
+    costly: ClassVar[bool] = False
+    """Matching takes runs of its own: looked at only where no other cause fits well."""
     catalogue: ClassVar[list[Cause]] = []
 
     def __init_subclass__(cls) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,24 +35,15 @@ TRIED = 3
 def explain(case: Case) -> Diagnosis:
     """The diagnosis of a case. Does not raise: what goes wrong in here is said in the evidence."""
     troubles: list[str] = []
-    ranked = _matches(case, troubles)
-    best: tuple[Match, Cause] | None = None
-    verified, sentence = False, ""
-    scores: list[tuple[float, Match, Cause, bool, str]] = []
-    for match, cause in ranked[:TRIED]:
-        held, said = _try(match, troubles)
-        worth = match.confidence if held or match.trial is None else match.confidence * UNLIKELY
-        scores.append((worth + held, match, cause, held, said))
-        if held:
-            break
-    scores += [(m.confidence * UNLIKELY, m, c, False, "") for m, c in ranked[TRIED:]]
-    if scores:
-        scores.sort(key=lambda s: -s[0])
-        worth, match, cause, verified, sentence = scores[0]
-        best = match, cause
-    if best is None:
+    ranked = _matches(case, troubles, costly=False)
+    tried = _tried(ranked, troubles)
+    if not any(t.held for t in tried):
+        ranked += (more := _matches(case, troubles, costly=True))
+        tried += _tried(more, troubles)
+    if not tried:
         return _checked(_unknown(case, troubles), case)
-    match, cause = best
+    best = max(tried, key=lambda t: t.worth)
+    match, cause, verified, sentence = best.match, best.cause, best.held, best.sentence
     evidence = [*match.evidence]
     if match.source and (text := source_line(match.source)):
         evidence.append(f"{match.source}: {text}")
@@ -80,9 +71,28 @@ def explain(case: Case) -> Diagnosis:
     )
 
 
-def _matches(case: Case, troubles: list[str]) -> list[tuple[Match, Cause]]:
-    found = []
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A match, and what became of its fix."""
+
+    match: Match
+    cause: Cause
+    held: bool
+    sentence: str
+
+    @property
+    def worth(self) -> float:
+        if self.match.trial is None:
+            return self.match.confidence
+        return 1 + self.match.confidence if self.held else UNLIKELY * self.match.confidence
+
+
+def _matches(case: Case, troubles: list[str], costly: bool) -> list[tuple[Match, Cause]]:
+    """What fits, surest first. Costly causes are asked only where no fix of the others held."""
+    found: list[tuple[Match, Cause]] = []
     for cause in Cause.catalogue:
+        if cause.costly != costly:
+            continue
         try:
             match = cause.match(case)
         except OutOfTime:
@@ -95,6 +105,15 @@ def _matches(case: Case, troubles: list[str]) -> list[tuple[Match, Cause]]:
         if match is not None:
             found.append((match, cause))
     return sorted(found, key=lambda pair: -pair[0].confidence)
+
+
+def _tried(ranked: list[tuple[Match, Cause]], troubles: list[str]) -> list[_Tried]:
+    """Try the fixes in turn until one holds."""
+    done: list[_Tried] = []
+    for i, (match, cause) in enumerate(ranked):
+        held, said = _try(match, troubles) if i < TRIED and not any(t.held for t in done) else (False, "")
+        done.append(_Tried(match, cause, held, said))
+    return done
 
 
 def _try(match: Match, troubles: list[str]) -> tuple[bool, str]:
@@ -114,9 +133,7 @@ def _try(match: Match, troubles: list[str]) -> tuple[bool, str]:
 
 
 def _worth_searching(case: Case, match: Match) -> bool:
-    return (
-        match.phase in ("forward", "loss", "backward") and case.nonfinite and case.replay is not None and case.birth is not None
-    )
+    return match.phase in ("forward", "loss", "backward") and case.nonfinite and case.replay is not None
 
 
 def _search(case: Case, troubles: list[str]) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class Examiner:
         self._bundled: set[str] = set()
         self.recorder = Recorder()
         self._watch = SilentWatch(stepper.parameters)
-        self._sample = WeightSample(stepper.parameters)
+        self._sample = WeightSample(stepper.parameters, stepper.optimizer)
         self._courier = Courier(stepper.parameters.device)
         self._explained: set[str] = set()
         self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
@@ -86,8 +86,8 @@ class Examiner:
         weights, pair = self._looks.pop(record.step, (None, None))
         sample = None
         if weights is not None:
-            share, size = weights()
-            sample = share, size
+            share, size, kept = weights()
+            sample = share, size, kept
         shifted = None
         if pair is not None:
             shifted = is_shifted(pair[0], pair[1]())
@@ -108,7 +108,12 @@ class Examiner:
         )
         if signal.name == "early-jump" and "divergence" in self._explained:
             return None
-        if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate", "unchanged-weights"):
+        if moment is None and signal.name not in (
+            "foreign-parameters",
+            "zero-learning-rate",
+            "unchanged-weights",
+            "small-updates",
+        ):
             return None
         diagnosis = self._guarded(
             lambda: self._case(
@@ -125,8 +130,10 @@ class Examiner:
         found = diagnosis.cause != "unknown" and (diagnosis.verified or diagnosis.confidence >= 0.9)
         if signal.details.get("solved"):
             found = diagnosis.cause == "zero-advantage" and diagnosis.verified
-        elif signal.name in ("huge-gradients", "missing-gradients", "dead-parameters"):
+        elif signal.name in ("huge-gradients", "dead-parameters"):
             found = diagnosis.verified
+        elif signal.name == "missing-gradients":
+            found = diagnosis.cause == "no-gradient-path"
         elif signal.name == "early-jump":
             found = diagnosis.cause == "optimizer-state-reset"
         elif signal.name == "zero-gradients":
@@ -168,10 +175,7 @@ class Examiner:
         self.recorder.drop(attempt.step)
         moment = None
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
-            batches = attempt.batches
-            if incident.micro_batch is not None and incident.micro_batch < len(batches):
-                batches = (batches[incident.micro_batch],)
-            moment = Moment(attempt.step, batches, (), attempt.random, attempt.mode)
+            moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
@@ -182,11 +186,11 @@ class Examiner:
             diagnosis = self._guarded(
                 lambda: self._case(
                     incident.kind,
-                    moment,
+                    _part(moment, incident.micro_batch),
                     record=record,
                     history=history,
                     weights_broke=reading.weights_bad,
-                    bad_buffer=buffer,
+                    bad_buffer=buffer if incident.kind == "nonfinite-weight" else "",
                     uncleared=self._stepper.uncleared,
                 )
             )
@@ -258,7 +262,8 @@ class Examiner:
         details = facts.pop("details", {})
         replay = None
         if moment is not None and self._loss_fn is not None and not self._needs_others():
-            scale = None if stepper.scale is None else float(stepper.scale.value())
+            fixed = stepper.scale is not None and stepper.scale.fixed
+            scale = float(stepper.scale.value()) if stepper.scale is not None and fixed else 1.0
             replay = Replay(
                 stepper.model,
                 self._loss_fn,
@@ -271,7 +276,7 @@ class Examiner:
             )
             if moment.versions and moment.changed:
                 details.setdefault("notes", []).append("the batch was written in place after the step: the replay may differ")
-        if kind == "nonfinite-gradient" and stepper.scale is not None:
+        if kind == "nonfinite-gradient" and stepper.scale is not None and not stepper.scale.fixed:
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
         return Case(
@@ -308,6 +313,13 @@ class Examiner:
             stepper.forget_probes()
         log.debug("nanproof: diagnosed in %.2f s", time.perf_counter() - start)
         return diagnosis
+
+
+def _part(moment: Moment | None, micro_batch: int | None) -> Moment | None:
+    """Of an accumulated step, the micro-batch that was bad."""
+    if moment is None or micro_batch is None or micro_batch >= len(moment.batches):
+        return moment
+    return replace(moment, batches=(moment.batches[micro_batch],))
 
 
 def _one_rank(diagnosis: Diagnosis, rank: int) -> Diagnosis:

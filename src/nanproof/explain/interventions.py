@@ -230,15 +230,17 @@ class SafeSoftmax(Intervention):
 class OneMask(Intervention):
     """Additions that pass the dtype's range stay at its edge instead of becoming -inf, as one boolean mask would have it."""
 
-    names = frozenset({"add", "__add__", "__radd__", "__iadd__", "sub", "__sub__"})
+    names = frozenset(
+        {"add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "to", "half", "type", "type_as", "mul", "__mul__"}
+    )
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point():
-            inputs = [a for a in args[:2] if isinstance(a, Tensor)]
-            born = torch.isinf(out.detach())
-            for a in inputs:
-                born = born & ~torch.isinf(a.detach())
+            born = torch.isneginf(out.detach())
+            for a in args[:2]:
+                if isinstance(a, Tensor) and a.is_floating_point():
+                    born = born & ~torch.isinf(a.detach()).to(born.device)
             out = self.where(born, torch.finfo(out.dtype).min, out)
         return out
 
@@ -401,6 +403,12 @@ class Attached(Intervention):
     """detach does nothing, no_grad does not hold, reentrant checkpointing is left out: the path of the gradient is whole."""
 
     names = frozenset({"detach", "_set_grad_enabled"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            self.acted += 1
+            return args[0] * 1
+        return super().__torch_function__(func, types, args, kwargs)
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "detach":

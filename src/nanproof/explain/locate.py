@@ -7,8 +7,9 @@ that Inf was put there on purpose.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,55 +118,76 @@ def survey(replay: Replay) -> tuple[Survey, Outcome]:
 
 def locate(replay: Replay, look: Survey, outcome: Outcome) -> Birth | None:
     """The birth of what made `outcome` bad; None if it cannot be found."""
-    forward = outcome.error is not None or outcome.loss != outcome.loss or outcome.loss in (torch.inf, -torch.inf)
+    in_forward = outcome.error is not None or not math.isfinite(outcome.loss)
     if outcome.error is not None and outcome.loss == outcome.loss and not look.newly_bad():
-        forward = False
-    windows = _windows_forward(look) if forward else _windows_backward(replay, look)
-    for calls in (windows, None):  # None: everything, when the chosen calls did not hold it
-        trace = Trace(replay.model, calls)
-        replay.run(trace.recording(), before_backward=trace.backward_begins, backward=not forward or outcome.error is not None)
-        birth = _birth(trace, forward, everything=calls is None)
-        if birth is not None:
-            birth.samples, birth.tokens = coordinates(birth, replay.batches)
-            return birth
+        in_forward = False
+    suspects = look.newly_bad() if in_forward else _suspects_in_backward(look)
+    for calls in ([call.number for call in suspects], None):  # None: everything, when the chosen calls did not hold it
+        trace = Trace(replay.model, None if calls is None else set(calls))
+        backward = not in_forward or outcome.error is not None
+        replay.run(trace.recording(), before_backward=trace.backward_begins, backward=backward)
+        for start in _starts(trace, in_forward, calls):
+            found = _origin(start, everything=calls is None)
+            if found is not None and not _put_there(found[0]):
+                birth = Birth(found[0].forward, found[0], trace, found[1])
+                birth.samples, birth.tokens = coordinates(birth, replay.batches)
+                return birth
     return None
 
 
-def _windows_forward(look: Survey) -> set[int]:
-    return {call.number for call in look.newly_bad()}
-
-
-def _windows_backward(replay: Replay, look: Survey) -> set[int]:
+def _suspects_in_backward(look: Survey) -> list[Call]:
     """The calls in which the first bad gradient can have been made: those that took the tensor it belongs to, the ones around
     them; or, when only weights' gradients are bad, the modules that own them."""
-    chosen: set[Call] = set()
+    chosen: dict[int, Call] = {}
     for call in look.first_bad_gradients():
-        parent = call.parent
-        while parent is not None:
-            chosen.add(parent)
-            parent = parent.parent
+        around: Call | None = call
+        while around is not None:
+            chosen[around.number] = around
+            around = around.parent
         places = {place for place in call.outputs if place is not None}
-        chosen |= {other for other in look.calls if places & {place for place in other.inputs if place is not None}}
-        chosen.add(call)
+        takers = [other for other in look.calls if places & {place for place in other.inputs if place is not None}]
+        chosen |= {other.number: other for other in takers}
     if not chosen:
-        chosen = {call for call in look.calls if any(p.requires_grad for p in call.module.parameters(recurse=False))}
-    return {call.number for call in chosen}
+        chosen = {c.number: c for c in look.calls if any(p.requires_grad for p in c.module.parameters(recurse=False))}
+    return list(chosen.values())
 
 
-def _birth(trace: Trace, forward: bool, everything: bool) -> Birth | None:
-    if trace.failed is not None and not trace.failed.backward:
-        bad = next((i for i in trace.failed.inputs if i.range.bad and i.producer is not None), None)
-        start = bad.producer if bad is not None else trace.failed if not any(i.range.bad for i in trace.failed.inputs) else None
-    elif forward:
-        start = next((op for op in reversed(trace.ops) if op.bad and not op.backward), None)
-    else:
-        start = next((op for op in reversed(trace.ops) if op.bad and op.backward), None)
-    if start is None:
-        return None
-    origin = _origin(start, everything)
-    if origin is None:
-        return None
-    return Birth(origin[0].forward, origin[0], trace, origin[1])
+def _starts(trace: Trace, in_forward: bool, calls: list[int] | None) -> Iterator[Op]:
+    """Bad operations from which to walk back, the likeliest first.
+
+    With everything traced, that is the last one: the way from there is whole. Of chosen calls, each is a piece of the way: the
+    first piece that holds a birth is it.
+    """
+    failed = trace.failed
+    if failed is not None and not failed.backward:
+        bad = [i for i in failed.inputs if i.range.bad]
+        yield from (i.producer for i in bad if i.producer is not None)
+        if not bad:
+            yield failed
+        return
+    if not in_forward:
+        backward = [op for op in trace.ops if op.backward and op.bad]
+        if calls is None:
+            yield from backward[-1:]
+        else:
+            yield from (op for op in backward if op.newly_bad and _gets_out(op, trace))
+        return
+    forward = [op for op in trace.ops if not op.backward and op.bad]
+    if calls is not None:
+        for number in calls:
+            yield from [op for op in forward if op.call is not None and op.call.number == number][-1:]
+        forward = [op for op in forward if op.call is None]
+    yield from forward[-1:]
+
+
+def _gets_out(op: Op, trace: Trace) -> bool:
+    """The node's last operation is bad too: some nodes make an Inf on the way and mask it themselves."""
+    same = [other for other in trace.ops if other.backward and other.of is op.of and other.node == op.node]
+    return same[-1].bad
+
+
+def _put_there(op: Op) -> bool:
+    return not op.nan_out and (op.name in _PUT_THERE or not op.inputs)
 
 
 def _origin(op: Op, everything: bool) -> tuple[Op, Op] | None:

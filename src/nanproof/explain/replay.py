@@ -101,7 +101,7 @@ class Replay:
         *,
         random: RandomState | None = None,
         mode: Mode | None = None,
-        scale: float | None = None,
+        scale: float = 1.0,
         buffers: BufferKeeper | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -114,7 +114,7 @@ class Replay:
         self.random = random if random is not None else RandomState.now(self.devices)
         self.mode = mode if mode is not None else Mode.now(self.modules, self.device)
         self.scale = scale
-        """The loss scale the step was run at, if there was one."""
+        """The loss scale to run at; 1 where it does not matter, because an overflow that it causes is not the question."""
         self.deadline = deadline or Deadline.after(math.inf)
         self.runs = 0
         self._buffers = buffers
@@ -127,7 +127,7 @@ class Replay:
         self,
         *changes: AbstractContextManager[Any],
         batches: Sequence[Any] | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         backward: bool = True,
         before_backward: Callable[[Tensor], None] | None = None,
         after: Callable[[], None] | None = None,
@@ -137,6 +137,7 @@ class Replay:
         if self.deadline.passed:
             raise OutOfTime
         self.runs += 1
+        scale = self.scale if scale is None else scale
         start = time.perf_counter()
         loss_value, error, has_gradient = math.nan, None, True
         with self._undisturbed(), ExitStack() as stack:

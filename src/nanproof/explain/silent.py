@@ -69,10 +69,12 @@ class SilentWatch:
         """Parameters whose gradient is exactly 0, and for how many steps in a row."""
         self._first: StepRecord | None = None
         self._jumped: StepRecord | None = None
-        self._samples: list[tuple[float, float, float]] = []
-        """(share of elements that changed, relative size of the update, learning rate)"""
+        self._samples: list[tuple[float, float, float, float]] = []
+        """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
 
-    def see(self, record: StepRecord, sample: tuple[float, float] | None, shifted: tuple[str, str] | None) -> Signal | None:
+    def see(
+        self, record: StepRecord, sample: tuple[float, float, float] | None, shifted: tuple[str, str] | None
+    ) -> Signal | None:
         """The next accepted step, what its update did to the sampled weights, and two batch tensors of which one is the other
         moved by one."""
         self._steps += 1
@@ -168,12 +170,15 @@ class SilentWatch:
     def _unchanged(self, record: StepRecord) -> Signal | None:
         if len(self._samples) < 2 or not record.grad_norm > 0:
             return None
-        (share0, size0, rate0), (share1, size1, rate1) = self._samples[-2:]
+        (share0, size0, kept0, rate0), (share1, size1, kept1, rate1) = self._samples[-2:]
         if rate1 > 1.02 * rate0 or rate1 == 0:
             return None  # still warming up
         if max(share0, share1) < UNCHANGED:
             message = f"a step changes {share1:.1%} of the sampled weights"
             return Signal("unchanged-weights", message, {"share": max(share0, share1)}, record.step)
+        if 0 <= kept0 < 1 / 50 and 0 <= kept1 < 1 / 50:
+            message = f"a step changes the weights by {kept1:.2g} of learning rate times gradient"
+            return Signal("small-updates", message, {"kept": kept1}, record.step)
         if max(size0, size1) < TINY:
             return Signal(
                 "tiny-updates", f"a step changes the weights by {size1:.2g} of their size", {"size": size1}, record.step
@@ -181,7 +186,7 @@ class SilentWatch:
         return None
 
     def _huge(self, record: StepRecord) -> Signal | None:
-        if not record.grad_norm > HUGE * max(1.0, abs(record.loss)):
+        if not record.grad_norm > HUGE * max(1.0, min(abs(record.loss), 10.0)):
             return None
         return Signal(
             "huge-gradients", f"a gradient norm of {record.grad_norm:.3g} with a loss of {record.loss:.3g}", {}, record.step
@@ -193,7 +198,8 @@ class WeightSample:
 
     TENSORS, ELEMENTS = 6, 1024
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         trainable = [p for p in parameters.tensors if p.requires_grad and p.is_floating_point() and local(p).is_contiguous()]
         matrices = [p for p in trainable if p.dim() >= 2] or trainable
         self._chosen = sorted(matrices, key=lambda p: -p.numel())[: self.TENSORS]
@@ -208,7 +214,8 @@ class WeightSample:
         self._before = [self._some(p) for p in self._chosen]
 
     def after(self) -> Callable[[], list[float]] | None:
-        """To be read later: (share of the elements that changed, size of the change relative to the weights)."""
+        """To be read later: (share of the elements that changed, size of the change relative to the weights, and relative to
+        learning rate times gradient)."""
         if not self._before:
             return None
         pairs = [(a.float(), self._some(p).float()) for a, p in zip(self._before, self._chosen, strict=True)]
@@ -217,7 +224,21 @@ class WeightSample:
         moved = torch.stack([(b - a).square().sum().to(first, non_blocking=True) for a, b in pairs]).sum()
         size = torch.stack([a.square().sum().to(first, non_blocking=True) for a, _ in pairs]).sum()
         self._before = []
-        return self._courier.send(torch.stack((share, (moved / size.clamp(min=1e-30)).sqrt())))
+        return self._courier.send(torch.stack((share, (moved / size.clamp(min=1e-30)).sqrt(), self._kept_promise(pairs, first))))
+
+    def _kept_promise(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+        """The change over learning rate times gradient, which is 1 for plain SGD and more with momentum; -1 elsewhere."""
+        if not isinstance(self._optimizer, torch.optim.SGD):
+            return torch.tensor(-1.0, device=device)
+        rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        done, promised = [], []
+        for (before, after), p in zip(pairs, self._chosen, strict=True):
+            if p.grad is not None and p.grad.layout is torch.strided and local(p.grad).is_contiguous():
+                done.append((after - before).abs().sum().to(device, non_blocking=True))
+                promised.append((self._some(p.grad).float().abs().sum() * rates.get(id(p), 0.0)).to(device, non_blocking=True))
+        if not done:
+            return torch.tensor(-1.0, device=device)
+        return torch.stack(done).sum() / torch.stack(promised).sum().clamp(min=1e-30)
 
     def _some(self, p: Tensor) -> Tensor:
         flat = local(p.detach()).reshape(-1)

@@ -28,8 +28,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 _OURS = tuple(str(Path(__file__).parents[1] / part) for part in ("core", "explain", "guard.py", "preflight.py"))
 _LARGEST = 1 << 28
 """Bytes of a tensor that is kept, at the most; of one that is kept although nothing is bad, a quarter."""
-_KEPT_BYTES = 1 << 31
-"""Bytes that are kept of one trace."""
+_KEPT_BYTES = 1 << 30
+"""Bytes that are kept of one trace where something is bad; of the rest, as much again."""
 _KEPT_OPS = 24
 """Operations at which something turned bad that are kept with their numbers."""
 _WORTH_KEEPING = frozenset(
@@ -133,7 +133,7 @@ class Trace(TorchDispatchMode):
         self._by_sequence: dict[int, Op] = {}
         self._in_backward = False
         self._kept = 0
-        self._bytes = 0
+        self._bytes = [0, 0]
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
@@ -229,8 +229,9 @@ class Trace(TorchDispatchMode):
     def _keep_values(self, op: Op, tensors: list[Tensor], outputs: list[Tensor], largest: int = _LARGEST) -> None:
         for operand, tensor in (*zip(op.inputs, tensors, strict=False), *zip(op.outputs, outputs, strict=False)):
             size = tensor.numel() * tensor.element_size()
-            if size <= largest and self._bytes + size <= _KEPT_BYTES and tensor.layout is torch.strided:
-                self._bytes += size
+            purse = int(largest < _LARGEST)
+            if size <= largest and self._bytes[purse] + size <= _KEPT_BYTES and tensor.layout is torch.strided:
+                self._bytes[purse] += size
                 operand.value = tensor.detach().clone()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ ROOTS = frozenset(
     {"sqrt", "sqrt_", "pow", "linalg_vector_norm", "norm", "_cdist_forward", "cdist", "_euclidean_dist", "std", "rsqrt"}
 )
 TRIG = frozenset({"acos", "asin", "atanh", "acosh"})
+DANGEROUS = ROOTS | TRIG | EXP | LOG | {"log1p", "div", "div_", "reciprocal", "xlogy", "atan2", "logit", "exp_", "log_"}
+"""Operations with a place where their slope is infinite or undefined."""
 HIDES = frozenset({"where", "masked_fill", "masked_fill_", "masked_select", "index", "nan_to_num", "masked_scatter"})
 PRODUCTS = frozenset(
     [
@@ -90,7 +93,7 @@ class MaskedBranchGradient(Cause):
         birth = case.birth
         if not math.isfinite(case.control.loss) or case.control.error is not None:
             return None
-        hidden_by = _hidden_by(birth.op)
+        hidden_by = _hidden_by(birth.op) if birth.op.name in DANGEROUS else None
         if hidden_by is None:
             return None
         op = birth.op
@@ -271,21 +274,20 @@ class ExplodingGradient(Cause):
         "truncated backpropagation, or a shorter sequence."
     )
 
+    costly = True
+
     def match(self, case: Case) -> Match | None:
-        if case.kind not in ("nonfinite-gradient", "gradient-norm-overflow", "nonfinite-loss", "spike", "loss-scale-collapse"):
+        finite = case.signal == "huge-gradients" or case.kind == "spike"
+        if (not case.nonfinite and not finite) or case.replay is None or case.control is None or case.error is not None:
             return None
-        if case.replay is None or case.control is None:
-            return None
-        birth = case.birth
-        if case.kind == "spike":
-            return None
+        birth = None if finite else case.birth
         if birth is not None:
             out = next((o for o in birth.at.outputs if o.range.bad), None)
-            if birth.at.name not in PRODUCTS or out is None or out.dtype == torch.float16 or not birth.at.newly_bad:
+            if birth.at.name not in PRODUCTS or birth.op.name in ROOTS or out is None or out.dtype == torch.float16:
                 return None
             if any(i.range.bad for i in birth.at.inputs):
                 return None
-        elif case.control.finite:
+        elif not finite and case.control.finite:
             return None
         in_forward = birth is not None and not birth.in_backward
         sizes = self._sizes(case, in_forward)
@@ -296,11 +298,11 @@ class ExplodingGradient(Cause):
         said = (
             f"the largest {what} grows from {first:.3g} to {last:.3g} over {len(sizes)} products, a factor of {growth:.3g} each"
         )
-        trial = lambda: self._tamed(case)  # noqa: E731
         tried = "every weight matrix scaled down"
+        trial = partial(self._tamed, case, finite)
         if birth is not None:
             return replace(at_birth(birth, 0.9 if not in_forward else 0.75, said, trial, tried), samples=(), tokens=())
-        return Match(confidence=0.9, evidence=(said,), phase="backward", trial=trial, tried=tried, where=_largest(case))
+        return Match(confidence=0.88, evidence=(said,), phase="backward", trial=trial, tried=tried, where=_largest(case))
 
     def _sizes(self, case: Case, in_forward: bool) -> list[float]:
         trace = case.trace
@@ -312,14 +314,20 @@ class ExplodingGradient(Cause):
         sizes = [op.outputs[0].range.size for op in ops]
         return [s for s in sizes if math.isfinite(s) and s > 0]
 
-    def _tamed(self, case: Case) -> Trial:
-        assert case.replay is not None
+    def _tamed(self, case: Case, finite: bool) -> Trial:
+        assert case.replay is not None and case.control is not None
         matrices = [p for p in case.replay.parameters.values() if p.dim() >= 2 and p.is_floating_point()]
         norms = {p: float(torch.linalg.matrix_norm(p.detach().float().reshape(len(p), -1), 2)) for p in matrices}
         trial = Trial(False, "no weight matrix to scale")
         for limit in (1.0, 0.1, 0.01):
             with weights_as({p: p.detach() * (limit / n) for p, n in norms.items() if n > limit}):
-                trial = case.cured_by()
+                if finite:
+                    total = case.replay.run().total
+                    trial = Trial(
+                        total < 1e-3 * case.control.total, f"gradient norm {total:.4g} instead of {case.control.total:.4g}"
+                    )
+                else:
+                    trial = case.cured_by()
             if trial.held:
                 return Trial(True, f"{trial.result} (spectral norms of at most {limit:g})")
         return trial
@@ -375,5 +383,6 @@ class Fp16GradientOverflow(Cause):
         )
 
     def _smaller(self, case: Case) -> Trial:
-        trial = case.cured_by(scale=2.0**-12)
+        assert case.replay is not None
+        trial = case.cured_by(scale=case.replay.scale * 2.0**-12)
         return trial if trial.held else case.cured_by(Fp32())

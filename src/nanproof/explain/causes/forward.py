@@ -103,7 +103,7 @@ class MaskOverflow(Cause):
         lows = [i.range.low for i in op.inputs if math.isfinite(i.range.low)]
         lows += [float(s) for s in op.scalars if isinstance(s, float) and math.isfinite(s)]
         deepest = min(lows, default=0.0)
-        if out.range.low != -math.inf or deepest > 0.4 * least:
+        if out.range.low != -math.inf or deepest > 0.4 * least or not _looks_like_a_mask(op, deepest):
             return None
         kind = str(out.dtype).removeprefix("torch.")
         said = (
@@ -111,6 +111,17 @@ class MaskOverflow(Cause):
             "mask is at that edge"
         )
         return at_birth(birth, 0.95, said, lambda: case.cured_by(OneMask()), "the sum kept inside the dtype's range", op="add")
+
+
+_EDGES = frozenset(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32))
+
+
+def _looks_like_a_mask(op: Op, deepest: float) -> bool:
+    """The same number in many places, at the edge of some dtype: put there by hand, where an activation happens to be large."""
+    if any(math.isclose(deepest, edge, rel_tol=1e-3) and deepest < -1e5 for edge in _EDGES):
+        return True
+    values = [i.value for i in op.inputs if i.value is not None]
+    return any(int((v == v.min()).sum()) > max(1, v.numel() // 64) and float(v.min()) < -1e3 for v in values)
 
 
 class Fp16ActivationOverflow(Cause):

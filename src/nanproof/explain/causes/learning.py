@@ -270,6 +270,19 @@ class GradientScaleMismatch(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
+        if case.signal == "small-updates":
+            kept = case.details["kept"]
+            return Match(
+                confidence=0.95,
+                evidence=(
+                    f"a step of SGD changes the weights by {kept:.3g} times learning rate * gradient, about {_power(kept)}",
+                ),
+                phase="optimizer",
+                where="optimizer.step",
+                samples=(),
+                trial=(lambda: self._plain_step(case, kept)) if case.replay is not None else None,
+                tried="a plain step of learning rate times gradient",
+            )
         if case.replay is None or not (case.signal == "tiny-updates" or case.kind in ("divergence", "nonfinite-loss")):
             return None
         if (
@@ -337,11 +350,24 @@ class GradientScaleMismatch(Cause):
                 return Trial(True, f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}")
         return Trial(False, f"a step takes the loss from {start:.6g} to {after:.6g}, as it is to {as_is:.6g}")
 
+    def _plain_step(self, case: Case, kept: float) -> Trial:
+        assert case.replay is not None and case.optimizer is not None
+        gradients = case.replay.gradients(case.max_norm)
+        rate = max((float(g.get("lr", 0.0)) for g in case.optimizer.param_groups), default=0.0)
+        start, plain = _loss(case), self._stepped(case, gradients, rate)
+        as_is = self._stepped(case, gradients, rate * kept)
+        held = start - plain > 5 * abs(start - as_is)
+        return Trial(held, f"it takes the loss from {start:.6g} to {plain:.6g} instead of {as_is:.6g}")
+
     def _stepped(self, case: Case, gradients: dict[str, Tensor], rate: float) -> float:
         assert case.replay is not None
         named = case.replay.parameters
         with weights_as({named[n]: named[n].detach() - rate * g for n, g in gradients.items()}):
             return _loss(case)
+
+
+def _power(x: float) -> str:
+    return f"2^{round(math.log2(x))}" if x > 0 else "0"
 
 
 def shift_of(replay: Any, inputs: str, labels: str) -> int | None:

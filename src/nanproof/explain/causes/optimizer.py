@@ -265,10 +265,10 @@ class OptimizerStateReset(Cause):
         position = getattr(case.scheduler, "last_epoch", None)
         if isinstance(position, int) and position > done + 20:
             said = f"the schedule is at step {position}, the optimizer's state has seen {done} steps"
-            return Match(confidence=0.95, evidence=(said,), phase="optimizer", where="optimizer state")
+            return self._said(case, said, 0.95)
         if case.record.step > done + 20:
             said = f"this is step {case.record.step}, the optimizer's state has seen {done} steps"
-            return Match(confidence=0.95, evidence=(said,), phase="optimizer", where="optimizer state")
+            return self._said(case, said, 0.95)
         if case.signal != "early-jump":
             return None
         first = case.details["first"].loss
@@ -281,13 +281,16 @@ class OptimizerStateReset(Cause):
             f"the weights were trained already (loss {first:.4g} at the first step, {untrained:.4g} with the same weights "
             f"shuffled), the optimizer's state has seen {done} steps, and the loss jumped to {peak:.4g}"
         )
+        return self._said(case, said, 0.85)
+
+    def _said(self, case: Case, said: str, confidence: float) -> Match:
         return Match(
-            confidence=0.85,
+            confidence=confidence,
             evidence=(said,),
             phase="optimizer",
             where="optimizer state",
             samples=(),
-            trial=(lambda: self._kept(case)) if case.moments else None,
+            trial=(lambda: self._kept(case)) if case.moments and case.replay is not None else None,
             tried="the optimizer's state kept instead of a fresh one, over the last batches",
         )
 
