@@ -87,7 +87,7 @@ class Examiner:
         sample = None
         if weights is not None:
             share, size, kept = weights()
-            sample = share, size, kept
+            sample = share, size, kept * record.clip * (record.scale or 1.0) if kept >= 0 else kept
         shifted = None
         if pair is not None:
             shifted = is_shifted(pair[0], pair[1]())

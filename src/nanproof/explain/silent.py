@@ -205,6 +205,7 @@ class WeightSample:
         self._chosen = sorted(matrices, key=lambda p: -p.numel())[: self.TENSORS]
         self._courier = Courier(parameters.device)
         self._before: list[Tensor] = []
+        self._promised: list[Tensor | None] = []
 
     @staticmethod
     def due(step: int) -> bool:
@@ -212,6 +213,18 @@ class WeightSample:
 
     def before(self) -> None:
         self._before = [self._some(p) for p in self._chosen]
+        self._promised = self._promise()
+
+    def _promise(self) -> list[Tensor | None]:
+        """Learning rate times gradient, summed over the sample: what plain SGD will do, before scale and clipping."""
+        if not isinstance(self._optimizer, torch.optim.SGD):
+            return [None] * len(self._chosen)
+        rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        usable = [p.grad is not None and p.grad.layout is torch.strided for p in self._chosen]
+        return [
+            self._some(p.grad).float().abs().sum() * rates.get(id(p), 0.0) if ok and p.grad is not None else None
+            for p, ok in zip(self._chosen, usable, strict=True)
+        ]
 
     def after(self) -> Callable[[], list[float]] | None:
         """To be read later: (share of the elements that changed, size of the change relative to the weights, and relative to
@@ -227,18 +240,12 @@ class WeightSample:
         return self._courier.send(torch.stack((share, (moved / size.clamp(min=1e-30)).sqrt(), self._kept_promise(pairs, first))))
 
     def _kept_promise(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-        """The change over learning rate times gradient, which is 1 for plain SGD and more with momentum; -1 elsewhere."""
-        if not isinstance(self._optimizer, torch.optim.SGD):
-            return torch.tensor(-1.0, device=device)
-        rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        done, promised = [], []
-        for (before, after), p in zip(pairs, self._chosen, strict=True):
-            if p.grad is not None and p.grad.layout is torch.strided and local(p.grad).is_contiguous():
-                done.append((after - before).abs().sum().to(device, non_blocking=True))
-                promised.append((self._some(p.grad).float().abs().sum() * rates.get(id(p), 0.0)).to(device, non_blocking=True))
+        """The change over what was promised; -1 where nothing was."""
+        done = [((b - a).abs().sum(), p) for (a, b), p in zip(pairs, self._promised, strict=True) if p is not None]
         if not done:
             return torch.tensor(-1.0, device=device)
-        return torch.stack(done).sum() / torch.stack(promised).sum().clamp(min=1e-30)
+        moved = torch.stack([x.to(device, non_blocking=True) for x, _ in done]).sum()
+        return moved / torch.stack([p.to(device, non_blocking=True) for _, p in done]).sum().clamp(min=1e-30)
 
     def _some(self, p: Tensor) -> Tensor:
         flat = local(p.detach()).reshape(-1)
