@@ -1,0 +1,67 @@
+"""`nanproof check module:build`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import torch
+from torch import nn
+
+def build(bad=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if bad:
+        model[0] = nn.Linear(4, 8)
+    batches = [torch.randn(5, 4) for _ in range(3)]
+    print("noise of the user's own")
+    return {"model": model, "optimizer": optimizer, "loss_fn": lambda m, x: m(x).square().mean(), "batches": batches}
+
+def broken():
+    return build(bad=True)
+
+def nothing():
+    return {"model": build()["model"], "loss_fn": lambda m, x: m(x).mean()}
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE)
+
+    def run(*args):
+        return subprocess.run([sys.executable, "-m", "nanproof", "check", *args], capture_output=True, text=True, cwd=tmp_path)
+
+    return run
+
+
+def test_a_healthy_start(check):
+    done = check("mine:build")
+    assert done.returncode == 0 and done.stdout.strip() == "nothing found" and "noise" in done.stderr
+
+
+def test_something_found(check):
+    done = check("mine:broken")
+    assert done.returncode == 1
+    assert "optimizer-foreign-parameters" in done.stdout and "Build the optimizer after" in done.stdout
+    found = json.loads(check("mine:broken", "--json").stdout)["found"]
+    assert found[0]["cause"] == "optimizer-foreign-parameters" and found[0]["verified"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("mine", "names no function"),
+        ("mine:gone", "no function 'gone'"),
+        ("no_such:x", "cannot be imported"),
+        ("mine:nothing", "no 'optimizer'"),
+    ],
+)
+def test_what_cannot_run(check, entry, said):
+    done = check(entry)
+    assert done.returncode == 2 and said in done.stderr and "hint:" in done.stderr and done.stdout == ""
