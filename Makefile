@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign pictures clean
+.PHONY: demo test check format bench bench-gpu campaign zoo pictures clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -20,15 +20,20 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/bench  ## what the guard costs on this CPU, beside other tools
+bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside other tools
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -W ignore benchmarks/explain.py
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) -W ignore benchmarks/explain.py
 
 campaign: .venv/ready  ## thousands of random faults, and healthy runs that must stay quiet
 	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
 	$(BIN)/python -W ignore benchmarks/healthy.py
+
+zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py
 
 pictures: .venv/ready  ## the pictures in the README
 	$(BIN)/python docs/pictures/make.py

@@ -1,4 +1,4 @@
-"""Put the measured figures into the README: `python benchmarks/tables.py`. A test fails when the two disagree."""
+"""Put the measured figures into the documents: `python benchmarks/tables.py`. A test fails when the two disagree."""
 
 from __future__ import annotations
 
@@ -61,17 +61,122 @@ def campaign_line() -> str:
     )
 
 
-BLOCKS = {"cost": cost_table, "campaign": campaign_line}
+TOOLS = ("nanproof", "detect_anomaly", "DebugUnderflowOverflow", "SpikeDetection")
+COLUMNS = ("detected", "step", "operation", "sample", "cause", "fix verified")
+
+
+def zoo_summary(results: dict[str, Any] | None = None) -> str:
+    """How often each tool was right."""
+    cases = (results or load("zoo"))["cases"]
+    broken = [c for c in cases if c["cause"] != "benign"]
+    lines = ["| | " + " | ".join(COLUMNS) + " | healthy twins left alone |", "|---|" + "---:|" * (len(COLUMNS) + 1)]
+    for tool in TOOLS:
+        cells = []
+        for column in COLUMNS:
+            asked = [m for c in broken if (m := c["marks"][tool][column]) is not None]
+            cells.append(f"{sum(asked)} of {len(asked)}")
+        quiet = [c["marks"][tool]["quiet"] for c in cases]
+        name = f"**{tool}**" if tool == "nanproof" else tool
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {sum(quiet)} of {len(quiet)} |")
+    return "\n".join(lines)
+
+
+def zoo_cases() -> str:
+    """Every case, and what each tool had right about it."""
+    results = load("zoo")
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"{results['date']}, {versions}.",
+        "",
+        "| case | cause | " + " | ".join(TOOLS) + " |",
+        "|---" * (len(TOOLS) + 2) + "|",
+    ]
+    for c in results["cases"]:
+        cells = [_marks(c["marks"][tool], c["cause"] == "benign") for tool in TOOLS]
+        lines.append(f"| {c['name'].replace('_', ' ')} | {c['cause']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _marks(marks: dict[str, Any], benign: bool) -> str:
+    alarm = "" if marks["quiet"] else ", **false alarm**"
+    if benign:
+        return "quiet" if marks["quiet"] else "**false alarm**"
+    if not marks["detected"]:
+        return "-" + alarm
+    short = {"step": "step", "operation": "op", "sample": "sample", "cause": "cause", "fix verified": "fix"}
+    late = ["at another step"] if marks["step"] is False else []
+    return ", ".join(["detected", *late, *(text for key, text in short.items() if marks[key])]) + alarm
+
+
+def explain_table() -> str:
+    lines = [
+        "| where the trouble is born | | forward + backward | locate | whole diagnosis | in the guard, until it is told |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    facts = []
+    for name, model in (("explain_gpu", "271 M Llama, bf16, 8 × 1024"), ("explain_cpu", "7 M Llama, 8 × 128")):
+        data = load(name)
+        short = "H200" if "H200" in data["device"] else "CPU"
+        for fault, row in data["faults"].items():
+            lines.append(
+                f"| {fault} | {short}, {model} | {row['forward + backward, ms']:.0f} ms | {row['locate, ratio']:.1f} × | "
+                f"{row['diagnosis, ratio']:.1f} × | {row['guard: bad step to report, ms'] / 1e3:.2f} s |"
+            )
+        idle, moving = data["recorder"].values()
+        facts.append(f"{short} {idle:.0f} µs ({moving:.0f} where NumPy's generator is drawn from in every step)")
+    lines += ["", f"Forward + backward of the same step is 1. The recorder, in every healthy step: {'; '.join(facts)}."]
+    gpu, cpu = load("explain_gpu"), load("explain_cpu")
+    lines.append(
+        f"{gpu['device']}, torch {gpu['torch']}, {gpu['date']}; {cpu['device']}, torch {cpu['torch']}, {cpu['date']}. Medians."
+    )
+    return "\n".join(lines)
+
+
+def causes_table() -> str:
+    """The catalogue, from the classes themselves."""
+    from nanproof.explain import causes
+    from nanproof.explain.cause import Cause
+
+    assert causes
+    families: dict[str, list[str]] = {}
+    for cause in Cause.catalogue:
+        family = type(cause).__module__.rsplit(".", 1)[1]
+        what = " ".join((type(cause).__doc__ or "").split())
+        families.setdefault(family, []).append(
+            f"| `{cause.slug}` | {what} | {cause.fix} |".replace("|x|", "\\|x\\|").replace("max(|x", "max(\\|x")
+        )
+    parts = []
+    for family, rows in sorted(families.items()):
+        parts.append(f"## {family}\n\n| cause | what happens | fix |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+BLOCKS = {
+    "cost": cost_table,
+    "campaign": campaign_line,
+    "zoo": zoo_summary,
+    "cases": zoo_cases,
+    "explain": explain_table,
+    "causes": causes_table,
+}
 
 
 def filled(text: str) -> str:
+    """A document with its measured blocks made anew."""
     for name, make in BLOCKS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        assert re.search(pattern, text, flags=re.DOTALL), f"README.md has no block {name}"
-        text = re.sub(pattern, lambda match, make=make: match[1] + make() + match[2], text, flags=re.DOTALL)
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        if re.search(pattern, text, flags=re.DOTALL):
+            text = re.sub(pattern, lambda match, make=make: match[1] + make() + "\n" + match[2], text, flags=re.DOTALL)
     return text
 
 
+def fill_documents() -> None:
+    for path in (README, *sorted((README.parent / "docs").glob("*.md"))):
+        text = path.read_text()
+        if (new := filled(text)) != text:
+            path.write_text(new)
+            print(f"written to {path.name}")
+
+
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text()))
-    print(f"written to {README}")
+    fill_documents()

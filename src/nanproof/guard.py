@@ -106,6 +106,8 @@ class Guard:
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
         self._closed = False
+        self._one_rank = False
+        """The last refused step was bad on one rank only."""
         self._overflowed = -2
         """The last step of a loop of the user's own that overflowed."""
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
@@ -254,8 +256,7 @@ class Guard:
 
     def _run(self, attempt: Attempt) -> None:
         attempt.random = RandomState.now(self._devices)
-        assert attempt.batches is not None and attempt.mode is not None
-        self._examiner.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
+        self._examiner.begin(attempt)
         lag = self._stepper.lag
         attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
         self._stepper.buffers.begin()
@@ -362,7 +363,9 @@ class Guard:
             incident = self._explain(attempt, report, reading)
             if incident is not None:
                 buffer = self._stepper.buffers.name_at(reading.bad_buffer) if reading.bad_buffer else ""
-                incident = self._examiner.refused(incident, attempt, reading, record, self._history, buffer)
+                incident = self._examiner.refused(
+                    incident, attempt, reading, record, self._history, buffer, one_rank=self._one_rank
+                )
         finally:
             if again:
                 self._put_back(attempt, random_now, settings_now)
@@ -422,7 +425,7 @@ class Guard:
         if reading.bad_buffer:
             broken.append(stepper.buffers.name_at(reading.bad_buffer))
         witness = Witness.hear(self._ranks, reading, report.losses, report.probes, weights_bad)
-        gradients = None
+        gradients, self._one_rank = None, witness.guilty <= 1
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
             if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
                 gradients = self._replay(attempt)

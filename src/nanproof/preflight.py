@@ -26,7 +26,7 @@ from nanproof.explain.case import Case
 from nanproof.explain.diagnose import explain
 from nanproof.explain.locate import batch_shape, where_in_batch
 from nanproof.explain.rehearse import changed_share, step_on_copies
-from nanproof.explain.replay import Deadline, Outcome, OutOfTime, Replay
+from nanproof.explain.replay import CannotReplay, Deadline, Outcome, Replay
 from nanproof.explain.silent import HUGE, TINY, UNCHANGED, is_shifted, shifted_pairs
 from nanproof.records import ABSENT, Diagnosis, StepRecord
 
@@ -65,6 +65,8 @@ def preflight(
         raise UsageError(f"preflight(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
     if not callable(loss_fn):
         raise UsageError("preflight(loss_fn=...): a function loss_fn(model, batch) is needed")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"preflight(scaler=...): a GradScaler is needed, not {type(scaler).__name__}")
     flight = _Flight(model, bare_optimizer(optimizer), batch, loss_fn, scaler, scheduler, max_norm, Deadline.after(seconds))
     flight.look()
     return sorted(flight.found, key=lambda d: -d.confidence)
@@ -99,9 +101,8 @@ class _Flight:
                 self._learning(outcome)
                 self._first_update(outcome)
                 self._headroom()
-        except OutOfTime:
-            said = "the time was over before everything was looked at"
-            self.found.append(Diagnosis(cause="unknown", confidence=0.0, evidence=(said,), fix="Give it more seconds."))
+        except CannotReplay as why:
+            self.found.append(Diagnosis(cause="unknown", confidence=0.0, evidence=(str(why),), fix="Give it more seconds."))
 
     def _add(self, cause: str, confidence: float, evidence: str, fix: str, **more: Any) -> None:
         if all(d.cause != cause for d in self.found):

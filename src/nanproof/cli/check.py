@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -33,6 +34,9 @@ def check(
             found = run(entry, seconds)
     except UsageError as error:
         raise could_not_run(error) from error
+    except (Exception, SystemExit) as error:
+        traceback.print_exc(file=sys.stderr)
+        raise could_not_run(UsageError(f"{entry}: {type(error).__name__}: {error}. See above where it was raised")) from error
     if as_json:
         typer.echo(json.dumps({"v": 1, "entry": entry, "found": [d.to_json() for d in found]}, allow_nan=False))
     else:

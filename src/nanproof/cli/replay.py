@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanproof.cli.entry import built
+from nanproof.cli.entry import built, could_not_run
 from nanproof.cli.told import grid, rows
 from nanproof.errors import UsageError
 from nanproof.records import Diagnosis, encode
@@ -50,9 +51,12 @@ def replay(
         with contextlib.redirect_stdout(sys.stderr):
             result = run(bundle, entry, seconds)
     except UsageError as error:
-        what, _, hint = str(error).rpartition(". ")
-        typer.echo(f"error: {what}\nhint: {hint}" if what else f"error: {hint}", err=True)
-        raise typer.Exit(2) from error
+        raise could_not_run(error) from error
+    except (Exception, SystemExit) as error:
+        traceback.print_exc(file=sys.stderr)
+        what = f"{bundle} cannot be run again here ({type(error).__name__}: {error})"
+        hint = "Check that the bundle is whole and that --entry builds the model it came from"
+        raise could_not_run(UsageError(f"{what}. {hint}")) from error
     if as_json:
         typer.echo(json.dumps(result.to_json(), allow_nan=False))
     else:
@@ -142,6 +146,11 @@ def run(path: Path, entry: str, seconds: float) -> Result:
         with _as_recorded(bundle):
             first = step.run(scale=scale or 1.0)
             second = step.run(scale=scale or 1.0, after=look)
+        if first.error is not None and bundle.incident.kind not in ("exception", "generation"):
+            raise UsageError(
+                f"{entry}: the step raises here what it did not then ({type(first.error).__name__}: {first.error}). "
+                "Dataclasses and named tuples come back as dictionaries and tuples; let loss_fn take these"
+            )
         result = Result(bundle, (first, second), _same(bundle, first), after[0] if after else "", None, tuple(notes))
         return replace(result, diagnosis=_diagnosis(result, step, optimizer, seconds)) if result.bad else result
 

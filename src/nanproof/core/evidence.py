@@ -30,6 +30,8 @@ class Witness:
     weights_bad: bool
     rank: int | None
     micro_batch: int | None
+    guilty: int
+    """How many ranks were bad by themselves; 0 where that cannot be told."""
 
     @property
     def only_gradients(self) -> bool:
@@ -58,6 +60,7 @@ class Witness:
             weights_bad=any(s[4] for s in said.values()),
             rank=who,
             micro_batch=micro if micro >= 0 else None,
+            guilty=len(guilty),
         )
 
 

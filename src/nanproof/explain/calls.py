@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_always_called,
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from nanproof.core.parameters import clean_name, unwrap
 
@@ -49,19 +54,20 @@ class Range:
 GOOD = Range(0.0, 0.0)
 
 
-def range_of(tensor: Tensor) -> Tensor | None:
+def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """(low, high) on the device; None for what cannot be bad."""
     x = tensor.detach()
     if not x.is_floating_point() or x.numel() == 0 or x.layout is not torch.strided or x.element_size() < 2 or x.is_meta:
         return None
-    return torch.stack(torch.aminmax(x)).float() if x.dtype != torch.float64 else torch.stack(torch.aminmax(x))
+    low, high = torch.aminmax(x)
+    return low, high
 
 
 class Ranges:
     """Ranges of many tensors, each taken once as long as it is not written again; read in one go."""
 
     def __init__(self) -> None:
-        self._taken: list[Tensor] = []
+        self._taken: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, tuple[Any, int, int]] = {}
         self._read: list[Range] | None = None
 
@@ -85,15 +91,14 @@ class Ranges:
         if place is None:
             return GOOD
         if self._read is None:
-            self._read = []
-            by_device: dict[Any, list[int]] = {}
-            values: dict[int, list[float]] = {}
-            for i, pair in enumerate(self._taken):
-                by_device.setdefault(pair.device, []).append(i)
-            for places in by_device.values():
-                rows = torch.stack([self._taken[i].double() for i in places]).tolist()
-                values.update(zip(places, rows, strict=True))
-            self._read = [Range(*values[i]) for i in range(len(self._taken))]
+            kinds: dict[Any, list[int]] = {}
+            for i, (low, _) in enumerate(self._taken):
+                kinds.setdefault((low.device, low.dtype), []).append(i)
+            found: dict[int, Range] = {}
+            for places in kinds.values():
+                pairs = torch.stack([end for i in places for end in self._taken[i]]).double().tolist()
+                found.update({i: Range(pairs[2 * k], pairs[2 * k + 1]) for k, i in enumerate(places)})
+            self._read = [found[i] for i in range(len(self._taken))]
         return self._read[place]
 
 
@@ -159,6 +164,9 @@ class CallStack:
         finally:
             for hook in hooks:
                 hook.remove()
+                # torch forgets to take these two notes back.
+                for notes in (_global_forward_hooks_with_kwargs, _global_forward_hooks_always_called):
+                    notes.pop(hook.id, None)
             self.stack.clear()
 
 

@@ -58,6 +58,7 @@ class Case:
         kind: str,
         *,
         model: nn.Module | None = None,
+        batches: Sequence[Any] | None = None,
         replay: Replay | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         record: StepRecord | None = None,
@@ -75,6 +76,7 @@ class Case:
         self.kind = kind
         self.model = model if model is not None else replay.model if replay is not None else None
         self.replay = replay
+        self.batches = batches if batches is not None else replay.batches if replay is not None else ()
         self.optimizer = optimizer
         self.record = record
         self.history = history
@@ -113,10 +115,8 @@ class Case:
 
     @cached_property
     def bad_batch(self) -> list[BadTensor]:
-        if self.replay is None:
-            return []
         found = []
-        for batch in self.replay.batches:
+        for batch in self.batches:
             samples, length = batch_shape(batch)
             for name, tensor in tensors_in(batch):
                 if not tensor.is_floating_point() or tensor.numel() == 0:

@@ -20,7 +20,7 @@ from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalog
 from nanproof.explain.case import Case
 from nanproof.explain.cause import Cause, Match
 from nanproof.explain.locate import guilty_sample
-from nanproof.explain.replay import Deadline, OutOfTime, Replay
+from nanproof.explain.replay import CannotReplay, Deadline, Replay
 from nanproof.explain.trace import source_line
 from nanproof.records import Diagnosis
 
@@ -95,9 +95,9 @@ def _matches(case: Case, troubles: list[str], costly: bool) -> list[tuple[Match,
             continue
         try:
             match = cause.match(case)
-        except OutOfTime:
-            troubles.append("the time for the diagnosis was over before every cause was looked at")
-            break
+        except CannotReplay as why:
+            _note(troubles, why)
+            continue
         except Exception as error:
             log.debug("nanproof: %s could not be matched", cause.slug, exc_info=True)
             troubles.append(f"looking for {cause.slug} failed: {type(error).__name__}: {error}"[:200])
@@ -105,6 +105,11 @@ def _matches(case: Case, troubles: list[str], costly: bool) -> list[tuple[Match,
         if match is not None:
             found.append((match, cause))
     return sorted(found, key=lambda pair: -pair[0].confidence)
+
+
+def _note(troubles: list[str], why: CannotReplay) -> None:
+    if str(why) not in troubles:
+        troubles.append(str(why))
 
 
 def _tried(ranked: list[tuple[Match, Cause]], troubles: list[str]) -> list[_Tried]:
@@ -121,8 +126,8 @@ def _try(match: Match, troubles: list[str]) -> tuple[bool, str]:
         return False, ""
     try:
         trial = match.trial()
-    except OutOfTime:
-        troubles.append("the time for the diagnosis was over before the fix could be tried")
+    except CannotReplay as why:
+        _note(troubles, why)
         return False, ""
     except Exception as error:
         log.debug("nanproof: a fix could not be tried", exc_info=True)
@@ -141,7 +146,7 @@ def _search(case: Case, troubles: list[str]) -> tuple[int, ...]:
     assert case.replay is not None
     try:
         return guilty_sample(case.replay, [m.batches[0] for m in reversed(list(case.moments)) if len(m.batches) == 1])
-    except OutOfTime:
+    except CannotReplay:
         return ()
     except Exception as error:
         troubles.append(f"the sample could not be searched for: {type(error).__name__}: {error}"[:200])
@@ -166,8 +171,8 @@ def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
             evidence.append(f"born in {op} of {where}{birth.place()}, from inputs in {ranges or 'no tensor'}")
             if source and (text := source_line(source)):
                 evidence.append(f"{source}: {text}")
-    except OutOfTime:
-        troubles.append("the time for the diagnosis was over")
+    except CannotReplay as why:
+        _note(troubles, why)
     except Exception as error:
         troubles.append(f"the operation could not be located: {type(error).__name__}: {error}"[:200])
     return Diagnosis(
@@ -189,6 +194,12 @@ def _context(case: Case) -> list[str]:
     said = []
     if case.replay is not None and case.replay.compiled:
         said.append("the model is compiled; the replay ran eagerly")
+    then, now = case.record, case.__dict__.get("_surveyed")
+    comparable = case.nonfinite and then is not None and now is not None and not case.details.get("part")
+    if comparable and then is not None and now is not None:
+        before, again = then.loss, now[1].loss
+        if math.isfinite(before) and math.isfinite(again) and not math.isclose(before, again, rel_tol=1e-4, abs_tol=1e-9):
+            said.append(f"the replay's loss is {again:.6g}, the step's was {before:.6g}: the step keeps a state of its own")
     said += case.details.get("notes", ())
     return said
 

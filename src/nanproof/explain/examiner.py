@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
+from nanproof.core.context import Schedule
 from nanproof.core.stepper import Stepper
 from nanproof.core.telemetry import Courier
 from nanproof.core.verdict import Reading
@@ -30,6 +32,8 @@ from nanproof.records import Diagnosis, Incident, StepRecord
 
 log = logging.getLogger("nanproof")
 
+_LEARN_WRITES = 3
+"""Steps in which it is learned which parameters the forward writes."""
 Reader = Callable[[], list[float]]
 _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
@@ -47,12 +51,15 @@ class Examiner:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
         self._bundled: set[str] = set()
         self.recorder = Recorder()
-        self._watch = SilentWatch(stepper.parameters)
+        self._watch = SilentWatch(stepper.parameters, stepper.optimizer)
         self._sample = WeightSample(stepper.parameters, stepper.optimizer)
         self._courier = Courier(stepper.parameters.device)
         self._explained: set[str] = set()
         self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
         self._taking = False
+        self._before_forward: list[tuple[Tensor, int]] = []
+        self._written: list[Tensor] = []
+        """Parameters that the forward itself writes, as a momentum encoder's."""
         self._bad_at_start = stepper.buffers.broken() if self.on else []
         self._updates: dict[int, float | None] = {}
         """Adam's update over the learning rate, at spikes."""
@@ -63,7 +70,20 @@ class Examiner:
 
     # -- while all is well -----------------------------------------------------------------------------------------------------
 
+    def begin(self, attempt: Attempt) -> None:
+        """A step that can be run again begins: keep what it needs, by reference."""
+        if not self.on:
+            return
+        assert attempt.batches is not None and attempt.random is not None and attempt.mode is not None
+        self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
+        if attempt.step < _LEARN_WRITES:
+            self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
+
     def before_step(self, step: int) -> None:
+        if self._before_forward:
+            moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
+            self._written += moved
+            self._before_forward = []
         self._taking = self.on and WeightSample.due(step)
         if self._taking:
             self._sample.before()
@@ -103,16 +123,18 @@ class Examiner:
     def _suspect(self, signal: Signal, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An incident only if a replay and the catalogue agree: a suspicion alone would be a false alarm."""
         moment = self.recorder.at(record.step)
+        if moment is None and signal.name in ("unchanged-weights", "small-updates"):
+            return None  # what was not touched does not change either: without a replay there is no telling
         kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
             signal.name, "no-learning"
         )
         if signal.name == "early-jump" and "divergence" in self._explained:
             return None
+        if signal.name == "zero-learning-rate" and self._rises_again(record.step):
+            return None
         if moment is None and signal.name not in (
             "foreign-parameters",
             "zero-learning-rate",
-            "unchanged-weights",
-            "small-updates",
         ):
             return None
         diagnosis = self._guarded(
@@ -137,7 +159,7 @@ class Examiner:
         elif signal.name == "early-jump":
             found = diagnosis.cause == "optimizer-state-reset"
         elif signal.name == "zero-gradients":
-            found = diagnosis.cause != "unknown" or record.loss != 0
+            found = diagnosis.cause == "zero-advantage" or (record.loss != 0)
         if not found:
             return None
         self._explained.add(kind)
@@ -150,6 +172,25 @@ class Examiner:
             message=signal.message,
             diagnosis=diagnosis,
         )
+
+    def _rises_again(self, steps: int) -> bool:
+        """The schedule's learning rate is above 0 again within as many steps as there were, or 200."""
+        if self._scheduler is None:
+            return False
+        optimizer = self._stepper.optimizer
+        now = Schedule.now(optimizer, self._scheduler)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(max(200, steps)):
+                    self._scheduler.step()
+                    if any(float(group["lr"]) > 0 for group in optimizer.param_groups):
+                        return True
+        except Exception:
+            return False
+        finally:
+            now.restore(optimizer, self._scheduler)
+        return False
 
     # -- incidents -------------------------------------------------------------------------------------------------------------
 
@@ -170,6 +211,7 @@ class Examiner:
         record: StepRecord,
         history: Sequence[StepRecord],
         buffer: str,
+        one_rank: bool,
     ) -> Incident:
         """The incident of a refused step, with its diagnosis. Every rank comes here at the same step."""
         self.recorder.drop(attempt.step)
@@ -192,11 +234,12 @@ class Examiner:
                     weights_broke=reading.weights_bad,
                     bad_buffer=buffer if incident.kind == "nonfinite-weight" else "",
                     uncleared=self._stepper.uncleared,
+                    details={"part": incident.micro_batch is not None},
                 )
             )
         if ranks.together:
             diagnosis = _shared(ranks, diagnosis, guilty)
-            if diagnosis is not None and incident.rank is not None:
+            if diagnosis is not None and incident.rank is not None and one_rank:
                 diagnosis = _one_rank(diagnosis, incident.rank)
         incident = replace(incident, diagnosis=diagnosis)
         return self._bundle(incident, moment, record) if mine else incident
@@ -225,6 +268,7 @@ class Examiner:
 
     def close(self) -> None:
         """Wait for the bundles on their way to the disk."""
+        self.recorder.clear()
         if self._bundles is not None:
             self._bundles.close()
 
@@ -272,6 +316,8 @@ class Examiner:
                 mode=moment.mode,
                 scale=scale,
                 buffers=stepper.buffers,
+                written=self._written,
+                alone=stepper.ranks.several,
                 deadline=Deadline.after(self._policy.diagnose_seconds),
             )
             if moment.versions and moment.changed:
@@ -282,6 +328,7 @@ class Examiner:
         return Case(
             kind,
             model=stepper.model,
+            batches=moment.batches if moment is not None else None,
             replay=replay,
             optimizer=stepper.optimizer,
             moments=list(self.recorder),

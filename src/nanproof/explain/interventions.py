@@ -400,9 +400,10 @@ class CoolLogits(Intervention):
 
 
 class Attached(Intervention):
-    """detach does nothing, no_grad does not hold, reentrant checkpointing is left out: the path of the gradient is whole."""
+    """detach and .data do nothing, reentrant checkpointing is left out: the path of the gradient is whole. no_grad stays: who
+    writes it means it."""
 
-    names = frozenset({"detach", "_set_grad_enabled"})
+    names = frozenset({"detach"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -411,16 +412,12 @@ class Attached(Intervention):
         return super().__torch_function__(func, types, args, kwargs)
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if name == "detach":
-            self.acted += 1
-            return args[0] * 1
-        self.acted += not args[0]
-        return func(True)
+        self.acted += 1
+        return args[0] * 1
 
     def __enter__(self) -> Any:
         import torch.utils.checkpoint as checkpointing
 
-        self._apply = checkpointing.CheckpointFunction.apply
         checkpointing.CheckpointFunction.apply = self._through  # type: ignore[method-assign]
         return super().__enter__()
 
@@ -428,7 +425,7 @@ class Attached(Intervention):
         import torch.utils.checkpoint as checkpointing
 
         super().__exit__(*exc)
-        checkpointing.CheckpointFunction.apply = self._apply  # type: ignore[method-assign]
+        del checkpointing.CheckpointFunction.apply  # the inherited one shows again
 
     def _through(self, function: Any, _preserve: Any, *args: Any) -> Any:
         self.acted += 1

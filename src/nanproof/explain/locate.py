@@ -112,7 +112,7 @@ def first_bad(value: Tensor) -> tuple[int, ...]:
 def survey(replay: Replay) -> tuple[Survey, Outcome]:
     """Run the step once more and look at every module call. This run is also the control: is it still bad?"""
     look = Survey(replay.model)
-    outcome = replay.run(look.watching(), before_backward=look.backward_begins)
+    outcome = replay.run(look.watching(), before_backward=look.backward_begins, backward_of_bad=False)
     return look, outcome
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from nanproof.core.context import Mode, RandomState
 from nanproof.core.tree import tensors_in
 
+LARGEST = 1 << 30
+"""Bytes of batches that are kept alive, at the most; always one."""
 KEPT = 8
 """Steps that are kept; more than it takes to tell what a spike was."""
 
@@ -38,7 +40,12 @@ class Recorder:
         self._moments: deque[Moment] = deque(maxlen=KEPT)
 
     def keep(self, step: int, batches: tuple[Any, ...], random: RandomState, mode: Mode) -> None:
-        self._moments.append(Moment(step, batches, _versions(batches), random, mode))
+        tensors = [t for batch in batches for _, t in tensors_in(batch)]
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+        self._moments.append(Moment(step, batches, versions, random, mode))
+        while len(self._moments) > max(1, LARGEST // max(size, 1)):
+            self._moments.popleft()
 
     def at(self, step: int) -> Moment | None:
         return next((m for m in reversed(self._moments) if m.step == step), None)

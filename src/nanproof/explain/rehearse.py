@@ -73,14 +73,23 @@ def _cast(value: Any, p: Tensor, clone: Tensor) -> Any:
 
 @contextmanager
 def undone(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Whatever is done to weights, buffers and optimizer state inside is undone."""
-    tensors = [*model.parameters(), *model.buffers()]
+    """Whatever is done to weights, buffers and the optimizer inside is undone; the optimizer's step hooks are not called."""
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = list({id(t): t for t in (*model.parameters(), *model.buffers(), *members)}.values())
     saved = [t.detach().clone() for t in tensors]
+    gradients = [(p, p.grad) for p in members]
     states = {p: {k: _own(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-    settings = [{k: _own(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = [{k: (v, _own(v)) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    hooks = {name: getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)}
+    own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str, bool, type(None)))}
+    for name, registered in hooks.items():
+        setattr(optimizer, name, type(registered)())
     try:
         yield
     finally:
+        vars(optimizer).update(own)
+        for name, registered in hooks.items():
+            setattr(optimizer, name, registered)
         with torch.no_grad():
             for t, value in zip(tensors, saved, strict=True):
                 t.copy_(value)
@@ -90,7 +99,15 @@ def undone(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         for p, state in states.items():
             _put_state(optimizer.state[p], state)
         for group, kept in zip(optimizer.param_groups, settings, strict=True):
-            group.update(kept)
+            for key, (live, value) in kept.items():
+                group[key] = live
+                if isinstance(live, Tensor):
+                    live.copy_(value)
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def _put_state(live: dict[str, Any], saved: dict[str, Any]) -> None:

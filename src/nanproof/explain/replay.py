@@ -17,17 +17,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanproof.core.context import Mode, RandomState
 from nanproof.core.keepers import BufferKeeper
 from nanproof.core.parameters import clean_name, local, unwrap
-from nanproof.core.tree import own_copy
+from nanproof.core.tree import map_tensors, own_copy, tensors_in
+from nanproof.explain.attributes import restore_attributes, saved_attributes
+
+_COPIED = 1 << 26
+"""Parameters, in elements, that are copied before a run just in case the forward writes them, at the most."""
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
-class OutOfTime(Exception):
+class CannotReplay(Exception):
+    """There is no more to be found out by running the step again."""
+
+
+class OutOfTime(CannotReplay):
     """The time a diagnosis may take is over."""
+
+    def __str__(self) -> str:
+        return "the time for the diagnosis was over before everything was looked at"
+
+
+class NeedsOthers(CannotReplay):
+    """The step itself waits for other ranks, which are not coming."""
+
+    def __str__(self) -> str:
+        return "the step waits for other ranks (a collective in the loss function), so one rank cannot run it again alone"
+
+
+class _NoCollectives(TorchDispatchMode):
+    """A collective inside a replay on one rank would wait for ever."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise NeedsOthers
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
@@ -103,6 +135,8 @@ class Replay:
         mode: Mode | None = None,
         scale: float = 1.0,
         buffers: BufferKeeper | None = None,
+        written: Sequence[Tensor] | None = None,
+        alone: bool = False,
         deadline: Deadline | None = None,
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
@@ -118,6 +152,15 @@ class Replay:
         self.deadline = deadline or Deadline.after(math.inf)
         self.runs = 0
         self._buffers = buffers
+        self._alone = alone
+        """Other ranks train the same model, and do not take part in this."""
+        if written is None:
+            small = sum(p.numel() for p in model.parameters()) <= _COPIED
+            written = list(model.parameters()) if small else [p for p in model.parameters() if not p.requires_grad]
+        self._written = list(written)
+        """Parameters that the forward itself may write (a momentum encoder, say)."""
+        self._own_batches = False
+        """The loss function writes into its batch: every run gets a copy."""
 
     @property
     def compiled(self) -> bool:
@@ -129,42 +172,52 @@ class Replay:
         batches: Sequence[Any] | None = None,
         scale: float | None = None,
         backward: bool = True,
+        backward_of_bad: bool = True,
         before_backward: Callable[[Tensor], None] | None = None,
         after: Callable[[], None] | None = None,
         random: RandomState | None = None,
     ) -> Outcome:
-        """Run the step under the given contexts. An exception of the step itself is part of the outcome."""
+        """Run the step under the given contexts. An exception of the step itself is part of the outcome.
+
+        `backward_of_bad=False` leaves the backward of a bad loss out: the trouble is in the forward then.
+        """
         if self.deadline.passed:
             raise OutOfTime
         self.runs += 1
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
         loss_value, error, has_gradient = math.nan, None, True
-        with self._undisturbed(), ExitStack() as stack:
-            (random or self.random).restore()
-            stack.enter_context(self.mode.again(self.modules, self.device))
-            stack.enter_context(_eager())
-            stack.enter_context(_local_gradients(self.model))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # what the step warns of, it has warned of already
-            for change in changes:
-                stack.enter_context(change)
-            parts = self.batches if batches is None else tuple(batches)
-            try:
-                total = 0.0
-                for batch in parts:
-                    loss = self.loss_fn(self.model, own_copy(batch))
-                    loss = loss.reshape(()) / len(parts) if len(parts) > 1 else loss.reshape(())
-                    total += float(loss.detach())
-                    has_gradient = loss.requires_grad
-                    if before_backward is not None:
-                        before_backward(loss)
-                    if backward:
-                        (loss.float() * scale if scale != 1 else loss).backward()
-                loss_value = total
-            except Exception as raised:
-                error = raised
-            # `grad` is read inside: the gradients of before come back on the way out.
+        with self._undisturbed():
+            with ExitStack() as stack:
+                (random or self.random).restore()
+                stack.enter_context(self.mode.again(self.modules, self.device))
+                stack.enter_context(_eager())
+                stack.enter_context(_local_gradients(self.model))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # what the step warns of, it has warned of already
+                if self._alone:
+                    stack.enter_context(_NoCollectives())
+                for change in changes:
+                    stack.enter_context(change)
+                parts = self._parts(batches)
+                try:
+                    total = 0.0
+                    for batch in parts:
+                        loss = self.loss_fn(self.model, own_copy(batch))
+                        loss = loss.reshape(()) / len(parts) if len(parts) > 1 else loss.reshape(())
+                        total += float(loss.detach())
+                        has_gradient = loss.requires_grad
+                        backward = backward and (backward_of_bad or math.isfinite(total))
+                        if before_backward is not None:
+                            before_backward(loss)
+                        if backward:
+                            (loss.float() * scale if scale != 1 else loss).backward()
+                    loss_value = total
+                except CannotReplay:
+                    raise
+                except Exception as raised:
+                    error = raised
+            # Here, before the gradients of before come back, and out of sight of what watched the run.
             norms, missing, finite = self._gradients(scale) if backward else ({}, (), True)
             if after is not None and error is None:
                 after()
@@ -189,31 +242,68 @@ class Replay:
         present = [(name, _dense(p.grad)) for name, p in named if p.grad is not None]
         if not present:
             return {}, missing, True
-        wide = [g if g.dtype == torch.float64 else g.float() for _, g in present]
-        norms = torch.stack([torch.linalg.vector_norm(g).double().cpu() for g in wide]) / scale
-        largest = torch.stack([g.abs().max().double().cpu() if g.numel() else torch.zeros((), dtype=torch.float64) for g in wide])
+        groups: dict[Any, list[int]] = {}
+        for i, (_, g) in enumerate(present):
+            groups.setdefault((g.device, g.dtype), []).append(i)
+        norms, finite = [0.0] * len(present), True
+        for (_, dtype), places in groups.items():
+            gradients = [present[i][1] for i in places]
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            found = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double() / scale
+            largest = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide))
+            finite = finite and bool(torch.isfinite(largest).all())
+            for i, norm in zip(places, found.tolist(), strict=True):
+                norms[i] = norm
         names = [name for name, _ in present]
-        return dict(zip(names, norms.tolist(), strict=True)), missing, bool(torch.isfinite(largest).all())
+        return dict(zip(names, norms, strict=True)), missing, finite
+
+    def _parts(self, batches: Sequence[Any] | None) -> tuple[Any, ...]:
+        parts = self.batches if batches is None else tuple(batches)
+        return tuple(map_tensors(part, _copy) for part in parts) if self._own_batches else parts
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Gradients, buffers and random numbers afterwards are those of before."""
+        """Afterwards all is as before: gradients, buffers, parameters that the forward writes, attributes of modules, random
+        numbers, gradients of the batch."""
         everything = list(self.model.parameters())
-        gradients = [p.grad for p in everything]
+        leaves = [t for batch in self.batches for _, t in tensors_in(batch)]
+        holders: list[Tensor] = [*everything, *(t for t in leaves if t.requires_grad and t.is_leaf)]
+        gradients = [(t, t.grad) for t in holders]
         for p in everything:
             p.grad = None
+        versions = _versions(leaves)
+        written = [(p, p._version, p.detach().clone()) for p in self._written]
+        attributes = [(module, saved_attributes(module)) for module in self.modules]
         random_now = RandomState.now(self.devices)
         keeper = self._buffers or BufferKeeper(self.model)
         keeper.begin()
         try:
             yield
         finally:
+            for module, saved in attributes:
+                restore_attributes(module, saved)
+            for buffer in self.model.buffers():
+                if buffer.grad_fn is not None:
+                    buffer.detach_()
             keeper.restore()
             if self._buffers is None:
                 keeper.close()
-            for p, gradient in zip(everything, gradients, strict=True):
-                p.grad = gradient
+            with torch.no_grad():
+                for parameter, version, value in written:
+                    if parameter._version != version:
+                        parameter.copy_(value)
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
+            self._own_batches = self._own_batches or versions != _versions(leaves)
             random_now.restore()
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
 
 
 def _dense(gradient: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ What is noticed here is a suspicion; a replay and the catalogue decide whether i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,8 +58,9 @@ class Signal:
 class SilentWatch:
     """Sees every accepted step, and says each thing once."""
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = parameters
+        self._plain = type(optimizer) is torch.optim.SGD
         self._said: set[str] = set()
         self._steps = 0
         self._absent: set[int] | None = None
@@ -162,7 +164,8 @@ class SilentWatch:
     def _rate(self, record: StepRecord) -> Signal | None:
         still = bool(record.lr) and all(x == 0 for x in record.lr) and record.grad_norm > 0
         self._no_rate = self._no_rate + 1 if still else 0
-        if self._no_rate < NO_RATE:
+        # A schedule may well end at 0 a few steps before the loop does.
+        if self._no_rate < max(NO_RATE, (self._steps - self._no_rate) // 5):
             return None
         message = f"the learning rate has been 0 for {self._no_rate} steps"
         return Signal("zero-learning-rate", message, {"steps": self._no_rate}, record.step - self._no_rate + 1)
@@ -176,7 +179,7 @@ class SilentWatch:
         if max(share0, share1) < UNCHANGED:
             message = f"a step changes {share1:.1%} of the sampled weights"
             return Signal("unchanged-weights", message, {"share": max(share0, share1)}, record.step)
-        if 0 <= kept0 < 1 / 50 and 0 <= kept1 < 1 / 50:
+        if 0 < kept0 < 1 / 50 and 0 < kept1 < 1 / 50 and (self._plain or _same_power(kept0, kept1)):
             message = f"a step changes the weights by {kept1:.2g} of learning rate times gradient"
             return Signal("small-updates", message, {"kept": kept1}, record.step)
         if max(size0, size1) < TINY:
@@ -191,6 +194,12 @@ class SilentWatch:
         return Signal(
             "huge-gradients", f"a gradient norm of {record.grad_norm:.3g} with a loss of {record.loss:.3g}", {}, record.step
         )
+
+
+def _same_power(a: float, b: float) -> bool:
+    """Both are the same power of two, as a loss scale is. An optimizer of one's own may rescale by anything else on purpose."""
+    exponents = math.log2(a), math.log2(b)
+    return round(exponents[0]) == round(exponents[1]) and all(abs(e - round(e)) < 0.02 for e in exponents)
 
 
 class WeightSample:
@@ -243,7 +252,7 @@ class WeightSample:
         """The change over what was promised; -1 where nothing was."""
         done = [((b - a).abs().sum(), p) for (a, b), p in zip(pairs, self._promised, strict=True) if p is not None]
         if not done:
-            return torch.tensor(-1.0, device=device)
+            return torch.full((), -1.0, device=device)
         moved = torch.stack([x.to(device, non_blocking=True) for x, _ in done]).sum()
         return moved / torch.stack([p.to(device, non_blocking=True) for _, p in done]).sum().clamp(min=1e-30)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from nanproof.explain.calls import GOOD, Call, CallStack, Range, range_of
 
@@ -121,6 +121,12 @@ class Trace(TorchDispatchMode):
     What runs outside every module call, the loss function's own code, is always recorded.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code runs eagerly in a replay: no need for torch to load the compiler (seconds) and ask it at every
+        operation."""
+        return False
+
     def __init__(self, model: nn.Module, calls: set[int] | None) -> None:
         super().__init__()
         self.ops: list[Op] = []
@@ -132,16 +138,40 @@ class Trace(TorchDispatchMode):
         """By storage: the operations that wrote to it since it was allocated, and where."""
         self._by_sequence: dict[int, Op] = {}
         self._in_backward = False
+        self._active = False
         self._kept = 0
         self._bytes = [0, 0]
 
     @contextmanager
     def recording(self) -> Iterator[Trace]:
-        with self._stack.following(), self:
-            yield self
+        """Forwards outside the chosen calls run without the mode, which would cost 20 microseconds an operation."""
+        on_enter = on_leave = None
+        if self._calls is not None:
+            on_enter = self._look_at
+            on_leave = self._look_at_parent
+        with self._stack.following(on_enter, on_leave):
+            self._switch(True)
+            try:
+                yield self
+            finally:
+                self._switch(False)
 
     def backward_begins(self, _loss: Tensor | None = None) -> None:
         self._in_backward = True
+
+    def _look_at(self, call: Call | None) -> None:
+        self._switch(call is None or self._calls is None or call.number in self._calls or self._in_backward)
+
+    def _look_at_parent(self, call: Call, *_: Any) -> None:
+        self._look_at(call.parent)
+
+    def _switch(self, on: bool) -> None:
+        if on and not self._active:
+            self._active = True
+            self.__enter__()
+        elif not on and self._active and _get_current_dispatch_mode() is self:  # else a mode of the user's lies on top
+            self._active = False
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -241,7 +271,7 @@ _NEVER_WRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "empty_pe
 
 def _range(tensor: Tensor) -> Range:
     pair = range_of(tensor)
-    return GOOD if pair is None else Range(*pair.tolist())
+    return GOOD if pair is None else Range(*torch.stack(pair).tolist())
 
 
 @cache

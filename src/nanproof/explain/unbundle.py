@@ -75,7 +75,7 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
         created=manifest["created"],
         incident=Incident.from_json(_json(folder / "incident.json")),
         record=record,
-        batches=tuple(batch.unpack(node) for node in manifest["batches"]),
+        batches=_some(tuple(batch.unpack(node) for node in manifest["batches"])),
         random=random_in(random.unpack(manifest["random"])),
         mode=ModeFacts(mode["training"], mode["autocast"], dtype_of(mode["autocast_dtype"]), mode["numerics"]),
         weights=weights,
@@ -139,3 +139,9 @@ def _writer(manifest: Mapping[str, Any]) -> str:
     return (
         f"nanproof {versions['nanproof']}" if isinstance(versions, dict) and "nanproof" in versions else "it does not say which"
     )
+
+
+def _some(batches: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not batches:
+        raise UsageError("the bundle holds no batch, so there is nothing to run again. Copy the whole folder anew")
+    return batches

@@ -62,6 +62,8 @@ PRODUCTS = frozenset(
 
 
 class SqrtAtZero(Cause):
+    """The slope of a root at 0 is Inf; times 0 it is NaN."""
+
     slug = "sqrt-at-zero"
     fix = "Add an epsilon inside the root: (x + 1e-12).sqrt(); torch.linalg.vector_norm defines a gradient of 0 at 0."
 
@@ -81,6 +83,8 @@ class SqrtAtZero(Cause):
 
 
 class MaskedBranchGradient(Cause):
+    """torch.where hides the value of a bad branch; its gradient is 0 * Inf."""
+
     slug = "masked-branch-gradient"
     fix = (
         "Mask the input too: torch.where(ok, f(torch.where(ok, x, safe)), 0). torch.where hides the value of a bad branch, "
@@ -144,6 +148,8 @@ def _hidden_by(op: Op) -> Op | None:
 
 
 class InverseTrigBoundary(Cause):
+    """acos, asin, atanh at the boundary of their domain."""
+
     slug = "inverse-trig-boundary"
     fix = "Clamp the argument to [-1 + 1e-6, 1 - 1e-6], or use atan2 of sine and cosine: the slope at the boundary is Inf."
 
@@ -162,6 +168,8 @@ class InverseTrigBoundary(Cause):
 
 
 class NormalizeZeroVector(Cause):
+    """x / |x| at a zero vector: a gradient of 1e11, and no NaN."""
+
     slug = "normalize-zero-vector"
     fix = (
         "Leave zero vectors out of the normalisation (or initialise them): x / max(|x|, 1e-12) has a slope of 1e12 at 0. A "
@@ -268,6 +276,8 @@ def _divides(op: Op) -> bool:
 
 
 class ExplodingGradient(Cause):
+    """The gradient grows with every layer or time step until it overflows."""
+
     slug = "exploding-gradient"
     fix = (
         "The gradient grows with every layer or time step: orthogonal or smaller initialisation, normalisation layers, "
@@ -353,6 +363,8 @@ def _largest(case: Case) -> str | None:
 
 
 class Fp16GradientOverflow(Cause):
+    """A scaled gradient passes 65504 while the forward is far below."""
+
     slug = "fp16-gradient-overflow"
     fix = (
         "Use a dynamic loss scale (GradScaler) instead of a fixed factor, or bf16: a gradient passed 65504 while the forward "

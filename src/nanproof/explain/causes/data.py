@@ -17,6 +17,8 @@ from nanproof.explain.trace import Operand
 
 
 class NonfiniteBatch(Cause):
+    """NaN or Inf in features, targets or log-probs that came with the batch."""
+
     slug = "nonfinite-batch"
     fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
 
@@ -34,7 +36,7 @@ class NonfiniteBatch(Cause):
             phase="batch",
             where=first.name,
             samples=samples,
-            trial=lambda: case.cured_by(batches=case.batches_with(_repaired)),
+            trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay is not None else None,
             tried="the non-finite elements of the batch replaced by 0",
         )
 
@@ -44,6 +46,8 @@ def _repaired(x: Tensor) -> Tensor:
 
 
 class NoSupervisedTargets(Cause):
+    """Every label is ignored, or a selection is empty: a mean over nothing."""
+
     slug = "no-supervised-targets"
     fix = (
         "Drop batches without a supervised target (or raise max_length so that the answer is not cut off), and divide the "
@@ -87,6 +91,8 @@ def _empty_shape(inputs: list[Operand]) -> str:
 
 
 class CtcInfeasible(Cause):
+    """CTC's loss is Inf: the input is shorter than the target needs."""
+
     slug = "ctc-infeasible"
     fix = (
         "Filter samples whose input is shorter than their target needs (its length plus one for each repeated symbol), or "
@@ -118,6 +124,8 @@ def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
 
 
 class OutlierBatch(Cause):
+    """A finite spike from one batch; the next ones are normal again."""
+
     slug = "outlier-batch"
     fix = 'Look at this batch (its source, scaling, labels); clip or skip it: Policy(on_spike="skip") refuses such steps.'
 

@@ -41,6 +41,8 @@ def feeds_sampling(birth: Birth) -> bool:
 
 
 class AttentionRowFullyMasked(Cause):
+    """A softmax over a row that is -inf throughout."""
+
     slug = "attention-row-fully-masked"
     fix = (
         "Never mask a whole row: leave one key visible (or zero the row's output afterwards), and drop samples that are all "
@@ -86,6 +88,8 @@ class _FiniteMaximum(Intervention):
 
 
 class MaskOverflow(Cause):
+    """finfo.min plus a score, or two additive masks, pass the dtype's range."""
+
     slug = "mask-overflow"
     fix = (
         "Use one boolean mask (masked_fill or SDPA's attn_mask) instead of adding finfo.min; two additive masks, or one plus "
@@ -125,6 +129,8 @@ def _looks_like_a_mask(op: Op, deepest: float) -> bool:
 
 
 class Fp16ActivationOverflow(Cause):
+    """An output passes 65504 in fp16."""
+
     slug = "fp16-activation-overflow"
     fix = (
         "Run in bf16, or keep this module and the residual stream after it in fp32: casting its output back to fp16 "
@@ -148,6 +154,8 @@ class Fp16ActivationOverflow(Cause):
 
 
 class LogOfZero(Cause):
+    """log(0), log(softmax), 0 * log(0)."""
+
     slug = "log-of-zero"
     fix = "Use log_softmax for log(softmax), torch.xlogy for p*log(p), or clamp the input of log above 0."
 
@@ -184,6 +192,8 @@ class _ZeroTimesInf(Intervention):
 
 
 class ExpOverflow(Cause):
+    """exp of a log-variance, a log-ratio, a KL term; also when it is clamped only afterwards."""
+
     slug = "exp-overflow"
     fix = (
         "Clamp before exp (log-variances to about [-30, 20], log-ratios to [-20, 20]), or mask with torch.where before exp, "
@@ -216,6 +226,8 @@ def _zero_divisor(op: Op) -> bool:
 
 
 class ZeroDenominator(Cause):
+    """0/0 or x/0: no variance, an empty mask, no signal."""
+
     slug = "zero-denominator"
     fix = "Add an epsilon to the divisor, or clamp a count to at least 1; filter the samples for which it is 0."
 
@@ -239,6 +251,8 @@ class ZeroDenominator(Cause):
 
 
 class StdOfOneSample(Cause):
+    """The standard deviation of a single element is NaN."""
+
     slug = "std-of-one-sample"
     fix = "Have two or more in every group, or take the standard deviation with unbiased=False (correction=0) and an epsilon."
 
@@ -259,6 +273,8 @@ class StdOfOneSample(Cause):
 
 
 class NonpositiveStd(Cause):
+    """A distribution is given a scale that is not above 0, and raises."""
+
     slug = "nonpositive-std"
     fix = "Make the scale positive by construction: softplus(x) + 1e-3, or exp of a clamped log-std."
 

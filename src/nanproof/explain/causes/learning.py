@@ -17,6 +17,8 @@ from nanproof.explain.rehearse import changed_share, step_on_copies
 
 
 class OptimizerForeignParameters(Cause):
+    """The optimizer holds tensors that the model no longer has."""
+
     slug = "optimizer-foreign-parameters"
     fix = "Build the optimizer after the last change to the model (resizing, moving, wrapping, replacing a module)."
 
@@ -56,6 +58,8 @@ class OptimizerForeignParameters(Cause):
 
 
 class NoGradientPath(Cause):
+    """Trainable parameters get no gradient although the loss depends on them."""
+
     slug = "no-gradient-path"
     fix = (
         "The path from the loss to these parameters is cut: look for detach, .data, no_grad, argmax or numpy; with gradient "
@@ -77,25 +81,22 @@ class NoGradientPath(Cause):
         moved = self._depends(case, names, control.loss if not raised else None)
         if moved is None:
             return None
+        if case.signal == "missing-gradients" and self._on_purpose(case, names):
+            return None
         what = "no gradient" if case.signal != "zero-gradients" else "a gradient of exactly 0"
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         said = (
             f"{', '.join(names[:2])}{more} get {what}, yet the loss depends on them: changed a little, it goes from "
             f"{moved[0]:.6g} to {moved[1]:.6g}"
         )
-        evidence = [said]
-        if case.look is not None and case.signal == "missing-gradients":
-            off = self._without_grad(case, names)
-            if off:
-                evidence.append(off)
         return Match(
             confidence=0.8 if case.signal == "zero-gradients" else 0.93,
-            evidence=tuple(evidence),
+            evidence=(said,),
             phase="backward",
             where=names[0],
             samples=(),
             trial=lambda: self._attached(case, names),
-            tried="detach, no_grad and reentrant checkpointing left out",
+            tried="detach, .data and reentrant checkpointing left out",
         )
 
     def _depends(self, case: Case, names: list[str], loss: float | None) -> tuple[float, float] | None:
@@ -118,23 +119,19 @@ class NoGradientPath(Cause):
                 return first, second
         return None
 
-    def _without_grad(self, case: Case, names: list[str]) -> str:
+    def _on_purpose(self, case: Case, names: list[str]) -> bool:
+        """They run under no_grad even with checkpointing left out: a target network, a frozen encoder."""
         assert case.replay is not None
+        modules = dict(case.replay.model.named_modules())
+        owners = {id(m): m for n in names if (m := modules.get(n.rsplit(".", 1)[0] if "." in n else "")) is not None}
         seen: list[bool] = []
-        owner_name = names[0].rsplit(".", 1)[0] if "." in names[0] else ""
-        owner = dict(case.replay.model.named_modules()).get(owner_name)
-        if owner is None:
-            return ""
-        hook = owner.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+        hooks = [m.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled())) for m in owners.values()]
         try:
-            case.replay.run(backward=False)
+            case.replay.run(Attached(), backward=False)
         finally:
-            hook.remove()
-        return (
-            f"{owner_name} runs with gradients switched off (no_grad, or reentrant checkpointing of an input that needs none)"
-            if seen and not any(seen)
-            else ""
-        )
+            for hook in hooks:
+                hook.remove()
+        return bool(seen) and not any(seen)
 
     def _attached(self, case: Case, names: list[str]) -> Trial:
         assert case.replay is not None
@@ -149,6 +146,8 @@ def _loss(case: Case) -> float:
 
 
 class DeadUnits(Cause):
+    """A ReLU that never fires: nothing behind it gets a gradient."""
+
     slug = "dead-units"
     fix = (
         "Every unit of a ReLU is off, so nothing behind it gets a gradient: re-initialise that layer, lower the learning "
@@ -197,6 +196,8 @@ class DeadUnits(Cause):
 
 
 class LearningRateZero(Cause):
+    """The learning rate is 0 while the gradients are not."""
+
     slug = "learning-rate-zero"
     fix = (
         "Check the schedule: its total number of steps, its warm-up, its last value. The learning rate is 0 while the "
@@ -226,6 +227,8 @@ class LearningRateZero(Cause):
 
 
 class Bf16UpdateRounding(Cause):
+    """Updates round away in half-precision weights."""
+
     slug = "bf16-update-rounding"
     fix = (
         "Keep fp32 master weights (autocast for the forward) or round stochastically: in bf16 an update below 1/256 of the "
@@ -263,6 +266,8 @@ class Bf16UpdateRounding(Cause):
 
 
 class GradientScaleMismatch(Cause):
+    """Gradients or updates are off by a power of two: unscaled twice, or never."""
+
     slug = "gradient-scale-mismatch"
     fix = (
         "Unscale gradients once: remove the second division (a hook, a wrapper, scaler.unscale_ before one that unscales "
@@ -402,12 +407,16 @@ def shift_of(replay: Any, inputs: str, labels: str) -> int | None:
         handle.remove()
     if not reached or outcome.error is not None:
         return None
-    # The first gradient in backward is that of the tensor nearest to the loss: the logits.
-    places = reached[0].any(0)
-    return 0 if bool(places[last]) else 1 if bool(places[last - 1]) else None
+    # With several heads (the next token, the one after it) one that does not move the labels is enough: they are as meant.
+    nearest = [places.any(0) for places in reached]
+    if any(bool(places[last]) for places in nearest):
+        return 0
+    return 1 if bool(nearest[0][last - 1]) else None
 
 
 class LabelsShiftedTwice(Cause):
+    """The data moves the labels by one, and so does the loss."""
+
     slug = "labels-shifted-twice"
     fix = "Pass the labels unshifted (labels = input_ids): the model's loss moves them by one itself."
 

@@ -22,6 +22,8 @@ def _finite(pairs: list[tuple[Tensor, Tensor]] | None) -> bool:
 
 
 class Fp16OptimizerUnderflow(Cause):
+    """Adam's eps is 0 in fp16: finite gradients, NaN weights."""
+
     slug = "fp16-optimizer-underflow"
     fix = (
         "Keep trainable parameters in fp32 (autocast for the forward), or use the fused optimizer, or eps of at least 1e-4: "
@@ -63,6 +65,8 @@ class Fp16OptimizerUnderflow(Cause):
 
 
 class Fp16WeightsWithGradScaler(Cause):
+    """Attempting to unscale FP16 gradients, as GradScaler says."""
+
     slug = "fp16-weights-with-grad-scaler"
     fix = (
         "Load or cast the trainable parameters to fp32 and let autocast run the forward in fp16; GradScaler refuses fp16 "
@@ -100,6 +104,8 @@ class Fp16WeightsWithGradScaler(Cause):
 
 
 class GradientsNotCleared(Cause):
+    """One Inf stays in .grad for ever."""
+
     slug = "gradients-not-cleared"
     fix = "Call optimizer.zero_grad() before every backward, also after a skipped step: one Inf in .grad stays there for ever."
 
@@ -115,6 +121,8 @@ class GradientsNotCleared(Cause):
 
 
 class GradientNormOverflow(Cause):
+    """Every gradient is finite, their norm is not, and clipping would set all to 0."""
+
     slug = "gradient-norm-overflow"
     fix = (
         "Scale the loss down (a sum where a mean was meant, a huge weight of a term): every gradient is finite, the sum of "
@@ -156,6 +164,8 @@ class GradientNormOverflow(Cause):
 
 
 class LearningRateTooHigh(Cause):
+    """Loss and norms rise over many steps."""
+
     slug = "learning-rate-too-high"
     fix = "Lower the learning rate (a tenth is a good first try) and warm it up over the first steps."
 
@@ -187,6 +197,8 @@ class LearningRateTooHigh(Cause):
 
 
 class StaleSecondMoment(Cause):
+    """Adam's second moment lags behind gradients that grew: updates of several times the learning rate."""
+
     slug = "stale-second-moment"
     fix = "Use a smaller beta2 (0.95) or update clipping: Adam's second moment still remembers the small gradients of before."
 
@@ -249,6 +261,8 @@ class StaleSecondMoment(Cause):
 
 
 class OptimizerStateReset(Cause):
+    """Trained weights, new optimizer state: the first updates are the learning rate times a sign."""
+
     slug = "optimizer-state-reset"
     fix = (
         "Restore the optimizer's state with the weights when resuming (optimizer.load_state_dict), or warm the learning rate "

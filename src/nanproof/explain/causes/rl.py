@@ -19,6 +19,8 @@ from nanproof.explain.trace import Op
 
 
 class ZeroAdvantage(Cause):
+    """A whole group has the same reward: loss 0, gradient 0."""
+
     slug = "zero-advantage"
     fix = (
         "Use a graded reward, sample more diverse completions, or leave out groups whose rewards are all equal: their "
@@ -117,6 +119,8 @@ def _centred(op: Op) -> bool:
 
 
 class TinyStdAmplification(Cause):
+    """Dividing by what rounding left of a standard deviation."""
+
     slug = "tiny-std-amplification"
     fix = (
         "Put a floor under the standard deviation (1e-2 of the usual one), or treat groups whose rewards are equal up to "
@@ -189,6 +193,8 @@ def _maker(op: Op) -> Op | None:
 
 
 class TemperatureOverflow(Cause):
+    """Logits over a tiny temperature overflow."""
+
     slug = "temperature-overflow"
     fix = (
         "Divide by the temperature in fp32 after subtracting the maximum, and sample greedily below a temperature of about 0.01."
@@ -218,6 +224,8 @@ class TemperatureOverflow(Cause):
 
 
 class AllTokensBanned(Cause):
+    """Every logit is -inf: nothing is left to sample."""
+
     slug = "all-tokens-banned"
     fix = "Make sure that the processors leave at least one token: fall back to EOS when every logit is -inf."
 

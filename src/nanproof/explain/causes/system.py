@@ -7,6 +7,8 @@ from nanproof.explain.cause import Cause, Match
 
 
 class TransientFault(Cause):
+    """A one-off NaN that the same step does not show again."""
+
     slug = "transient-fault"
     fix = (
         "Train on the batch again. If it recurs on one machine, suspect its device or memory; elsewhere a race, or a "

@@ -23,6 +23,8 @@ def _repaired(case: Case, bad: list[BadWeight]) -> Trial:
 
 
 class NonfiniteWeightsAtStart(Cause):
+    """A checkpoint that is NaN already, or a parameter that was never initialised."""
+
     slug = "nonfinite-weights-at-start"
     fix = (
         "Load the last checkpoint in which every tensor is finite, and initialise parameters that no checkpoint fills "
@@ -46,6 +48,8 @@ class NonfiniteWeightsAtStart(Cause):
 
 
 class UninitializedRows(Cause):
+    """New rows of an embedding are garbage; only batches with their ids fail."""
+
     slug = "uninitialized-rows"
     fix = (
         "Initialise the new rows, for instance with the mean of the old ones (transformers: resize_token_embeddings(..., "
@@ -154,6 +158,8 @@ def _extreme(case: Case) -> tuple[int, ...]:
 
 
 class PoisonedBuffer(Cause):
+    """Running statistics took in a bad batch: training looks fine, evaluation is NaN."""
+
     slug = "poisoned-buffer"
     fix = (
         "Restore the buffers when a step is skipped (the guard does), reset the running statistics, and keep extreme batches out."

@@ -1,4 +1,4 @@
-"""What nanproof and three other tools say about every case of the zoo: writes results/zoo.json and the table in docs/zoo.md.
+"""What nanproof and three other tools say about every case of the zoo: writes results/zoo.json and fills docs/zoo.md.
 
 make zoo        # about three minutes on two cores
 """
@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tables import fill_documents, zoo_summary
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -30,8 +32,6 @@ from zoo.guarded import run as guarded  # noqa: E402
 from zoo.plain import load  # noqa: E402
 from zoo.registry import CASES, Case, Training  # noqa: E402
 
-COLUMNS = ("detected", "step", "operation", "sample", "cause", "fix verified")
-TOOLS = ("nanproof", "detect_anomaly", "DebugUnderflowOverflow", "SpikeDetection")
 Said = tuple[int, str]
 """(step, text) of a tool that stopped the run."""
 
@@ -137,46 +137,6 @@ def one(name: str) -> tuple[str, dict[str, Any], float]:
     return name, marks, time.perf_counter() - start
 
 
-def table(results: dict[str, Any]) -> str:
-    """The summary and the list of cases, as Markdown."""
-    cases = results["cases"]
-    lines = ["| | " + " | ".join(COLUMNS) + " | healthy twins left alone |", "|---|" + "---:|" * (len(COLUMNS) + 1)]
-    for tool in TOOLS:
-        cells = []
-        for column in COLUMNS:
-            marks = [c["marks"][tool][column] for c in cases if c["cause"] != "benign"]
-            asked = [m for m in marks if m is not None]
-            cells.append(f"{sum(asked)} of {len(asked)}")
-        quiet = [c["marks"][tool]["quiet"] for c in cases]
-        bold = f"**{tool}**" if tool == "nanproof" else tool
-        lines.append(f"| {bold} | " + " | ".join(cells) + f" | {sum(quiet)} of {len(quiet)} |")
-    summary = "\n".join(lines)
-    rows = ["| case | cause | nanproof | detect_anomaly | DebugUnderflowOverflow | SpikeDetection |", "|---|---|---|---|---|---|"]
-    for c in cases:
-        cells = [_cell(c["marks"][tool], c["cause"] == "benign") for tool in TOOLS]
-        rows.append(f"| {c['name']} | {c['cause']} | " + " | ".join(cells) + " |")
-    return summary + "\n\n" + "\n".join(rows)
-
-
-def _cell(marks: dict[str, Any], benign: bool) -> str:
-    if benign:
-        return "quiet" if marks["quiet"] else "**false alarm**"
-    if not marks["detected"]:
-        return "-" + ("" if marks["quiet"] else ", **false alarm**")
-    short = {"step": "step", "operation": "op", "sample": "sample", "cause": "cause", "fix verified": "fix"}
-    right = [text for key, text in short.items() if marks[key]]
-    wrong = [f"~~{text}~~" for key, text in short.items() if marks[key] is False and key in ("step",)]
-    return ", ".join(["detected", *right, *wrong]) + ("" if marks["quiet"] else ", **false alarm**")
-
-
-def write_document(results: dict[str, Any]) -> None:
-    document = ROOT / "docs" / "zoo.md"
-    text = document.read_text()
-    start, end = "<!-- zoo -->", "<!-- /zoo -->"
-    before, after = text.split(start)[0], text.split(end)[1]
-    document.write_text(f"{before}{start}\n{table(results)}\n{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*")
@@ -193,10 +153,10 @@ def main() -> None:
     cases = [{"name": n, "cause": CASES[n].cause, "marks": done[n]} for n in names]
     versions = {m: __import__(m).__version__ for m in ("torch", "transformers", "lightning")}
     results = {"date": date.today().isoformat(), "versions": versions, "cases": cases}
-    print(table(results).split("\n\n")[0])
+    print(zoo_summary(results))
     if not args.only:
         (ROOT / "benchmarks" / "results" / "zoo.json").write_text(json.dumps(results, indent=1) + "\n")
-        write_document(results)
+        fill_documents()
     misses = [c["name"] for c in cases if c["cause"] != "benign" and not c["marks"]["nanproof"]["cause"]]
     if misses:
         print("missed:", ", ".join(misses), file=sys.stderr)
