@@ -61,7 +61,7 @@ def record():
     )
 
 
-def write(folder, batches=(), *, model=None, step=41, writer=None, **more):
+def write(folder, batches=(0,), *, model=None, step=41, writer=None, **more):
     model = model if model is not None else nn.Linear(2, 2)
     own = writer or BundleWriter(folder)
     more.setdefault("random", RandomState.now([]))

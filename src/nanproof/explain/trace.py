@@ -115,6 +115,10 @@ class Op:
         return (self.nan_out and not nan_in) or (self.inf_out and not inf_in and not nan_in)
 
 
+class Enough(Exception):
+    """Ends a backward in which what was looked for has been found."""
+
+
 class Trace(TorchDispatchMode):
     """Records the operations of the chosen calls (their own ones, not those of calls inside), or of all with `calls=None`.
 
@@ -139,6 +143,9 @@ class Trace(TorchDispatchMode):
         self._by_sequence: dict[int, Op] = {}
         self._in_backward = False
         self._active = False
+        self._node = -1
+        """The sequence number of the backward node that is running; whether something bad was born in it, and came out last."""
+        self._born = self._last_bad = False
         self._kept = 0
         self._bytes = [0, 0]
 
@@ -180,7 +187,10 @@ class Trace(TorchDispatchMode):
         if backward:
             node = torch._C._current_autograd_node()
             if node is not None:
-                of = self._by_sequence.get(node._sequence_nr())
+                sequence = node._sequence_nr()
+                of = self._by_sequence.get(sequence)
+                if sequence != self._node:
+                    self._next_node(sequence)
             if of is None and self._calls is not None:
                 return func(*args, **kwargs)
         elif self._calls is not None and (call := self._stack.current) is not None and call.number not in self._calls:
@@ -188,6 +198,12 @@ class Trace(TorchDispatchMode):
         if _is_view(func):
             return func(*args, **kwargs)
         return self._record(func, args, kwargs, backward, of, node)
+
+    def _next_node(self, sequence: int) -> None:
+        """Backward goes on to another node. If something bad was born in the last one and got out of it, the rest is not needed."""
+        if self._calls is not None and self._born and self._last_bad:
+            raise Enough
+        self._node, self._born, self._last_bad = sequence, False, False
 
     def _record(self, func: Any, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
         tensors, scalars = _arguments(args, kwargs)
@@ -221,6 +237,8 @@ class Trace(TorchDispatchMode):
         if op.name in _NEVER_WRITTEN:
             return out
         self.ops.append(op)
+        if backward:
+            self._born, self._last_bad = self._born or op.newly_bad, op.bad
         for producer in {id(i.producer): i.producer for i in inputs if i.producer is not None}.values():
             producer.consumers.append(op)
         inside = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
