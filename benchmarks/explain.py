@@ -139,7 +139,7 @@ def one_fault(name: str, device: str, rounds: int) -> dict[str, Any]:
 
         def look() -> None:
             nonlocal place
-            birth = locate(replay, *survey(replay))
+            birth = locate(replay, *survey(replay, forward="backward" not in name))
             assert birth is not None
             place = f"{birth.op.name} in {birth.op.path}, samples {birth.samples}, tokens {birth.tokens}"
 

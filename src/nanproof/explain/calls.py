@@ -67,20 +67,23 @@ class Ranges:
     """Ranges of many tensors, each taken once as long as it is not written again; read in one go."""
 
     def __init__(self) -> None:
-        self._taken: list[tuple[Tensor, Tensor]] = []
+        self._taken: list[tuple[Tensor, Tensor] | None] = []
         self._seen: dict[int, tuple[Any, int, int]] = {}
         self._read: list[Range] | None = None
 
-    def take(self, tensor: Tensor) -> int | None:
-        """A number to ask `of` with later; None where there is nothing that can be bad."""
+    def take(self, tensor: Tensor, look: bool = True) -> int | None:
+        """A number to ask `of` with later; None where there is nothing that can be bad. Without `look` it only tells tensors
+        apart."""
         known = self._seen.get(id(tensor))
         version = 0 if tensor.is_inference() else tensor._version
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
-        with torch.no_grad():
-            pair = range_of(tensor)
-        if pair is None:
-            return None
+        pair = None
+        if look:
+            with torch.no_grad():
+                pair = range_of(tensor)
+            if pair is None:
+                return None
         self._taken.append(pair)
         place = len(self._taken) - 1
         self._seen[id(tensor)] = (weakref.ref(tensor), version, place)
@@ -92,13 +95,14 @@ class Ranges:
             return GOOD
         if self._read is None:
             kinds: dict[Any, list[int]] = {}
-            for i, (low, _) in enumerate(self._taken):
+            ends = {i: pair for i, pair in enumerate(self._taken) if pair is not None}
+            for i, (low, _) in ends.items():
                 kinds.setdefault((low.device, low.dtype), []).append(i)
             found: dict[int, Range] = {}
             for places in kinds.values():
-                pairs = torch.stack([end for i in places for end in self._taken[i]]).double().tolist()
+                pairs = torch.stack([end for i in places for end in ends[i]]).double().tolist()
                 found.update({i: Range(pairs[2 * k], pairs[2 * k + 1]) for k, i in enumerate(places)})
-            self._read = [found[i] for i in range(len(self._taken))]
+            self._read = [found.get(i, GOOD) for i in range(len(self._taken))]
         return self._read[place]
 
 
@@ -190,11 +194,12 @@ def tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
 class Survey:
     """The first look at a bad step: every module call with the ranges of its inputs, outputs and their gradients."""
 
-    def __init__(self, model: nn.Module, backward: bool = True) -> None:
+    def __init__(self, model: nn.Module, forward: bool = True) -> None:
         self.ranges = Ranges()
+        self._forward = forward
+        """Look at the forward too; where the loss is finite, the gradients tell."""
         self.calls: list[Call] = []
         self._stack = CallStack(model)
-        self._backward = backward
         self._in_backward = False
         self._order = 0
 
@@ -211,11 +216,11 @@ class Survey:
             return
         self.calls.append(call)
         for tensor in tensors_of((inputs, kwargs)):
-            call.inputs.append(self.ranges.take(tensor))
+            call.inputs.append(self.ranges.take(tensor, self._forward))
             call.input_ids.append(id(tensor))
         for tensor in tensors_of(output):
-            call.outputs.append(self.ranges.take(tensor))
-            if self._backward and tensor.requires_grad and tensor.grad_fn is not None:
+            call.outputs.append(self.ranges.take(tensor, self._forward))
+            if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(self._on_gradient(call))
 
     def _on_gradient(self, call: Call) -> Callable[[Tensor], None]:

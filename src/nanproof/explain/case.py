@@ -143,7 +143,8 @@ class Case:
 
     @cached_property
     def _surveyed(self) -> tuple[Survey, Outcome] | None:
-        return None if self.replay is None else survey(self.replay)
+        gradients_only = self.kind in ("nonfinite-gradient", "gradient-norm-overflow", "loss-scale-collapse")
+        return None if self.replay is None else survey(self.replay, forward=not gradients_only)
 
     @property
     def look(self) -> Survey | None:

@@ -109,10 +109,15 @@ def first_bad(value: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), value.shape))
 
 
-def survey(replay: Replay) -> tuple[Survey, Outcome]:
-    """Run the step once more and look at every module call. This run is also the control: is it still bad?"""
-    look = Survey(replay.model)
+def survey(replay: Replay, forward: bool = True) -> tuple[Survey, Outcome]:
+    """Run the step once more and look at every module call. This run is also the control: is it still bad?
+
+    `forward=False` where the loss was finite: then only gradients are looked at, unless the loss turns out bad after all.
+    """
+    look = Survey(replay.model, forward)
     outcome = replay.run(look.watching(), before_backward=look.backward_begins, backward_of_bad=False)
+    if not forward and (outcome.error is not None or not math.isfinite(outcome.loss)):
+        return survey(replay)
     return look, outcome
 
 
