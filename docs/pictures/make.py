@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,9 @@ def demo() -> None:
     text = documents()
     with tempfile.TemporaryDirectory() as folder:
         runs = [train(text, 240, 0, Path(folder) if guarded else None, lambda _loss: None) for guarded in (False, True)]
+        guarded_run = runs[1]
+        shown = [replace(i, bundle=(i.bundle or "").replace(folder, "runs/demo") or None) for i in guarded_run.incidents]
+        guarded_run.incidents = shown
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print(Text("$ nanproof demo", style="bold"))
     console.print(picture(runs[0], runs[1], Path("runs/demo"), 100))

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
 
 
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Looking for trouble is never the reason a run dies: whatever goes wrong in it ends the looking, with a warning."""
+
+    @wraps(method)
+    def tried(self: Examiner, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.debug("nanproof: %s failed", method.__name__, exc_info=True)
+            log.warning("nanproof: silent failures are not looked for any more: %s: %s", type(error).__name__, error)
+            self._stopped = True
+            return None
+
+    return tried
+
+
 class Examiner:
     """Explains incidents to the guard."""
 
@@ -46,6 +63,7 @@ class Examiner:
         self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy, run_dir: str | Path | None
     ) -> None:
         self._stepper, self._loss_fn, self._scheduler, self._policy = stepper, loss_fn, scheduler, policy
+        self._stopped = False
         self._bundles = None
         if run_dir is not None and policy.bundles:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
@@ -66,10 +84,11 @@ class Examiner:
 
     @property
     def on(self) -> bool:
-        return self._policy.diagnose != "never"
+        return self._policy.diagnose != "never" and not self._stopped
 
     # -- while all is well -----------------------------------------------------------------------------------------------------
 
+    @_harmless
     def begin(self, attempt: Attempt) -> None:
         """A step that can be run again begins: keep what it needs, by reference."""
         if not self.on:
@@ -79,6 +98,7 @@ class Examiner:
         if attempt.step < _LEARN_WRITES:
             self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
 
+    @_harmless
     def before_step(self, step: int) -> None:
         if self._before_forward:
             moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
@@ -88,6 +108,7 @@ class Examiner:
         if self._taking:
             self._sample.before()
 
+    @_harmless
     def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
         """Send what was seen on its way to the host."""
         if not self.on:
@@ -99,6 +120,7 @@ class Examiner:
         if weights is not None or pair is not None:
             self._looks[step] = weights, pair
 
+    @_harmless
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An accepted step, in order: is something silently wrong?"""
         if not self.on:
@@ -123,8 +145,6 @@ class Examiner:
     def _suspect(self, signal: Signal, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An incident only if a replay and the catalogue agree: a suspicion alone would be a false alarm."""
         moment = self.recorder.at(record.step)
-        if moment is None and signal.name in ("unchanged-weights", "small-updates"):
-            return None  # what was not touched does not change either: without a replay there is no telling
         kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
             signal.name, "no-learning"
         )
@@ -132,10 +152,7 @@ class Examiner:
             return None
         if signal.name == "zero-learning-rate" and self._rises_again(record.step):
             return None
-        if moment is None and signal.name not in (
-            "foreign-parameters",
-            "zero-learning-rate",
-        ):
+        if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate"):
             return None
         diagnosis = self._guarded(
             lambda: self._case(
@@ -215,6 +232,7 @@ class Examiner:
     ) -> Incident:
         """The incident of a refused step, with its diagnosis. Every rank comes here at the same step."""
         self.recorder.drop(attempt.step)
+        self._looks.pop(attempt.step, None)
         moment = None
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
             moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)

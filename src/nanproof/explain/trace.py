@@ -200,7 +200,7 @@ class Trace(TorchDispatchMode):
         return self._record(func, args, kwargs, backward, of, node)
 
     def _next_node(self, sequence: int) -> None:
-        """Backward goes on to another node. If something bad was born in the last one and got out of it, the rest is not needed."""
+        """Backward goes on to another node. If something bad was born in the last one and got out, the rest is not needed."""
         if self._calls is not None and self._born and self._last_bad:
             raise Enough
         self._node, self._born, self._last_bad = sequence, False, False
