@@ -381,7 +381,9 @@ class Guard:
             if cap:
                 self._held.clear()
                 self._run_held()
-                raise TrainingHalted(f"{cap}. Last: {incident}", incident)
+                same = (i.diagnosis for i in self.incidents if i.kind == incident.kind and i.diagnosis is not None)
+                why = incident.diagnosis or next(same, None)
+                raise TrainingHalted(f"{cap}. Last: {incident}" + (f". {why}" if why is not None else ""), incident)
         self._run_held()
 
     def _put_back(self, bad: Attempt, random_now: RandomState, settings_now: Groups) -> None:
@@ -459,7 +461,8 @@ class Guard:
         self.incidents.append(incident)
         self._journal.incident(incident)
         if self._ranks.rank == 0:
-            log.warning("nanproof: %s%s", incident, f". {incident.diagnosis}" if incident.diagnosis is not None else "")
+            why = f". {incident.diagnosis}" if incident.diagnosis is not None else ""
+            log.warning("nanproof: %s%s%s", incident, why, f" Bundle: {incident.bundle}" if incident.bundle else "")
 
     def _report_exception(self, attempt: Attempt, error: BaseException) -> None:
         if isinstance(error, UsageError) or not isinstance(error, Exception):

@@ -167,7 +167,7 @@ class _Flight:
                 said = f"every label of {name} is -100, the ignored index, for {len(rows)} of {samples} samples"
                 fix = "Leave out samples without a supervised target, or raise max_length so that the answer is not cut off."
                 self._add("no-supervised-targets", 0.95 if everything else 0.6, said, fix, phase="data", where=name, samples=rows)
-            if "mask" in name and bool(((t == 0) | (t == 1)).all()):
+            if ("attention" in name or "padding" in name) and bool(((t == 0) | (t == 1)).all()):
                 empty = (t == 0).all(1)
                 if bool(empty.any()):
                     rows = tuple(int(i) for i in torch.nonzero(empty).flatten())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -133,13 +133,15 @@ class Diagnosis:
     alternatives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        place = [x for x in (f"op {self.op}" if self.op else "", f"in {self.where}" if self.where else "") if x]
-        if self.samples:
-            place.append(f"sample {', '.join(map(str, self.samples[:4]))}")
-        if self.tokens:
-            place.append(f"token {', '.join(map(str, self.tokens[:4]))}")
+        if self.cause == "none":
+            return f"nothing wrong: {'; '.join(self.evidence)}"
+        place = [f"op {self.op}"] if self.op else []
+        place += [f"at {self.source}"] if self.source else []
+        place += [f"in {self.where}"] if self.where and self.where != self.source else []
+        place += [f"{name} {few(found)}" for name, found in (("sample", self.samples), ("token", self.tokens)) if found]
         how = "fix verified on the replay" if self.verified else f"confidence {self.confidence:.2f}, fix not verified"
-        return f"cause: {self.cause} ({how})" + (f", {', '.join(place)}" if place else "") + (f". {self.fix}" if self.fix else "")
+        said = f"cause: {self.cause}" + (f" ({how})" if self.cause != "unknown" else "")
+        return said + (f", {', '.join(place)}" if place else "") + (f". {self.fix}" if self.fix else "")
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
@@ -191,6 +193,12 @@ class Incident:
         if data["diagnosis"] is not None:
             values["diagnosis"] = Diagnosis.from_json(data["diagnosis"])
         return cls(**values)
+
+
+def few(numbers: Sequence[int], most: int = 4) -> str:
+    """The first of them, and how many more."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def encode(x: float | None) -> float | str | None:

@@ -44,7 +44,7 @@ def check(
 
         console = Console(markup=False, highlight=False)
         if not found:
-            console.print("nothing found")
+            console.print("nothing found in one batch, forward and backward")
         for diagnosis in found:
             console.print(grid(rows(diagnosis)), "")
     raise typer.Exit(1 if found else 0)

@@ -263,12 +263,15 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
     table.add_row("seconds", *(f"{run.seconds:.1f}" for run in both))
     lines: list[RenderableType] = [Columns(panels, padding=(0, 1)), table, Text()]
     lines.append(Text(f"refused by the guard ({guarded.path})", style="bold"))
-    lines += [Padding(str(incident), (0, 0, 0, 2)) for incident in guarded.incidents] or [Text("  nothing")]
+    lines += [Padding(str(incident), (0, 0, 0, 2)) for incident in guarded.incidents[:1]] or [Text("  nothing")]
+    if len(guarded.incidents) > 1:
+        lines.append(Text(f"  and the same at steps {', '.join(str(i.step) for i in guarded.incidents[1:])}"))
     first = next((i for i in guarded.incidents if i.diagnosis is not None), None)
     if first is not None and first.diagnosis is not None:
         lines += [Text(), Text(f"why, from running step {first.step} again", style="bold")]
         lines.append(Padding(grid(rows(first.diagnosis)), (0, 0, 0, 2)))
         if first.bundle:
-            lines += [Text(), Text(f"again, in a fresh process: nanproof replay {first.bundle} --entry nanproof.cli.demo:entry")]
+            command = f"nanproof replay {first.bundle} --entry nanproof.cli.demo:entry"
+            lines += [Text(), Text("again, in a fresh process:"), Text(command, no_wrap=True, overflow="ignore")]
     lines.append(Text(f"records: {run_dir / 'steps.jsonl'}"))
     return Group(*lines)

@@ -93,7 +93,7 @@ class Result:
         if self.verdict == "unsteady":
             return "unsteady: bad in one of two runs from the same state"
         if not self.bad:
-            return "transient: finite now. It does not come from the batch, weights and random numbers of the bundle alone"
+            return "finite now: the code has changed since (a fix that works?), or it was transient"
         what = f"the forward makes {self.buffer} non-finite" if self.buffer else "bad both times"
         if not self.buffer and self.runs[0].finite:
             what = "finite, but the same numbers both times"
@@ -239,6 +239,7 @@ def picture(result: Result) -> RenderableType:
         ("run again", str(result.runs[0])),
         ("and again", "the same, bit for bit" if result.runs[0].same_as(result.runs[1]) else str(result.runs[1])),
         ("verdict", result.sentence()),
+        ("then", str(incident.diagnosis) if not result.bad and incident.diagnosis is not None else None),
         *(rows(diagnosis) if diagnosis is not None else ()),
     ]
     return Group(Text(f"step {incident.step}: {incident.kind} ({result.bundle.created})", style="bold"), grid(found))

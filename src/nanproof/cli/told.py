@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nanproof.records import Diagnosis
+from nanproof.records import Diagnosis, few
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,6 +46,6 @@ def grid(found: Iterable[Row]) -> RenderableType:
 def _place(diagnosis: Diagnosis) -> str:
     parts = [diagnosis.phase, " in ".join(x for x in (diagnosis.op, diagnosis.where) if x)]
     for name, found in (("sample", diagnosis.samples), ("token", diagnosis.tokens)):
-        parts.append(f"{name} {', '.join(map(str, found[:8]))}" if found else "")
+        parts.append(f"{name} {few(found, 8)}" if found else "")
     parts.append(f"rank {diagnosis.rank}" if diagnosis.rank is not None else "")
     return ", ".join(part for part in parts if part)

@@ -155,6 +155,8 @@ def _search(case: Case, troubles: list[str]) -> tuple[int, ...]:
 
 def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
     evidence: list[str] = []
+    if case.replay is None and case.nonfinite:
+        evidence.append("the step cannot be run again here: guard.train_step(batch) or nanproof.diagnose(...) can say more")
     where = op = source = None
     samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -185,7 +187,7 @@ def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
         samples=samples,
         tokens=tokens,
         evidence=(*evidence, *_context(case), *troubles),
-        fix="None is known. The bundle of this incident holds what is needed to run the step again.",
+        fix="No fix is known.",
         verified=False,
     )
 
