@@ -272,6 +272,6 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
         lines.append(Padding(grid(rows(first.diagnosis)), (0, 0, 0, 2)))
         if first.bundle:
             command = f"nanproof replay {first.bundle} --entry nanproof.cli.demo:entry"
-            lines += [Text(), Text("again, in a fresh process:"), Text(command, no_wrap=True, overflow="ignore")]
+            lines += [Text(), Text("again, in a fresh process:"), Text(command, overflow="fold")]
     lines.append(Text(f"records: {run_dir / 'steps.jsonl'}"))
     return Group(*lines)
