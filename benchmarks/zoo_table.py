@@ -29,36 +29,22 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from zoo.guarded import run as guarded  # noqa: E402
-from zoo.plain import load  # noqa: E402
+from zoo.plain import load, steps  # noqa: E402
 from zoo.registry import CASES, Case, Training  # noqa: E402
 
 Said = tuple[int, str]
 """(step, text) of a tool that stopped the run."""
 
 
-def loop(t: Training, watch: Callable[[int, torch.Tensor, Any], None] = lambda *_: None) -> Said | None:
-    """A plain loop that stops at the first exception. Cases that raise by themselves count as not detected."""
-    step = -1
+def loop(t: Training, watch: Callable[[int, torch.Tensor], None] = lambda *_: None) -> Said | None:
+    """A plain loop that stops at the first exception, and what that was."""
+    taken = 0
     try:
-        for step, batch in enumerate(t.batches):
-            if not t.own_loop:
-                t.optimizer.zero_grad()
-            loss = t.loss_fn(t.model, batch)
-            (t.scaler.scale(loss) if t.scaler else loss).backward()
-            if t.scaler:
-                t.scaler.unscale_(t.optimizer)
-            if t.max_norm:
-                torch.nn.utils.clip_grad_norm_(t.model.parameters(), t.max_norm)
-            if t.scaler:
-                t.scaler.step(t.optimizer)
-                t.scaler.update()
-            else:
-                t.optimizer.step()
-            if t.scheduler:
-                t.scheduler.step()
-            watch(step, loss.detach(), batch)
+        for loss, _ in steps(t):
+            watch(taken, loss)
+            taken += 1
     except Exception as error:
-        return step, f"{type(error).__name__}: {error}"
+        return taken, f"{type(error).__name__}: {error}"
     return None
 
 
@@ -83,7 +69,7 @@ def with_spike_detection(t: Training) -> Said | None:
     with tempfile.TemporaryDirectory() as folder:
         fabric = Fabric(accelerator="cpu", devices=1)
         detector = SpikeDetection(exclude_batches_path=folder)
-        said = loop(t, lambda step, loss, batch: detector.on_train_batch_end(fabric, loss.float(), batch, step))
+        said = loop(t, lambda step, loss: detector.on_train_batch_end(fabric, loss.float(), None, step))
     return said if said is not None and "Training spike" in said[1] else None
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -179,7 +178,7 @@ class _Flight:
 
     def _forward_and_backward(self) -> Outcome | None:
         checks = _RangeChecks()
-        outcome = self.replay.run(checks.watching(self.model))
+        outcome = self.replay.run(checks)
         if checks.said is not None:
             samples, length = batch_shape(self.batch)
             bad = checks.bad
@@ -318,11 +317,6 @@ class _RangeChecks(TorchFunctionMode):
         self.said: str | None = None
         self.where: str | None = None
         self.bad: Tensor | None = None
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        with self:
-            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from zoo.registry import CASES, Training
@@ -24,9 +26,8 @@ def load() -> None:
             importlib.import_module(f"zoo.{family}_cases")
 
 
-def train(t: Training) -> list[tuple[float, float, int]]:
-    """(loss, gradient norm, weight tensors that are non-finite) of every step."""
-    out = []
+def steps(t: Training) -> Iterator[tuple[Tensor, float]]:
+    """(loss, gradient norm before clipping) of every step, as it is taken."""
     for batch in t.batches:
         if not t.own_loop:
             t.optimizer.zero_grad()
@@ -45,11 +46,12 @@ def train(t: Training) -> list[tuple[float, float, int]]:
             t.optimizer.step()
         if t.scheduler:
             t.scheduler.step()
-        out.append((float(loss.detach()), norm, sum(not torch.isfinite(p).all() for p in t.model.parameters())))
-    return out
+        yield loss.detach(), norm
 
 
 if __name__ == "__main__":
     load()
-    for step, (loss, norm, bad) in enumerate(train(CASES[sys.argv[1]].build("--fixed" in sys.argv))):
-        print(f"step={step} loss={loss:.5g} grad_norm={norm:.4g} bad_weights={bad}")
+    case = CASES[sys.argv[1]].build("--fixed" in sys.argv)
+    for step, (loss, norm) in enumerate(steps(case)):
+        bad = sum(not torch.isfinite(p).all() for p in case.model.parameters())
+        print(f"step={step} loss={float(loss):.5g} grad_norm={norm:.4g} bad_weights={bad}")

@@ -117,8 +117,6 @@ class Call:
     parent: Call | None
     inputs: list[int | None] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
-    input_ids: list[int] = field(default_factory=list)
-    """Identities of the tensors that went in, to find who consumed one."""
     gradients: list[tuple[int, int | None]] = field(default_factory=list)
     """(order, range) of the gradients of its outputs, as backward reached them."""
 
@@ -217,7 +215,6 @@ class Survey:
         self.calls.append(call)
         for tensor in tensors_of((inputs, kwargs)):
             call.inputs.append(self.ranges.take(tensor, self._forward))
-            call.input_ids.append(id(tensor))
         for tensor in tensors_of(output):
             call.outputs.append(self.ranges.take(tensor, self._forward))
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -240,13 +237,6 @@ class Survey:
     def worst_out(self, call: Call) -> tuple[bool, bool]:
         ranges = [self.ranges.of(i) for i in call.outputs]
         return any(r.nan for r in ranges), any(r.inf for r in ranges)
-
-    def gradient_size(self, call: Call) -> float | None:
-        """The largest gradient that reached the call's outputs; NaN if one was NaN."""
-        sizes = [self.ranges.of(i).size for _, i in call.gradients]
-        if not sizes:
-            return None
-        return math.nan if any(s != s for s in sizes) else max(sizes)
 
     def newly_bad(self) -> list[Call]:
         """Calls that made a NaN from none, or an Inf from none, inner ones before those around them."""

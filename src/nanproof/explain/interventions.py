@@ -7,7 +7,7 @@ a backward operation instead would be disguise. Each is a context to run a repla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -272,7 +272,7 @@ class Fp32(Intervention):
         self.acted += torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         with (
             torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else _nothing(),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else nullcontext(),
         ):
             return func(*args, **kwargs)
 
@@ -286,11 +286,6 @@ class Fp32(Intervention):
         if type(value) in (tuple, list):
             return type(value)(self._up(v) for v in value)
         return value
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 class SpreadOfOne(Intervention):

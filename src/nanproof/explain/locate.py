@@ -86,10 +86,6 @@ class Birth:
             return None
         return float(value[spot])
 
-    def forward_input(self) -> Operand | None:
-        """What went into the forward operation, if it was kept."""
-        return self.op.inputs[0] if self.op.inputs else None
-
     def place(self) -> str:
         """ "at sample 3, token 17", as far as it is known."""
         said = []

@@ -90,7 +90,6 @@ class Outcome:
     """Trainable parameters that got none."""
     gradients_finite: bool
     """Every element of every gradient."""
-    loss_has_gradient: bool
     seconds: float
 
     @property
@@ -186,7 +185,7 @@ class Replay:
         self.runs += 1
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
-        loss_value, error, has_gradient = math.nan, None, True
+        loss_value, error = math.nan, None
         with self._undisturbed():
             with ExitStack() as stack:
                 (random or self.random).restore()
@@ -206,7 +205,6 @@ class Replay:
                         loss = self.loss_fn(self.model, own_copy(batch))
                         loss = loss.reshape(()) / len(parts) if len(parts) > 1 else loss.reshape(())
                         total += float(loss.detach())
-                        has_gradient = loss.requires_grad
                         backward = backward and (backward_of_bad or math.isfinite(total))
                         if before_backward is not None:
                             before_backward(loss)
@@ -221,7 +219,7 @@ class Replay:
             norms, missing, finite = self._gradients(scale) if backward else ({}, (), True)
             if after is not None and error is None:
                 after()
-        return Outcome(loss_value, error, norms, missing, finite, has_gradient, time.perf_counter() - start)
+        return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start)
 
     def gradients(self, clip_to: float | None = None) -> dict[str, Tensor]:
         """The gradients of the step, by parameter; clipped as the run would have it."""
