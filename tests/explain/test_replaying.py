@@ -136,3 +136,26 @@ def test_compiled_models_are_replayed_eagerly_and_it_is_said():
     diagnosis = nanproof.diagnose(compiled, loss_fn, torch.randn(3, 4))
     assert diagnosis.cause == "sqrt-at-zero"
     assert any("compiled" in sentence for sentence in diagnosis.evidence)
+
+
+def test_a_replay_on_one_rank_ends_at_a_collective(tmp_path):
+    """The other ranks are not coming: it says so instead of waiting for them."""
+    import torch.distributed as dist
+
+    from nanproof.explain.case import Case
+    from nanproof.explain.diagnose import explain
+
+    def counted(model, x):
+        count = torch.tensor(float(len(x)))
+        dist.all_reduce(count)
+        return model(x).square().sum() / (count - len(x))
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replay = Replay(nn.Linear(4, 1), counted, [torch.randn(3, 4)], alone=True)
+        told = explain(Case("nonfinite-loss", replay=replay))
+        assert told.cause == "unknown" and any("other ranks" in sentence for sentence in told.evidence)
+        alone = Replay(nn.Linear(4, 1), counted, [torch.randn(3, 4)])
+        assert explain(Case("nonfinite-loss", replay=alone)).cause == "zero-denominator"
+    finally:
+        dist.destroy_process_group()
