@@ -1201,7 +1201,7 @@ def test_loading_a_checkpoint_forgets_what_was_under_way():
     model.load_state_dict(saved[1])
     optimizer.load_state_dict(saved[2])
     guard.load_state_dict(saved[0])
-    assert guard._stepper._latch == 0 and not guard._pending
+    assert guard._stepper._latch == 0 and not guard._runner.pending
     assert all(torch.equal(v, saved[1][k]) for k, v in model.state_dict().items())
     guard.train_step(data[4])
     guard.sync()

@@ -24,24 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.attempts import Afterwards, Attempt, to_run_again
+from nanproof.core.attempts import Attempt
 from nanproof.core.caps import SkipCaps
 from nanproof.core.checks import check_arguments, check_scalar
-from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, settings
-from nanproof.core.evidence import (
-    Gradients,
-    Witness,
-    activation_gradients,
-    bad_buffer,
-    from_finding,
-    listed,
-    make_incident,
-)
+from nanproof.core.context import RandomState, settings
+from nanproof.core.evidence import Witness, bad_buffer, from_finding, listed, make_incident
 from nanproof.core.optimizers import bare_optimizer
+from nanproof.core.runner import Runner
 from nanproof.core.stats import Finding, SpikeWatch
 from nanproof.core.stepper import Report, Stepper
 from nanproof.core.telemetry import Journal
-from nanproof.core.tree import own_copy
 from nanproof.core.verdict import Reading
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
@@ -96,13 +88,7 @@ class Guard:
         self._watch = SpikeWatch()
         self._caps = SkipCaps(self.policy)
         self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
-        self._devices = sorted({p.device for p in self._stepper.parameters.tensors if p.device.type == "cuda"}, key=str)
-        self._pending: deque[Attempt] = deque()
-        """Steps under way: dispatched, their records not consumed yet."""
-        self._held: deque[Attempt] = deque()
-        """Good batches that a bad one held up, to be trained on again before anything else."""
-        self._afterwards: Afterwards | None = None
-        self._modules = list(model.modules())
+        self._runner = Runner(self._stepper, loss_fn, scheduler)
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
         self._closed = False
@@ -111,6 +97,8 @@ class Guard:
         self._overflowed = -2
         """The last step of a loop of the user's own that overflowed."""
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
+        self._runner.watchers.append(self._examiner)
+        self._runner.on_error = self._report_exception
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 
@@ -146,15 +134,11 @@ class Guard:
             log.warning(
                 "nanproof: guard.step does not advance Guard(scheduler=...), only train_step does: call its step yourself"
             )
-        if self._held or any(attempt.batches is not None for attempt in self._pending):
+        if self._runner.held or any(attempt.batches is not None for attempt in self._runner.pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
-        attempt = Attempt(self._next, None)
-        self._examiner.before_step(attempt.step)
-        attempt.report = self._stepper.step(loss, again=False)
-        self._examiner.after_step(attempt.step, None)
+        self._runner.take(Attempt(self._next, None), loss)
         self._next += 1
-        self._pending.append(attempt)
         self._catch_up(self._stepper.lag)
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
@@ -167,12 +151,11 @@ class Guard:
             raise UsageError(
                 "guard.train_step() needs a loss function: Guard(model, optimizer, loss_fn=lambda model, batch: ...)"
             )
-        self._run_held()
+        self._runner.run_held()
         self._follow_optimizer()
-        attempt = Attempt(self._next, (batch, *micro_batches))
+        attempt = Attempt(self._next, (batch, *micro_batches), self._runner.mode())
         self._next += 1
-        attempt.mode = Mode.now(self._modules, self._stepper.parameters.device)
-        self._run(attempt)
+        self._runner.run(attempt)
         assert attempt.report is not None
         self._catch_up(self._stepper.lag)
         return attempt.report.loss
@@ -180,7 +163,7 @@ class Guard:
     def sync(self) -> None:
         """Wait for the verdicts still under way, and train again on batches they held up. For before saving anything, or before
         a loop of your own after `train_step`; matters on CUDA only, where verdicts come two steps late."""
-        self._run_held()
+        self._runner.run_held()
         self._catch_up(0)
 
     def close(self) -> None:
@@ -193,10 +176,10 @@ class Guard:
             return
         try:
             if alone:
-                for attempt in self._pending:
+                for attempt in self._runner.pending:
                     if attempt.report is not None:
                         self._record(attempt, attempt.report, attempt.report.read())
-                self._pending.clear()
+                self._runner.pending.clear()
             else:
                 self.sync()
         except TrainingHalted as halted:
@@ -230,10 +213,7 @@ class Guard:
             raise UsageError(
                 f"guard.load_state_dict(): version {state.get('version')!r} is unknown; this nanproof reads version 1"
             )
-        self._pending.clear()
-        self._held.clear()
-        self._afterwards = None
-        self._stepper.release()
+        self._runner.forget()
         self._examiner.recorder.clear()
         self._next = state["step"]
         self._stepper.stats.load_state_dict(state["stats"])
@@ -252,71 +232,12 @@ class Guard:
                 raise
             log.warning("nanproof: while closing after %r: %r", error, failure)
 
-    # -- a step that can be run again ------------------------------------------------------------------------------------------
-
-    def _run(self, attempt: Attempt) -> None:
-        attempt.random = RandomState.now(self._devices)
-        self._examiner.begin(attempt)
-        lag = self._stepper.lag
-        attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
-        self._stepper.buffers.begin()
-        try:
-            self._forward_backward(attempt)
-            self._examiner.before_step(attempt.step)
-            attempt.report = self._stepper.step(None, again=True)
-            self._examiner.after_step(attempt.step, attempt.batches)
-        except BaseException as error:
-            self._give_up()
-            self._report_exception(attempt, error)
-            attempt.random.restore()
-            raise
-        self._pending.append(attempt)
-        if lag:
-            attempt.random_after = RandomState.now(self._devices)
-            if self.scheduler is not None:
-                self.scheduler.step()
-            attempt.settings_after = settings(self.optimizer)
-
-    def _forward_backward(self, attempt: Attempt, scaled: bool = True) -> None:
-        assert self.loss_fn is not None and attempt.batches is not None
-        self._stepper.forget()
-        parts = len(attempt.batches)
-        for i, batch in enumerate(attempt.batches):
-            with self._ranks.accumulate(last=i == parts - 1):
-                loss = self.loss_fn(self.model, own_copy(batch))
-                check_scalar(loss, "loss_fn")
-                self._stepper.backward(loss if parts == 1 else loss / parts, scaled)
-
-    def _replay(self, attempt: Attempt) -> Gradients | None:
-        """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:
-        finding out more is never the reason a run dies."""
-        assert attempt.random is not None and attempt.mode is not None
-        attempt.random.restore()
-        try:
-            with attempt.mode.again(self._modules, self._stepper.parameters.device), activation_gradients() as flags:
-                self._forward_backward(attempt, scaled=False)
-            gradients = self._stepper.look_at_gradients(self._stepper.parameters.present())
-            said = self._ranks.gather([any(flags)])
-            guilty = next((rank for rank, bad in said.items() if bad[0] and self._ranks.together), None)
-            return replace(gradients, rank=guilty)
-        except Exception as error:
-            log.warning("nanproof: step %d could not be run again to look at it: %r", attempt.step, error)
-            return None
-        finally:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""
-        self._stepper.forget()
-        self._ranks.forget_gradients()
-        self._stepper.buffers.restore()
-
     # -- records ---------------------------------------------------------------------------------------------------------------
 
     def _catch_up(self, lag: int) -> None:
         """Consume the records older than `lag` steps: at the same step on every rank."""
-        while len(self._pending) > lag:
-            self._consume(self._pending[0])
+        while len(self._runner.pending) > lag:
+            self._consume(self._runner.pending[0])
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         lr = tuple(float(x) for x in report.lr)
@@ -331,15 +252,15 @@ class Guard:
         reading = report.read()
         if reading.held:
             # Held behind a bad step that is not there any more: nothing was taken, so it is run again.
-            self._put_back(attempt, RandomState.now(self._devices), settings(self.optimizer))
-            self._held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
-            self._run_held()
+            self._runner.put_back(attempt, RandomState.now(self._runner.devices), settings(self.optimizer))
+            self._runner.held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
+            self._runner.run_held()
             return
         record = self._record(attempt, report, reading)
         if reading.refused:
             self._refuse(attempt, report, reading, record)
             return
-        self._pending.popleft()
+        self._runner.pending.popleft()
         self._caps.accepted()
         if attempt.batches is not None and attempt.schedule is None and self.scheduler is not None:
             self.scheduler.step()
@@ -357,7 +278,7 @@ class Guard:
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
         again = attempt.batches is not None
-        random_now, settings_now = RandomState.now(self._devices), settings(self.optimizer)
+        random_now, settings_now = RandomState.now(self._runner.devices), settings(self.optimizer)
         incident = None
         try:
             incident = self._explain(attempt, report, reading)
@@ -368,9 +289,9 @@ class Guard:
                 )
         finally:
             if again:
-                self._put_back(attempt, random_now, settings_now)
+                self._runner.put_back(attempt, random_now, settings_now)
             else:
-                self._pending.popleft()
+                self._runner.pending.popleft()
         if incident is not None:
             if not reading.total < torch.inf or not math.isfinite(reading.loss):
                 self._found(self._watch.cut_short())
@@ -379,44 +300,11 @@ class Guard:
                 incident = replace(incident, action="halted")
             self._report(incident)
             if cap:
-                self._held.clear()
-                self._run_held()
+                self._runner.drop_held()
                 same = (i.diagnosis for i in self.incidents if i.kind == incident.kind and i.diagnosis is not None)
                 why = incident.diagnosis or next(same, None)
                 raise TrainingHalted(f"{cap}. Last: {incident}" + (f". {why}" if why is not None else ""), incident)
-        self._run_held()
-
-    def _put_back(self, bad: Attempt, random_now: RandomState, settings_now: Groups) -> None:
-        """Back to before the bad step, and the batches behind it into `_held`."""
-        self._pending.popleft()
-        assert bad.random is not None
-        bad.random.restore()
-        if bad.schedule is not None:
-            bad.schedule.restore(self.optimizer, self.scheduler)
-        again, self._afterwards = to_run_again(bad, self._pending, random_now, settings_now)
-        self._pending.clear()
-        self._held.extend(again)
-        self._stepper.release()
-
-    def _run_held(self) -> None:
-        """Train on the good batches that were held behind a bad one. One that raises is dropped, the others stay held."""
-        while self._held:
-            attempt = self._held.popleft()
-            assert attempt.mode is not None
-            change_settings(self.optimizer, attempt.changes)
-            try:
-                with attempt.mode.again(self._modules, self._stepper.parameters.device):
-                    self._run(attempt)
-            except BaseException:
-                self._return_to_user()
-                raise
-        self._return_to_user()
-
-    def _return_to_user(self) -> None:
-        """Random numbers and settings that belong to the user's own code go on where they were."""
-        if self._afterwards is not None:
-            self._afterwards.apply(self.optimizer)
-            self._afterwards = None
+        self._runner.run_held()
 
     def _explain(self, attempt: Attempt, report: Report, reading: Reading) -> Incident | None:
         """What a refused step was; None for an overflow that only calibrates the loss scale, which is healthy."""
@@ -430,7 +318,7 @@ class Guard:
         gradients, self._one_rank = None, witness.guilty <= 1
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
             if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
-                gradients = self._replay(attempt)
+                gradients = self._runner.replay(attempt)
                 if stepper.scale is not None and not stepper.scale.fixed and gradients is not None and gradients.all_finite:
                     stepper.scale.back_off()
                     return None

@@ -1,0 +1,169 @@
+"""Runner: takes steps that can be taken again. It holds the batches whose verdicts have not come yet, and goes back before a bad
+one without undoing what the user's own code did meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from nanproof.core.attempts import Afterwards, Attempt, to_run_again
+from nanproof.core.checks import check_scalar
+from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, settings
+from nanproof.core.evidence import Gradients, activation_gradients
+from nanproof.core.stepper import Stepper
+from nanproof.core.tree import own_copy
+
+log = logging.getLogger("nanproof")
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+
+class Watcher(Protocol):
+    """Who looks on while steps are taken."""
+
+    def begin(self, attempt: Attempt) -> None: ...
+    def before_step(self, step: int) -> None: ...
+    def after_step(self, step: int, batches: tuple[Any, ...] | None) -> None: ...
+
+
+class Runner:
+    """The steps of `train_step`, from their batches to the optimizer."""
+
+    def __init__(self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any) -> None:
+        self.stepper, self.loss_fn, self.scheduler = stepper, loss_fn, scheduler
+        self.model, self.optimizer = stepper.model, stepper.optimizer
+        self.watchers: list[Watcher] = []
+        self.on_error: Callable[[Attempt, BaseException], None] = lambda attempt, error: None
+        """Told of an exception inside a step, before it goes on to the user."""
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Opened around every forward and backward."""
+        self.pending: deque[Attempt] = deque()
+        """Steps under way: dispatched, their records not consumed yet."""
+        self.held: deque[Attempt] = deque()
+        """Good batches that a bad one held up, to be trained on again before anything else."""
+        self.devices = sorted({p.device for p in stepper.parameters.tensors if p.device.type == "cuda"}, key=str)
+        self._afterwards: Afterwards | None = None
+        self._modules = list(self.model.modules())
+
+    def mode(self) -> Mode:
+        """How a step that begins now is called."""
+        return Mode.now(self._modules, self.stepper.parameters.device)
+
+    def run(self, attempt: Attempt) -> None:
+        """Take a step; its record comes later."""
+        attempt.random = RandomState.now(self.devices)
+        for watcher in self.watchers:
+            watcher.begin(attempt)
+        lag = self.stepper.lag
+        attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
+        self.stepper.buffers.begin()
+        try:
+            self._forward_backward(attempt)
+            self.take(attempt, None)
+        except BaseException as error:
+            self.give_up()
+            self.on_error(attempt, error)
+            attempt.random.restore()
+            raise
+        if lag:
+            attempt.random_after = RandomState.now(self.devices)
+            if self.scheduler is not None:
+                self.scheduler.step()
+            attempt.settings_after = settings(self.optimizer)
+
+    def take(self, attempt: Attempt, loss: Tensor | None) -> None:
+        """The optimizer's part of a step, from the gradients that are there."""
+        for watcher in self.watchers:
+            watcher.before_step(attempt.step)
+        attempt.report = self.stepper.step(loss, again=attempt.batches is not None)
+        for watcher in self.watchers:
+            watcher.after_step(attempt.step, attempt.batches)
+        self.pending.append(attempt)
+
+    def _forward_backward(self, attempt: Attempt, scaled: bool = True) -> None:
+        assert self.loss_fn is not None and attempt.batches is not None
+        self.stepper.forget()
+        parts = len(attempt.batches)
+        for i, batch in enumerate(attempt.batches):
+            with self.stepper.ranks.accumulate(last=i == parts - 1), self.around():
+                loss = self.loss_fn(self.model, own_copy(batch))
+                check_scalar(loss, "loss_fn")
+                self.stepper.backward(loss if parts == 1 else loss / parts, scaled)
+
+    def replay(self, attempt: Attempt) -> Gradients | None:
+        """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:
+        finding out more is never the reason a run dies."""
+        assert attempt.random is not None and attempt.mode is not None
+        stepper, ranks = self.stepper, self.stepper.ranks
+        attempt.random.restore()
+        try:
+            with attempt.mode.again(self._modules, stepper.parameters.device), activation_gradients() as flags:
+                self._forward_backward(attempt, scaled=False)
+            gradients = stepper.look_at_gradients(stepper.parameters.present())
+            said = ranks.gather([any(flags)])
+            guilty = next((rank for rank, bad in said.items() if bad[0] and ranks.together), None)
+            return replace(gradients, rank=guilty)
+        except Exception as error:
+            log.warning("nanproof: step %d could not be run again to look at it: %r", attempt.step, error)
+            return None
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""
+        self.stepper.forget()
+        self.stepper.ranks.forget_gradients()
+        self.stepper.buffers.restore()
+
+    def put_back(self, bad: Attempt, random_now: RandomState, settings_now: Groups) -> None:
+        """Back to before the bad step, and the batches behind it into `held`."""
+        self.pending.popleft()
+        assert bad.random is not None
+        bad.random.restore()
+        if bad.schedule is not None:
+            bad.schedule.restore(self.optimizer, self.scheduler)
+        again, self._afterwards = to_run_again(bad, self.pending, random_now, settings_now)
+        self.pending.clear()
+        self.held.extend(again)
+        self.stepper.release()
+
+    def run_held(self) -> None:
+        """Train on the good batches that were held behind a bad one. One that raises is dropped, the others stay held."""
+        while self.held:
+            attempt = self.held.popleft()
+            assert attempt.mode is not None
+            change_settings(self.optimizer, attempt.changes)
+            try:
+                with attempt.mode.again(self._modules, self.stepper.parameters.device):
+                    self.run(attempt)
+            except BaseException:
+                self._return_to_user()
+                raise
+        self._return_to_user()
+
+    def drop_held(self) -> None:
+        """What was held up is not trained on any more."""
+        self.held.clear()
+        self._return_to_user()
+
+    def forget(self) -> None:
+        """Steps under way are no longer of interest: other weights have been loaded."""
+        self.pending.clear()
+        self.held.clear()
+        self._afterwards = None
+        self.stepper.forget()
+        self.stepper.ranks.forget_gradients()
+        self.stepper.release()
+
+    def _return_to_user(self) -> None:
+        """Random numbers and settings that belong to the user's own code go on where they were."""
+        if self._afterwards is not None:
+            self._afterwards.apply(self.optimizer)
+            self._afterwards = None
