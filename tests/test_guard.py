@@ -1176,7 +1176,9 @@ def test_an_interrupt_at_the_wrong_moment_does_not_stop_the_learning(where, monk
             def interrupt(*_):
                 raise KeyboardInterrupt
 
-            target = ("nanproof.core.verdict.Reading.of", interrupt) if where == "reading" else (guard, "_explain", interrupt)
+            target = (
+                ("nanproof.core.verdict.Reading.of", interrupt) if where == "reading" else (guard._inquest, "hold", interrupt)
+            )
             patch.setattr(*target)
         guard.train_step(data[6])
     armed["on"] = False
@@ -1410,7 +1412,7 @@ def test_bad_use_gets_a_clear_error(tmp_path):
         nanproof.Guard(list(model.parameters()), optimizer)
     with pytest.raises(nanproof.UsageError, match="scheduler is needed, not list"):
         guarded(model, optimizer, scheduler=[1])
-    with pytest.raises(nanproof.UnsupportedError, match="checkpoints"):
+    with pytest.raises(nanproof.UsageError, match="Checkpoints"):
         guarded(model, optimizer, checkpoints="folder")
 
 

@@ -13,12 +13,13 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = ["records", "errors", "policy", "core", "explain", "preflight", "guard", "cli"]
+LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "preflight", "guard", "cli"]
 """A module imports from its own layer or an earlier one."""
 
 
 def test_the_public_names():
     assert sorted(nanproof.__all__) == [
+        "Checkpoints",
         "Diagnosis",
         "Guard",
         "Incident",
@@ -52,7 +53,7 @@ def test_the_signatures_other_programs_are_written_against():
     ]
     assert guard.parameters["max_norm"].default == 1.0
     assert all(p.kind is p.KEYWORD_ONLY for name, p in guard.parameters.items() if name not in ("model", "optimizer"))
-    for name in ("backward", "step", "train_step", "close", "history", "path", "state_dict", "load_state_dict"):
+    for name in ("backward", "step", "train_step", "close", "history", "path", "state_dict", "load_state_dict", "resume", "wrap"):
         assert hasattr(nanproof.Guard, name)
     fields = set(nanproof.Incident.__dataclass_fields__)
     assert {"step", "kind", "action", "loss", "grad_norm", "culprits", "rank", "diagnosis", "bundle"} <= fields

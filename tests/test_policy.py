@@ -27,11 +27,6 @@ def test_wrong_values_are_refused(wrong, says):
         nanproof.Policy(**wrong)
 
 
-def test_rollback_is_refused_until_there_are_checkpoints():
-    with pytest.raises(nanproof.UnsupportedError, match="rollback"):
-        nanproof.Policy(at_cap="rollback")
-
-
 def test_policies_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         nanproof.Policy().on_spike = "skip"

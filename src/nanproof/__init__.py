@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from nanproof.policy import Policy
     from nanproof.preflight import preflight
     from nanproof.records import Diagnosis, Incident, StepRecord
+    from nanproof.recover.checkpoints import Checkpoints
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpoints",
     "Diagnosis",
     "Guard",
     "Incident",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Checkpoints": "recover.checkpoints",
     "Diagnosis": "records",
     "Guard": "guard",
     "Incident": "records",

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.caps import SkipCaps
 from nanproof.core.checks import check_arguments, check_scalar
 from nanproof.core.context import RandomState, settings
-from nanproof.core.evidence import Witness, bad_buffer, from_finding, listed, make_incident
+from nanproof.core.evidence import bad_buffer, from_finding, listed
+from nanproof.core.inquest import Inquest
 from nanproof.core.optimizers import bare_optimizer
 from nanproof.core.runner import Runner
 from nanproof.core.stats import Finding, SpikeWatch
@@ -38,7 +39,10 @@ from nanproof.core.verdict import Reading
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
 from nanproof.policy import Policy
-from nanproof.records import Incident, StepRecord
+from nanproof.records import Incident, StepRecord, few
+from nanproof.recover.recovery import Recovery
+from nanproof.recover.salvage import rest_of
+from nanproof.recover.state import Part
 
 log = logging.getLogger("nanproof")
 
@@ -72,8 +76,8 @@ class Guard:
             scaler: a GradScaler, if the loss is scaled. Do not call its `step`, `update` or `unscale_` yourself.
             scheduler: a learning-rate scheduler that `train_step` advances after every accepted step.
             policy: what to do when; see `Policy`.
-            run_dir: folder for `steps.jsonl`, `incidents.jsonl` and the bundles of bad steps.
-            checkpoints: not in this version.
+            run_dir: folder for `steps.jsonl`, `incidents.jsonl`, the bundles of bad steps and the quarantine.
+            checkpoints: `Checkpoints(folder)`: save the run's state now and then, for `resume` and for going back.
         """
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
         self.model = model
@@ -92,12 +96,12 @@ class Guard:
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
         self._closed = False
-        self._one_rank = False
-        """The last refused step was bad on one rank only."""
-        self._overflowed = -2
-        """The last step of a loop of the user's own that overflowed."""
+        self._inquest = Inquest(self._runner)
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
-        self._runner.watchers.append(self._examiner)
+        parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps}
+        self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
+        self._examiner.keep_asking = self.policy.salvage
+        self._runner.watchers += [self._examiner, self._recovery]
         self._runner.on_error = self._report_exception
 
     # -- what users call -------------------------------------------------------------------------------------------------------
@@ -137,9 +141,12 @@ class Guard:
         if self._runner.held or any(attempt.batches is not None for attempt in self._runner.pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
-        self._runner.take(Attempt(self._next, None), loss)
+        attempt = Attempt(self._next, None)
+        self._recovery.note_batches(attempt)
         self._next += 1
+        self._runner.take(attempt, loss)
         self._catch_up(self._stepper.lag)
+        self._keep_state(own_loop=True)
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
         """One whole step: zero_grad, forward, backward, guarded optimizer step, scheduler. Returns the loss, detached.
@@ -154,17 +161,40 @@ class Guard:
         self._runner.run_held()
         self._follow_optimizer()
         attempt = Attempt(self._next, (batch, *micro_batches), self._runner.mode())
+        self._recovery.note_batches(attempt)
         self._next += 1
         self._runner.run(attempt)
         assert attempt.report is not None
         self._catch_up(self._stepper.lag)
+        self._keep_state(own_loop=False)
         return attempt.report.loss
+
+    def wrap(self, data: Any) -> Any:
+        """A dataset or loader that leaves out quarantined samples and, if it is a loader, knows its position: with it a resumed
+        or rewound run goes on with exactly the batch that comes next. Iterate over what this returns, not over the original."""
+        wrapped = self._recovery.wrap(data)
+        self._examiner.keep_asking = True
+        return wrapped
+
+    def resume(self) -> int:
+        """Load the newest good checkpoint, if there is one, and return the step to go on from; 0 if there is none.
+
+        Weights, optimizer, schedule, loss scale, random numbers, the guard's own state and the position of wrapped loaders are
+        put back. What was passed over, and why, is logged.
+        """
+        self._check_open("resume")
+        if not self._recovery.has_checkpoints:
+            raise UsageError("guard.resume(): there are no checkpoints; make the guard with checkpoints=Checkpoints(folder)")
+        self._next = self._recovery.resume()
+        self._forget_since(self._next)
+        return self._next
 
     def sync(self) -> None:
         """Wait for the verdicts still under way, and train again on batches they held up. For before saving anything, or before
         a loop of your own after `train_step`; matters on CUDA only, where verdicts come two steps late."""
         self._runner.run_held()
         self._catch_up(0)
+        self._recovery.complete()
 
     def close(self) -> None:
         """Take in the last records, look at weights and optimizer state once more, and let go of the model."""
@@ -194,6 +224,7 @@ class Guard:
             self._stepper.close()
             self._journal.close()
             self._examiner.close()
+            self._recovery.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it before the states of model,
@@ -258,6 +289,7 @@ class Guard:
             return
         record = self._record(attempt, report, reading)
         if reading.refused:
+            self._recovery.refused()
             self._refuse(attempt, report, reading, record)
             return
         self._runner.pending.popleft()
@@ -266,80 +298,135 @@ class Guard:
             self.scheduler.step()
         if reading.bad_buffer:
             self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
-        self._found(self._watch.see(record, self._ranks.several))
+        if self._found(self._watch.see(record, self._ranks.several)):
+            return
         self._report(self._examiner.accepted(record, self._history))
+        self._broken(self._recovery.accepted(record.step, self._watch.settled))
 
-    def _found(self, finding: Finding | None) -> None:
-        """A spike turned out to be something."""
+    def _found(self, finding: Finding | None) -> bool:
+        """A spike turned out to be something. Says whether the run went back because of it."""
         incident = from_finding(finding)
-        if incident is not None and finding is not None:
-            self._report(self._examiner.finding(incident, finding.record, self._history))
+        if incident is None or finding is None:
+            return False
+        incident = self._examiner.finding(incident, finding.record, self._history)
+        if incident.kind != "divergence" or self.policy.on_divergence != "rollback":
+            self._report(incident)
+            return False
+        back = self._back(incident, incident.step, incident.step, self._history[-1].step, blame_data=True)
+        self._report(back or incident)
+        return back is not None
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
         again = attempt.batches is not None
         random_now, settings_now = RandomState.now(self._runner.devices), settings(self.optimizer)
-        incident = None
+        incident, inquest = None, self._inquest
         try:
-            incident = self._explain(attempt, report, reading)
+            incident = inquest.hold(attempt, report, reading, self._caps.in_a_row)
             if incident is not None:
-                buffer = self._stepper.buffers.name_at(reading.bad_buffer) if reading.bad_buffer else ""
                 incident = self._examiner.refused(
-                    incident, attempt, reading, record, self._history, buffer, one_rank=self._one_rank
+                    incident, attempt, reading, record, self._history, inquest.bad_buffer, one_rank=inquest.one_rank
                 )
         finally:
             if again:
                 self._runner.put_back(attempt, random_now, settings_now)
             else:
                 self._runner.pending.popleft()
-        if incident is not None:
-            if not reading.total < torch.inf or not math.isfinite(reading.loss):
-                self._found(self._watch.cut_short())
-            cap = self._caps.refused()
-            if cap:
-                incident = replace(incident, action="halted")
-            self._report(incident)
-            if cap:
-                self._runner.drop_held()
-                same = (i.diagnosis for i in self.incidents if i.kind == incident.kind and i.diagnosis is not None)
-                why = incident.diagnosis or next(same, None)
-                raise TrainingHalted(f"{cap}. Last: {incident}" + (f". {why}" if why is not None else ""), incident)
-        self._runner.run_held()
+        if incident is None or not self._settle(attempt, incident, diverged=not math.isfinite(reading.total + reading.loss)):
+            self._runner.run_held()
 
-    def _explain(self, attempt: Attempt, report: Report, reading: Reading) -> Incident | None:
-        """What a refused step was; None for an overflow that only calibrates the loss scale, which is healthy."""
-        stepper, again = self._stepper, attempt.batches is not None
-        # When refusals follow each other the weights stay as they were found the first time.
-        broken = stepper.broken_state() if self._caps.in_a_row == 0 else []
-        weights_bad = bool(broken)
-        if reading.bad_buffer:
-            broken.append(stepper.buffers.name_at(reading.bad_buffer))
-        witness = Witness.hear(self._ranks, reading, report.losses, report.probes, weights_bad)
-        gradients, self._one_rank = None, witness.guilty <= 1
-        if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
-            if again and (stepper.scale is not None or stepper.lag or (self._ranks.together and witness.rank is None)):
-                gradients = self._runner.replay(attempt)
-                if stepper.scale is not None and not stepper.scale.fixed and gradients is not None and gradients.all_finite:
-                    stepper.scale.back_off()
-                    return None
-            elif not again and reading.scale is not None and reading.scale >= 1:
-                stays = stepper.uncleared and self._overflowed == attempt.step - 1
-                self._overflowed = attempt.step
-                if not stays:
-                    return None
-            elif not stepper.lag:
-                gradients = stepper.look_at_gradients(report.present)
-        norms = [(report.names[i], norm) for i, norm in zip(report.present, reading.norms, strict=True)]
-        incident = make_incident(attempt.step, reading, norms, witness, gradients, broken)
-        if reading.weights_bad and stepper.weights is not None and not stepper.weights.restore:
-            return replace(incident, action="recorded", message=incident.message + "; no copy was kept to put back")
-        if incident.kind == "nonfinite-gradient" and not again and self._caps.in_a_row:
-            hint = "; the step before was refused too: was zero_grad called in between?"
-            incident = replace(incident, message=incident.message + hint)
-        if incident.kind == "nonfinite-gradient" and reading.scale is not None and reading.scale < 1 and not again:
-            message = f"{incident.message}; the loss scale is down to {reading.scale:g}, so it is no range problem"
-            return replace(incident, kind="loss-scale-collapse", message=message)
-        return incident
+    def _settle(self, attempt: Attempt, incident: Incident, diverged: bool) -> bool:
+        """What becomes of the run after a refused step. True where it went back: then nothing is held any more."""
+        if diverged and self._found(self._watch.cut_short()):
+            self._report(incident)
+            return True
+        if not self._inquest.state_broken:
+            incident, taken = self._use_the_rest(attempt, incident)
+            if taken:
+                self._report(incident)
+                return False
+        cap = self._caps.refused()
+        if (cap or self._inquest.state_broken) and self.policy.at_cap == "rollback":
+            # What broke the state came before this step; what fills the cap began with the first refused one.
+            since = attempt.step - (1 if self._inquest.state_broken else self._caps.in_a_row - 1)
+            back = self._back(incident, since, since, attempt.step, blame_data=not self._inquest.state_broken)
+            if back is not None:
+                self._report(back)
+                return True
+        if cap:
+            self._halt(incident, cap)
+        self._report(incident)
+        return False
+
+    def _use_the_rest(self, attempt: Attempt, incident: Incident) -> tuple[Incident, bool]:
+        """Samples that alone are to blame go into quarantine, where it is known which they are. With `Policy.salvage` the step is
+        taken without them, before anything else."""
+        ranks, found = self._ranks, incident.diagnosis
+        rows = found.samples if found is not None else ()
+        if attempt.batches is None or (ranks.together and (incident.rank is None or not self._inquest.one_rank)):
+            return incident, False
+        guilty = not ranks.together or incident.rank == ranks.rank
+        rest = rest_of(attempt, incident.micro_batch, rows) if guilty else replace(attempt, parted=True, report=None)
+        known = self._recovery.knows(attempt) and bool(rows)
+        if ranks.together:
+            said = ranks.gather([rest is not None, known]).values()
+            rest, known = rest if all(s[0] for s in said) else None, all(s[1] for s in said)
+        if rest is None or not (self.policy.salvage or known):
+            return incident, False
+        gradients = self._runner.replay(rest)
+        assert attempt.random is not None
+        attempt.random.restore()
+        if gradients is None or not gradients.all_finite:
+            return incident, False
+        said_more = ""
+        if known and guilty and (count := self._recovery.leave_out(attempt, incident)):
+            said_more = f"; {count} sample{'s' if count > 1 else ''} put into quarantine"
+        if self.policy.salvage:
+            self._runner.held.appendleft(rest)
+            said_more += f"; the step is taken without {f'sample {few(rows)}' if rows else f'micro-batch {incident.micro_batch}'}"
+        return replace(incident, message=incident.message + said_more), self.policy.salvage
+
+    def _back(self, incident: Incident, most: int, since: int, until: int, blame_data: bool) -> Incident | None:
+        """Go back to a good state of before step `most`; the incident that says so, or None where there is none to go to."""
+        way = self._recovery.go_back(most, since, until, blame_data=blame_data)
+        if way is None:
+            if self._recovery.exhausted:
+                self._halt(incident, f"the run went back {self.policy.max_rollbacks} times, and it came again (max_rollbacks)")
+            return None
+        self._next = way.step
+        self._forget_since(way.step)
+        action = "rewound" if way.in_memory else "rolled-back"
+        return replace(incident, action=action, message=f"{incident.message}; {way}")
+
+    def _halt(self, incident: Incident, why: str) -> NoReturn:
+        incident = replace(incident, action="halted")
+        self._report(incident)
+        self._runner.drop_held()
+        same = (i.diagnosis for i in self.incidents if i.kind == incident.kind and i.diagnosis is not None)
+        cause = incident.diagnosis or next(same, None)
+        raise TrainingHalted(f"{why}. Last: {incident}" + (f". {cause}" if cause is not None else ""), incident)
+
+    def _keep_state(self, own_loop: bool) -> None:
+        self._broken(self._recovery.stepped(self._next, own_loop, self._watch.settled))
+
+    def _broken(self, names: str | None) -> None:
+        """A copy of the state was to be kept, and is not finite."""
+        if names is None:
+            return
+        message = f"weights, buffers or optimizer state are non-finite: {names}"
+        incident = Incident(step=max(self._next - 1, 0), kind="nonfinite-weight", action="recorded", message=message)
+        back = None
+        if self.policy.at_cap == "rollback":
+            back = self._back(incident, incident.step, 0, incident.step, blame_data=False)
+        elif self._recovery.has_good:
+            self._halt(incident, "the run's state is broken")
+        self._report(back or incident)
+
+    def _forget_since(self, step: int) -> None:
+        """The run is at an earlier step, or in a new process: what was known of later ones is not so any more."""
+        self._examiner.rewound()
+        while self._history and self._history[-1].step >= step:
+            self._history.pop()
 
     # -- incidents -------------------------------------------------------------------------------------------------------------
 

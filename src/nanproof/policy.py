@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nanproof.errors import UnsupportedError, UsageError
+from nanproof.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,30 @@ class Policy:
     skip_window: int = 100
     """Steps over which `max_skip_rate` is counted."""
 
-    at_cap: Literal["halt", "rollback"] = "halt"
-    """At the cap: raise `TrainingHalted`. Rolling back needs checkpoints, which this version does not have yet."""
+    at_cap: Literal["rollback", "halt"] = "rollback"
+    """At the cap, and as soon as weights or optimizer state are found non-finite: go back to a good state, or raise
+    `TrainingHalted`. Going back takes `snapshot_every` or checkpoints; without either, the cap halts."""
+
+    on_divergence: Literal["rollback", "record"] = "rollback"
+    """When the loss grows without end: go back to a good state if there is one, or only record it."""
+
+    max_rollbacks: int = 3
+    """How often the same trouble may send the run back, each time to an older state; once more halts it."""
+
+    rollback_margin: int = 2
+    """Batches before and after the offending ones that are stepped over too. Needs a loader from `guard.wrap`."""
+
+    rewarm_steps: int = 0
+    """Steps after going back over which the learning rate climbs from near 0 to its schedule."""
+
+    snapshot_every: int = 0
+    """Steps from one copy of the run's state in memory to the next; 0 keeps none. Two good ones are kept."""
+
+    snapshot_to: Literal["host", "device"] = "host"
+    """Where those copies lie. On the device they are fastest and take its memory."""
+
+    salvage: bool = False
+    """Of a refused step, train on what is good: the other micro-batches, or the batch without the bad samples."""
 
     on_spike: Literal["clip", "skip", "record"] = "clip"
     """A finite loss or gradient norm far above what is usual: clip it to `max_norm`, refuse the step, or only record it.
@@ -59,7 +81,9 @@ class Policy:
     """Size of one bundle at the most: optimizer state is left out first, then weights."""
 
     def __post_init__(self) -> None:
-        self._choice("at_cap", ("halt", "rollback"))
+        self._choice("at_cap", ("rollback", "halt"))
+        self._choice("on_divergence", ("rollback", "record"))
+        self._choice("snapshot_to", ("host", "device"))
         self._choice("on_spike", ("clip", "skip", "record"))
         self._choice("diagnose", ("first", "always", "never"))
         self._choice("half_weights", ("auto", "restore", "look", "off"))
@@ -69,6 +93,10 @@ class Policy:
             ("warmup_steps", 2),
             ("history", 1),
             ("bundles", 0),
+            ("max_rollbacks", 0),
+            ("rollback_margin", 0),
+            ("rewarm_steps", 0),
+            ("snapshot_every", 0),
             ("bundle_bytes", 1),
         ):
             self._whole(name, least)
@@ -80,8 +108,6 @@ class Policy:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
             raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
-        if self.at_cap == "rollback":
-            raise UnsupportedError('Policy(at_cap="rollback") needs checkpoints, which this version does not have: use "halt"')
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

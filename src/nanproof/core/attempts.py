@@ -28,6 +28,10 @@ class Attempt:
     """With a lag only: without one, nothing of a refused step's schedule has happened yet."""
     settings_after: Groups | None = None
     report: Report | None = None
+    tickets: list[list[Any]] = field(default_factory=list)
+    """What the wrapped loaders handed out for this step."""
+    parted: bool = False
+    """What is left of a batch after something bad was taken out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def to_run_again(
         assert earlier.random_after is not None and earlier.settings_after is not None
         drawn |= later.random.moved_since(earlier.random_after)
         changes = changed_settings(earlier.settings_after, later.schedule.groups)
-        again.append(Attempt(later.step, later.batches, later.mode, changes))
+        again.append(Attempt(later.step, later.batches, later.mode, changes, tickets=later.tickets, parted=later.parted))
         earlier = later
     assert earlier.random_after is not None and earlier.settings_after is not None
     drawn |= random_now.moved_since(earlier.random_after)

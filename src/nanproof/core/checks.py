@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof.errors import UnsupportedError, UsageError
+from nanproof.errors import UsageError
 from nanproof.policy import Policy
 
 
 def check_arguments(model: Any, max_norm: Any, policy: Any, scheduler: Any, checkpoints: Any) -> None:
     """What `Guard` is made with."""
-    if checkpoints is not None:
-        raise UnsupportedError("Guard(checkpoints=...) is not in this version: save guard.state_dict() with your own checkpoints")
+    if checkpoints is not None and not hasattr(checkpoints, "prove"):
+        raise UsageError(
+            f"Guard(checkpoints=...): a nanproof.Checkpoints is needed, not {type(checkpoints).__name__}; "
+            "write checkpoints=nanproof.Checkpoints(folder)"
+        )
     if isinstance(max_norm, str) and max_norm != "auto":
         raise UsageError(f'Guard(max_norm={max_norm!r}): a number above 0, "auto" or None is needed')
     if isinstance(max_norm, bool) or (isinstance(max_norm, (int, float)) and not max_norm > 0):

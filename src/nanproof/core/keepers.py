@@ -115,6 +115,11 @@ class BufferKeeper:
                     return self._name(key)
         return "a buffer"
 
+    def bad_now(self) -> Tensor | None:
+        """Whether a buffer is non-finite now that is not so on purpose, on the device; None where none can be."""
+        bad = [(~torch.isfinite(_concatenate(flat.live())) & ~flat.meant).any() for flat in self._floating()]
+        return torch.stack([x.to(bad[0].device, non_blocking=True) for x in bad]).any() if bad else None
+
     def broken(self) -> list[str]:
         """Names of the buffers that are non-finite now, without those that are infinite on purpose. Waits: for failures."""
         bad = []

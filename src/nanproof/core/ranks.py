@@ -63,6 +63,11 @@ class Ranks:
         return foreign | plain
 
     @property
+    def members(self) -> list[int]:
+        """The global ranks that train together."""
+        return dist.get_process_group_ranks(self._group) if self._group is not None else list(range(self.world))
+
+    @property
     def several(self) -> bool:
         return self.world > 1
 

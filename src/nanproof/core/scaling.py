@@ -39,6 +39,19 @@ class LossScale:
         scale.copy_(torch.where(frozen, old_scale, scale))
         count.copy_(torch.where(frozen, old_count, count))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What the scaler knows: empty before the first backward."""
+        if self.untouched:
+            return {}
+        return {"scale": self._scaler._scale, "growth": self._scaler._growth_tracker}
+
+    def put(self, saved: dict[str, Tensor]) -> None:
+        """Back to what `tensors` said."""
+        if self.untouched:
+            self._scaler._lazy_init_scale_growth_tracker(self._one.device)
+        self._scaler._scale.copy_(saved["scale"])
+        self._scaler._growth_tracker.copy_(saved["growth"])
+
     @property
     def fixed(self) -> bool:
         """It hardly falls after an overflow: no scale that finds its level by itself."""

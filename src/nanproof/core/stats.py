@@ -223,6 +223,11 @@ class SpikeWatch:
             self._episode = _Episode(record, size, usual, (0.0, 0.0), 1.5, several_ranks)
         return None
 
+    @property
+    def settled(self) -> bool:
+        """No jump is being watched, and the run has not diverged."""
+        return self._episode is None and not self._diverged
+
     def cut_short(self) -> Finding | None:
         """The next step was non-finite. If the loss had been growing without end, that is what it was."""
         episode = self._episode

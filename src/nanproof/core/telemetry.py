@@ -72,7 +72,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("steps", "incidents"):
                 path = self.folder / f"{name}.jsonl"
-                _cut_broken_line(path)
+                cut_broken_line(path)
                 self._files[name] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             self.close()
@@ -111,7 +111,7 @@ class Journal:
             log.warning("nanproof: no more lines go to %s.jsonl: %s. Training goes on", name, error.strerror)
 
 
-def _cut_broken_line(path: Path) -> None:
+def cut_broken_line(path: Path) -> None:
     """A run killed while writing leaves half a line; what follows it would be unreadable."""
     if not path.is_file() or path.stat().st_size == 0:
         return

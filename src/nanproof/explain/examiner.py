@@ -35,6 +35,8 @@ log = logging.getLogger("nanproof")
 
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
+_PATIENCE = 3
+"""Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
 Reader = Callable[[], list[float]]
 _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
@@ -68,6 +70,9 @@ class Examiner:
         if run_dir is not None and policy.bundles:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
         self._bundled: set[str] = set()
+        self.keep_asking = False
+        """Samples are wanted of every bad step, to salvage the rest or to leave them out: not only of the first of its kind."""
+        self._fruitless: dict[str, int] = {}
         self.recorder = Recorder()
         self._watch = SilentWatch(stepper.parameters, stepper.optimizer)
         self._sample = WeightSample(stepper.parameters, stepper.optimizer)
@@ -216,7 +221,7 @@ class Examiner:
         if self._policy.diagnose == "never":
             return False
         if self._policy.diagnose == "first" and kind in self._explained:
-            return False
+            return self.keep_asking and self._fruitless.get(kind, 0) < _PATIENCE
         self._explained.add(kind)
         return True
 
@@ -257,8 +262,10 @@ class Examiner:
             )
         if ranks.together:
             diagnosis = _shared(ranks, diagnosis, guilty)
-            if diagnosis is not None and incident.rank is not None and one_rank:
-                diagnosis = _one_rank(diagnosis, incident.rank)
+        named = diagnosis is not None and bool(diagnosis.samples)
+        self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
+        if ranks.together and diagnosis is not None and incident.rank is not None and one_rank:
+            diagnosis = _one_rank(diagnosis, incident.rank)
         incident = replace(incident, diagnosis=diagnosis)
         return self._bundle(incident, moment, record) if mine else incident
 
@@ -283,6 +290,12 @@ class Examiner:
             moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
         diagnosis = self._guarded(lambda: self._case("exception", moment, history=history, error=error))
         return self._bundle(replace(incident, diagnosis=diagnosis), moment, None)
+
+    def rewound(self) -> None:
+        """The run went back: what was kept of the way it came is of no use."""
+        self.recorder.clear()
+        self._looks.clear()
+        self._updates.clear()
 
     def close(self) -> None:
         """Wait for the bundles on their way to the disk."""

@@ -7,7 +7,6 @@ and whatever goes wrong with the disk is a warning.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import queue
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor
+
+from nanproof.core.files import reason, strict_json, sync
 
 log = logging.getLogger("nanproof")
 
@@ -109,7 +110,7 @@ def _work(parcels: Parcels, folder: Path, keep: int) -> None:
             _remove_oldest(folder, keep, parcel.name)
         except Exception as error:
             assert parcel is not None
-            log.warning("nanproof: the bundle %s was not written: %s. Training goes on", folder / parcel.name, _reason(error))
+            log.warning("nanproof: the bundle %s was not written: %s. Training goes on", folder / parcel.name, reason(error))
         finally:
             parcel = None  # its memory is not kept until the next one comes
             parcels.task_done()
@@ -130,24 +131,18 @@ def write_parcel(folder: Path, parcel: Parcel) -> None:
             shutil.copymode(partial / next(iter(parcel.texts)), partial / name)  # safetensors lets only the owner read
         files = {}
         for path in sorted(partial.iterdir()):
-            _sync(path)
+            sync(path)
             files[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
         (partial / MANIFEST).write_text(strict_json({**parcel.manifest, "files": files}), encoding="utf-8")
-        _sync(partial / MANIFEST)
-        _sync(partial)
+        sync(partial / MANIFEST)
+        sync(partial)
         partial.rename(folder / parcel.name)
-        _sync(folder)
+        sync(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         _writing.discard(partial)
-
-
-def strict_json(data: Mapping[str, Any]) -> str:
-    """One line a field."""
-    fields = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in data.items())
-    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def digest(path: Path) -> str:
@@ -160,15 +155,6 @@ def digest(path: Path) -> str:
 
 def _hidden(folder: Path, name: str) -> Path:
     return folder / f".{name}.{os.getpid()}.partial"
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove_oldest(folder: Path, keep: int, newest: str) -> None:
@@ -206,7 +192,3 @@ def _someone_else(pid: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"

@@ -1,0 +1,72 @@
+"""Inquest: from a refused step to what it was. Asks the other ranks, the gradients, and where it must, a replay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from nanproof.core.attempts import Attempt
+from nanproof.core.evidence import Gradients, Witness, make_incident
+from nanproof.core.runner import Runner
+from nanproof.core.stepper import Report
+from nanproof.core.verdict import Reading
+from nanproof.records import Incident
+
+
+class Inquest:
+    """Finds out what a refused step was; every rank comes to it at the same step."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.state_broken = False
+        """Weights, optimizer state or loss scale were non-finite before the step."""
+        self.one_rank = False
+        """The step was bad on one rank only."""
+        self.bad_buffer = ""
+        """The buffer that the forward made non-finite."""
+        self._overflowed = -2
+        """The last step of a loop of the user's own that overflowed."""
+
+    def hold(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
+        """What the step was; None for an overflow that only calibrates the loss scale, which is healthy."""
+        stepper, again = self._runner.stepper, attempt.batches is not None
+        # When refusals follow each other the weights stay as they were found the first time.
+        broken = stepper.broken_state() if refused_before == 0 else []
+        weights_bad = bool(broken)
+        self.bad_buffer = stepper.buffers.name_at(reading.bad_buffer) if reading.bad_buffer else ""
+        if self.bad_buffer:
+            broken.append(self.bad_buffer)
+        witness = Witness.hear(stepper.ranks, reading, report.losses, report.probes, weights_bad)
+        self.one_rank, self.state_broken = witness.guilty <= 1, witness.weights_bad
+        if reading.scale is not None and not 0 < reading.scale < math.inf:
+            self.state_broken = True
+            message = f"the loss scale is {reading.scale:g}: something other than the guard wrote it"
+            return Incident(step=attempt.step, kind="loss-scale-collapse", action="skipped", message=message)
+        gradients: Gradients | None = None
+        if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
+            if again and (stepper.scale is not None or stepper.lag or (stepper.ranks.together and witness.rank is None)):
+                gradients = self._runner.replay(attempt)
+                if stepper.scale is not None and not stepper.scale.fixed and gradients is not None and gradients.all_finite:
+                    stepper.scale.back_off()
+                    return None
+            elif not again and reading.scale is not None and reading.scale >= 1:
+                stays = stepper.uncleared and self._overflowed == attempt.step - 1
+                self._overflowed = attempt.step
+                if not stays:
+                    return None
+            elif not stepper.lag:
+                gradients = stepper.look_at_gradients(report.present)
+        norms = [(report.names[i], norm) for i, norm in zip(report.present, reading.norms, strict=True)]
+        incident = make_incident(attempt.step, reading, norms, witness, gradients, broken)
+        if reading.weights_bad and stepper.weights is not None and not stepper.weights.restore:
+            self.state_broken = True
+            return replace(incident, action="recorded", message=incident.message + "; no copy was kept to put back")
+        if incident.kind == "nonfinite-gradient" and not again and refused_before:
+            hint = "; the step before was refused too: was zero_grad called in between?"
+            incident = replace(incident, message=incident.message + hint)
+        if incident.kind == "nonfinite-gradient" and reading.scale is not None and reading.scale < 1 and not again:
+            message = f"{incident.message}; the loss scale is down to {reading.scale:g}, so it is no range problem"
+            return replace(incident, kind="loss-scale-collapse", message=message)
+        return incident

@@ -1,0 +1,307 @@
+"""Snapshots: good states of a run in memory, to go back to within seconds.
+
+On CUDA a snapshot waits for nothing: the copies run on a stream of their own through pinned memory, beside the next forward and
+backward, and only the next optimizer step waits for them, on the device. Whether every number in it is finite is found out on
+the device as well and read later, together with the verdicts of the steps it follows; until then the snapshot is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.parameters import is_dtensor, local, nonfinite
+from nanproof.core.ranks import Ranks
+from nanproof.core.telemetry import Courier
+from nanproof.recover.state import RunState, rewrapped
+
+log = logging.getLogger("nanproof")
+
+_ALIGN = 256
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A state of the run: what the world was like when `step` was the next to be taken."""
+
+    step: int
+    arena: Arena
+    copies: dict[str, Tensor]
+    """This rank's part of every tensor."""
+    sharded: dict[str, Any]
+    """The tensors that are sharded, for how they are."""
+    host: dict[str, Any]
+    finite: Callable[[], bool]
+    """Whether every weight, buffer and moment is finite, on every rank. Waits, if it has not been found out yet."""
+    done: list[Any] = field(default_factory=list)
+    """Events behind the copies."""
+    sources: list[Tensor] = field(default_factory=list)
+    """Kept alive until the copies are made."""
+    confirmed: bool = False
+    """The steps it follows were all accepted, and it is finite."""
+    saving: bool = False
+    """On its way to the disk."""
+
+    def wait(self) -> None:
+        """Until the copies are there. For the host; a device stream waits with `order_after`."""
+        for event in self.done:
+            event.synchronize()
+        self.sources.clear()
+
+    def order_after(self) -> None:
+        """What the device does from now on comes after the copies."""
+        for event in self.done:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copies as whole tensors, sharded ones as such."""
+        return {n: rewrapped(t, self.sharded[n]) if n in self.sharded else t for n, t in self.copies.items()}
+
+    @property
+    def bytes(self) -> int:
+        return self.arena.bytes
+
+
+class Arena:
+    """One block of memory for each kind of place, from which the copies of a snapshot are cut. Taken once, used again."""
+
+    def __init__(self, plan: Plan, on_device: bool) -> None:
+        self.plan, self.bytes = plan, plan.bytes
+        blocks: dict[str, Tensor] = {}
+        for place, size in plan.sizes(on_device).items():
+            block = torch.empty(size, dtype=torch.uint8, device=place)
+            if place == "cpu" and plan.cuda:
+                _pin(block)
+            blocks[place] = block
+        self._blocks = blocks
+        self._on_device = on_device
+
+    def views(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        used = dict.fromkeys(self._blocks, 0)
+        for name, (device, dtype, shape) in self.plan.items.items():
+            place = str(device) if self._on_device else "cpu"
+            size = math.prod(shape) * dtype.itemsize
+            start = used[place]
+            used[place] = start + _round_up(size)
+            found[name] = self._blocks[place][start : start + size].view(dtype).view(shape)
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a snapshot has to hold."""
+
+    items: dict[str, tuple[torch.device, torch.dtype, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Plan:
+        return cls({name: (t.device, t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+
+    @property
+    def cuda(self) -> bool:
+        return any(device.type == "cuda" for device, _, _ in self.items.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes(False).values())
+
+    def sizes(self, on_device: bool) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for device, dtype, shape in self.items.values():
+            place = str(device) if on_device else "cpu"
+            found[place] = found.get(place, 0) + _round_up(math.prod(shape) * dtype.itemsize)
+        return found
+
+
+class Snapshots:
+    """Takes snapshots, keeps the last two that are good, and says what memory that takes before it takes it."""
+
+    KEPT = 2
+
+    def __init__(self, state: RunState, ranks: Ranks, device: torch.device, on_device: bool) -> None:
+        self._state, self._ranks, self._on_device = state, ranks, on_device
+        self._courier = Courier(device)
+        self._free: list[Arena] = []
+        self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._said: int | None = None
+        self.kept: list[Snapshot] = []
+        """Oldest first; the last ones may not be confirmed yet."""
+
+    def take(self, step: int, host: dict[str, Any]) -> Snapshot | None:
+        """Copy the state as it is now. None, with a warning, where there is not enough memory."""
+        live = self._state.tensors()
+        parts = {name: local(t) for name, t in live.items()}
+        frozen = self._keep_frozen(parts)
+        moving = {name: t for name, t in parts.items() if name not in frozen}
+        arena = self._room(Plan.of(moving))
+        if arena is None:
+            return None
+        copies = arena.views()
+        sharded = {name: t for name, t in live.items() if is_dtensor(t)}
+        snapshot = Snapshot(step, arena, {**copies, **frozen}, sharded, host, self._look(parts))
+        fickle = self._state.written_by_the_forward() | {n for n in moving if n.startswith(("scaler.", "guard."))}
+        self._copy(snapshot, moving, copies, fickle)
+        return snapshot
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Among those to go back to; the oldest makes room once there are enough good ones."""
+        self.kept.append(snapshot)
+        good = [s for s in self.kept if s.confirmed]
+        for old in good[: -self.KEPT]:
+            self.kept.remove(old)
+            self.release(old)
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Its memory may be used again."""
+        if snapshot not in self.kept and not snapshot.saving:
+            snapshot.wait()
+            if not any(arena is snapshot.arena for arena in self._free):
+                self._free.append(snapshot.arena)
+
+    def drop(self, which: Callable[[Snapshot], bool]) -> None:
+        for snapshot in [s for s in self.kept if which(s)]:
+            self.kept.remove(snapshot)
+            self.release(snapshot)
+
+    def close(self) -> None:
+        self.kept.clear()
+        self._free.clear()
+        self._frozen.clear()
+
+    def _look(self, parts: Mapping[str, Tensor]) -> Callable[[], bool]:
+        """Whether weights, moments and buffers are finite: asked on the device now, read later."""
+        not_asked = self._state.buffer_names() | {"guard.stats"}
+        numbers = [_real(t) for name, t in parts.items() if name not in not_asked and _can_go_bad(t)]
+        bad = self._state.bad_buffers()
+        if all(t.device.type == "cpu" for t in numbers) and not self._ranks.together:
+            found = bool(nonfinite(("", t) for t in numbers)) or (bad is not None and bool(bad))
+            return lambda: not found
+        device = numbers[0].device if numbers else torch.device("cpu")
+        flags = [bad.to(device, non_blocking=True)] if bad is not None else []
+        for group in _by_place(numbers):
+            largest = torch.stack(torch._foreach_norm(group, torch.inf))
+            flags.append((~torch.isfinite(largest)).any().to(device, non_blocking=True))
+        flag = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+        parcel = self._courier.send(self._ranks.any_rank(flag).float().reshape(1))
+        answer: list[bool] = []
+
+        def finite() -> bool:
+            if not answer:
+                answer.append(parcel()[0] == 0)
+            return answer[0]
+
+        return finite
+
+    def _copy(self, snapshot: Snapshot, moving: Mapping[str, Tensor], copies: Mapping[str, Tensor], fickle: set[str]) -> None:
+        for device in {t.device for t in moving.values()}:
+            names = [name for name, t in moving.items() if t.device == device]
+            if device.type != "cuda" or self._on_device:
+                torch._foreach_copy_([copies[n] for n in names], [moving[n] for n in names])
+                continue
+            # What the next forward writes cannot wait for the slow way to the host: it is copied aside at once.
+            sources = [moving[n].clone() if n in fickle else moving[n] for n in names]
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for name, source in zip(names, sources, strict=True):
+                    copies[name].copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            snapshot.done.append(event)
+            snapshot.sources += sources
+
+    def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what nothing trains: made once, and again only if it was written."""
+        found = {}
+        for name, p in self._state.frozen().items():
+            known = self._frozen.get(name)
+            if known is None or known[0] is not p or known[1] != p._version:
+                place = parts[name].device if self._on_device else torch.device("cpu")
+                known = self._frozen[name] = (p, p._version, parts[name].detach().to(place, copy=True))
+            found[name] = known[2]
+        return found
+
+    def _room(self, plan: Plan) -> Arena | None:
+        for arena in self._free:
+            if arena.plan == plan:
+                self._free.remove(arena)
+                return arena
+        self._free.clear()  # of another shape: of no use any more
+        if not self._fits(plan):
+            return None
+        return Arena(plan, self._on_device)
+
+    def _fits(self, plan: Plan) -> bool:
+        """Say what a snapshot takes before it is taken; not at all if that is more than there is."""
+        sizes = plan.sizes(self._on_device)
+        if self._said != plan.bytes:
+            self._said = plan.bytes
+            places = " + ".join(f"{size / 1e9:.3g} GB on {place}" for place, size in sizes.items())
+            log.info("nanproof: a copy of the run's state takes %s; up to %d are held at a time", places, self.KEPT + 1)
+        for place, size in sizes.items():
+            free = _free_memory(place)
+            if free is not None and size > 0.9 * free:
+                log.warning(
+                    "nanproof: no copy of the run's state is taken: it needs %.3g GB on %s, %.3g GB are free",
+                    size / 1e9,
+                    place,
+                    free / 1e9,
+                )
+                return False
+        return True
+
+
+def _can_go_bad(t: Tensor) -> bool:
+    inexact = t.is_floating_point() or t.is_complex()
+    return inexact and t.numel() > 0 and t.layout is torch.strided and t.element_size() > 1
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def _by_place(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device, t.dtype), []).append(t)
+    return list(groups.values())
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _free_memory(place: str) -> int | None:
+    """Bytes that can be had; None where nobody knows."""
+    if place.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(place))[0])
+    try:
+        with open("/proc/meminfo") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _pin(block: Tensor) -> None:
+    """Lock a block in memory so that copies from a device need not wait. torch's own pinned blocks are rounded up to a power of
+    two, which for gigabytes is too much. Where the system says no, copies still work, only slower."""
+    runtime = torch.cuda.cudart()
+    address, size = block.data_ptr(), block.numel()
+    if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:
+        weakref.finalize(block.untyped_storage(), _unpin, address, os.getpid())
+
+
+def _unpin(address: int, pid: int) -> None:
+    if os.getpid() == pid:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,385 @@
+"""Store: checkpoints on the disk, each whole or not there, each with the proof of what it is.
+
+    checkpoints/
+      lock                     who writes here
+      step-00000300/           the state in which step 300 was the next to be taken
+        .metadata, *.distcp    tensors, as torch.distributed.checkpoint writes them
+        host-0.pt              the rest of rank 0's state: plain values, read with weights_only=True
+        manifest.json          size and checksum of every file
+        good.json              only once the checkpoint has been proven; names the manifest it speaks of
+
+A checkpoint is written under a hidden name, flushed, and renamed. It is deleted the other way round. Whatever moment the
+process dies at, what has a plain name is whole, and `good.json` was written after `prove` healthy steps or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.files import FolderLock, reason, strict_json, sync, write_whole
+from nanproof.core.ranks import Ranks
+from nanproof.errors import NanproofError, RefusedFile, UsageError
+
+log = logging.getLogger("nanproof")
+
+FORMAT = 1
+MANIFEST, GOOD = "manifest.json", "good.json"
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_HIDDEN = re.compile(r"\.step-.*\.(?:partial|old)")
+
+
+class NotWhole(NanproofError):
+    """A checkpoint is not what its manifest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on the disk."""
+
+    path: Path
+    step: int
+    turn: int
+    """The second, third, ... that was written of this step."""
+    good: bool
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.turn
+
+
+class Store:
+    """One run's folder of checkpoints. Of several ranks, the first one writes, renames and deletes; each brings its own part."""
+
+    def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None) -> None:
+        self.folder, self._keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
+        self._lock: FolderLock | None = None
+        if self._leads:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(self.folder, f"Checkpoints(folder={str(folder)!r})")
+                write_whole(self.folder / ".probe", "")
+                (self.folder / ".probe").unlink()
+            except OSError as error:
+                self.close()
+                raise UsageError(
+                    f"Checkpoints(folder={str(folder)!r}) cannot be written: {reason(error)}. Choose a folder that can"
+                ) from error
+            for path in self.folder.iterdir():  # what killed runs left half written, or half deleted
+                if _HIDDEN.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def _leads(self) -> bool:
+        return not self._ranks.together or self._ranks.rank == 0
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- what is there ---------------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Saved]:
+        """Every checkpoint, newest first."""
+        found = []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append(Saved(path, int(match[1]), int(match[2] or 1), (path / GOOD).is_file()))
+        return sorted(found, key=lambda saved: saved.order, reverse=True)
+
+    def newest_good(self, most: int | None = None, but: int = 0) -> tuple[Saved | None, list[str]]:
+        """The newest good checkpoint of a step up to `most` whose checksums hold, after `but` others; and what was passed over,
+        with the reasons."""
+        passed = []
+        for saved in self.checkpoints():
+            if most is not None and saved.step > most:
+                continue
+            try:
+                proven(saved.path)
+                check_files(saved.path)
+            except NotWhole as why:
+                passed.append(f"{saved.path.name}: {why}")
+                continue
+            if but <= 0:
+                return saved, passed
+            but -= 1
+        return None, passed
+
+    # -- writing ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], host: Mapping[str, Any]) -> Path:
+        """Write a candidate. Every rank comes here; nothing of it stays if any of them fails."""
+        partial = self.folder / f".step-{step:08d}.partial"
+        files: dict[str, Any] = {}
+        trouble = self._tried(lambda: self._clear(partial) if self._leads else None)
+        if not trouble:
+            trouble = self._tried(lambda: self._write_tensors(partial, tensors))
+        if not trouble:
+            trouble = self._tried(lambda: files.update(self._write_own(partial, host)))
+        path = self.folder
+        if not trouble:
+            for more in self._gathered(files):
+                files.update(more)
+
+            def publish() -> None:
+                nonlocal path
+                path = self._publish(partial, step, files)
+
+            trouble = self._tried(lambda: publish() if self._leads else None)
+        if trouble:
+            if self._leads:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(trouble)
+        return path
+
+    def _clear(self, partial: Path) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def _write_tensors(self, partial: Path, tensors: Mapping[str, Tensor]) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        options: dict[str, Any] = {"process_group": self._group}
+        if "no_dist" in signature(save).parameters:
+            options["no_dist"] = not self._ranks.together
+        save(dict(tensors), storage_writer=FileSystemWriter(partial, overwrite=True), **options)
+
+    def _write_own(self, partial: Path, host: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's rest, and the checksums of the files it wrote."""
+        rank = self._ranks.rank if self._ranks.together else 0
+        name = f"host-{rank}.pt"
+        data = packed(host)
+        with open(partial / name, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        mine = [name, *(path.name for path in partial.glob(f"__{rank}_*.distcp"))]
+        if self._leads:
+            mine.append(".metadata")
+        return {name: {"bytes": (partial / name).stat().st_size, "crc32": crc32(partial / name)} for name in mine}
+
+    def _publish(self, partial: Path, step: int, files: Mapping[str, Any]) -> Path:
+        facts = {
+            "format": FORMAT,
+            "step": step,
+            "ranks": self._ranks.world if self._ranks.together else 1,
+            "at": now(),
+            "torch": torch.__version__,
+            "files": dict(sorted(files.items())),
+        }
+        (partial / MANIFEST).write_text(strict_json(facts), encoding="utf-8")
+        sync(partial / MANIFEST)
+        sync(partial)
+        earlier = [saved for saved in self.checkpoints() if saved.step == step]
+        turn = max((saved.turn for saved in earlier), default=0) + 1
+        path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
+        partial.rename(path)
+        sync(self.folder)
+        for saved in earlier:
+            if not saved.good:
+                self._delete(saved)
+        return path
+
+    def _tried(self, action: Callable[[], Any]) -> str:
+        """Do something on every rank; what went wrong anywhere, on all of them. Ranks that fail alone would leave the others
+        waiting."""
+        trouble = ""
+        try:
+            action()
+        except BaseException as error:  # DCP raises a BaseException of its own
+            if not isinstance(error, Exception) and type(error).__name__ != "CheckpointException":
+                raise
+            failures = getattr(error, "failures", None)
+            cause = next((e for e, _ in failures.values()), error) if failures else error
+            trouble = reason(cause)
+        return next((said for said in self._gathered(trouble) if said), "")
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        if not self._ranks.together:
+            return [mine]
+        said = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(said, mine, group=self._group)
+        return said
+
+    # -- proving and making room -----------------------------------------------------------------------------------------------
+
+    def promote(self, step: int, healthy: int) -> None:
+        """A candidate has been proven."""
+        if not self._leads:
+            return
+        saved = next((saved for saved in self.checkpoints() if saved.step == step and not saved.good), None)
+        if saved is None:
+            return
+        facts = {"format": FORMAT, "step": step, "healthy_steps": healthy, "at": now(), "manifest": crc32(saved.path / MANIFEST)}
+        write_whole(saved.path / GOOD, strict_json(facts))
+        self._rotate()
+
+    def abandon(self, since: int) -> None:
+        """Checkpoints of steps after `since` lie on a way that was given up."""
+        for saved in self.checkpoints() if self._leads else ():
+            if saved.step > since:
+                self._delete(saved)
+
+    def _rotate(self) -> None:
+        """Keep the last good ones. Before anything goes, the newest is read back: it must be worth relying on."""
+        good = [saved for saved in self.checkpoints() if saved.good]
+        stale = [saved for saved in self.checkpoints() if not saved.good and good and saved.order < good[0].order]
+        old = good[self._keep :]
+        if not old and not stale:
+            return
+        try:
+            proven(good[0].path)
+            check_files(good[0].path)
+        except NotWhole as why:
+            log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
+            return
+        for saved in (*old, *stale):
+            self._delete(saved)
+
+    def _delete(self, saved: Saved) -> None:
+        hidden = saved.path.with_name(f".{saved.path.name}.old")
+        with suppress(OSError):
+            shutil.rmtree(hidden, ignore_errors=True)
+            saved.path.rename(hidden)  # so that nobody sees half a checkpoint
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    # -- reading ---------------------------------------------------------------------------------------------------------------
+
+    def load(self, saved: Saved, targets: Callable[[Any], dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Any], bool]:
+        """Tensors, host part, and whether the host part is of this very rank. `targets` makes the tensors to load into from the
+        checkpoint's metadata."""
+        from torch.distributed.checkpoint.state_dict_loader import load as theirs
+
+        from nanproof.recover.dcp import load, read_metadata
+
+        tensors = targets(read_metadata(saved.path))
+        options: dict[str, Any] = {"process_group": self._group}
+        if "no_dist" in signature(theirs).parameters:
+            options["no_dist"] = not self._ranks.together
+        load(tensors, saved.path, **options)
+        rank = self._ranks.rank if self._ranks.together else 0
+        own = (saved.path / f"host-{rank}.pt").is_file()
+        return tensors, unpacked(saved.path / f"host-{rank if own else 0}.pt"), own
+
+
+def proven(path: Path) -> dict[str, Any]:
+    """The mark that makes a checkpoint good. Raises `NotWhole` where there is none, or it speaks of something else."""
+    if not (path / GOOD).is_file():
+        raise NotWhole("a candidate: not enough healthy steps followed it")
+    mark = _json(path / GOOD)
+    if mark.get("manifest") != crc32(path / MANIFEST):
+        raise NotWhole(f"{GOOD} speaks of another manifest")
+    return mark
+
+
+def check_files(path: Path) -> None:
+    """Read every file of a checkpoint and compare it with the manifest."""
+    manifest = _json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise NotWhole(f"format {manifest.get('format')!r}; this version reads {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise NotWhole(f"{MANIFEST} names no files")
+
+    def compare(name: str) -> None:
+        if Path(name).name != name or not isinstance(files[name], dict):
+            raise NotWhole(f"{MANIFEST} names {name!r}")
+        try:
+            size = (path / name).stat().st_size
+            if size != files[name].get("bytes"):
+                raise NotWhole(f"{name} has {size} bytes instead of {files[name].get('bytes')}")
+            if crc32(path / name) != files[name].get("crc32"):
+                raise NotWhole(f"{name}: the checksum differs")
+        except OSError as error:
+            raise NotWhole(f"{name}: {error.strerror}") from error
+
+    with ThreadPoolExecutor(min(4, len(files))) as pool:
+        for _ in pool.map(compare, files):
+            pass
+
+
+def crc32(path: Path) -> str:
+    """Eight hexadecimal digits. Reads with a buffer of its own, so that a large file stays out of memory."""
+    value, buffer = 0, bytearray(1 << 20)
+    view = memoryview(buffer)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                value = zlib.crc32(view[:size], value)
+    except OSError as error:
+        raise NotWhole(f"{path.name}: {error.strerror}") from error
+    return f"{value:08x}"
+
+
+def packed(host: Mapping[str, Any]) -> bytes:
+    """A host part as bytes, after making sure that it can be read back without executing anything."""
+    buffer = io.BytesIO()
+    torch.save(dict(host), buffer)
+    data = buffer.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:
+        what = next(_unreadable(host, ""), "")
+        raise UsageError(
+            f"the state of {what or 'the run'} cannot be saved: it holds more than numbers, texts and tensors ({error})"[:400]
+        ) from error
+    return data
+
+
+def unpacked(path: Path) -> dict[str, Any]:
+    try:
+        host = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise NotWhole(f"{path.name}: {error.strerror}") from error
+    except Exception as error:
+        raise RefusedFile(path, f"it is more than tensors and plain values ({str(error).splitlines()[0][:200]})") from error
+    if not isinstance(host, dict) or host.get("version") != 1:
+        raise RefusedFile(path, "it is no host part of a checkpoint of this version")
+    return host
+
+
+def _unreadable(value: Any, name: str) -> Iterator[str]:
+    """The names of the parts that are no plain data."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _unreadable(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _unreadable(item, name)
+    elif not isinstance(value, (str, bytes, int, float, bool, type(None), Tensor)):
+        yield f"{name} ({type(value).__name__})"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotWhole(f"{path.name}: {error.strerror}") from error
+    except ValueError as error:
+        raise NotWhole(f"{path.name} is damaged") from error
+    if not isinstance(data, dict):
+        raise NotWhole(f"{path.name} is damaged")
+    return data
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,368 @@
+"""Going back: to a copy in memory, to a checkpoint, in a new process; with nothing lost and nothing twice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import nanproof
+from toys import OPTIMIZERS, Lion, batches, mse, mse_fp16, net, poison
+
+
+class Rows(Dataset):
+    """Samples of a line with noise; some are bad on purpose."""
+
+    def __init__(self, count=96, bad=(), seed=3):
+        g = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 6, generator=g)
+        self.y = self.x @ torch.randn(6, generator=g) + 0.1 * torch.randn(count, generator=g)
+        for i in bad:
+            self.x[i, 1] = math.nan
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+def made(optimizer="AdamW-default", scheduler=False, dropout=0.2, **kwargs):
+    torch.manual_seed(0)
+    model = net(dropout=dropout)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200) if scheduler else None
+    policy = nanproof.Policy(**{"diagnose": "never", **kwargs.pop("policy", {})})
+    return nanproof.Guard(model, opt, loss_fn=mse, scheduler=schedule, policy=policy, **kwargs)
+
+
+def loader(data=None, seed=7, size=8, **kwargs):
+    return DataLoader(data or Rows(), size, shuffle=True, generator=torch.Generator().manual_seed(seed), **kwargs)
+
+
+def weights(guard):
+    return {name: t.clone() for name, t in guard._recovery.state.tensors().items()}
+
+
+def same(a, b):
+    return [n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n])]
+
+
+def train(guard, data, steps, on_step=None):
+    """Epochs over a wrapped loader until the guard has taken so many steps."""
+    while guard._next < steps:
+        for batch in data:
+            guard.train_step(batch)
+            if on_step is not None:
+                on_step(guard)
+            if guard._next >= steps:
+                break
+
+
+def once(at, action):
+    """Do something before one step, the first time it comes."""
+    done = []
+
+    def look(guard):
+        if guard._next == at and not done:
+            done.append(True)
+            action(guard)
+
+    return look
+
+
+def poison_weight(guard):
+    with torch.no_grad():
+        guard.model[0].weight[0, 0] = math.nan
+
+
+def poison_unused_moment(guard):
+    guard.optimizer.state[guard.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
+
+
+def poison_moment(guard):
+    guard.optimizer.state[guard.model[0].weight]["exp_avg"][0, 0] = math.nan
+
+
+def poison_buffer(guard):
+    guard.model[1].running_var[0] = math.nan
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("harm", [poison_weight, poison_moment, poison_unused_moment, poison_buffer])
+def test_a_poisoned_run_ends_as_if_nothing_had_happened(harm, place, lag, tmp_path):
+    """Whatever part of the state was written by someone else: it is found, the run goes back, and the data with it."""
+    kept = {"snapshot_every": 10} if place == "memory" else {}
+    saved = nanproof.Checkpoints(tmp_path, every=10, prove=3) if place == "disk" else None
+    undisturbed = made(scheduler=True)
+    train(undisturbed, loader(), 60)
+    guard = made(scheduler=True, policy={**kept, "lag": lag}, checkpoints=saved)
+    data = guard.wrap(loader())
+    train(guard, data, 60, once(34, harm))
+    guard.sync()
+    undisturbed.sync()
+    assert same(weights(guard), weights(undisturbed)) == []
+    incident = guard.incidents[0]
+    assert incident.action == ("rewound" if place == "memory" else "rolled-back")
+    assert incident.kind == "nonfinite-weight" and "back to" in incident.message
+    assert [i.action for i in guard.incidents] == [incident.action]
+    assert [record.step for record in guard.history] == list(range(60))
+    guard.close()
+    undisturbed.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_poisoned_loss_scale_is_put_back(value):
+    """A scale that is no number refuses every step for ever, as an overflow that only calibrates: it has to be noticed."""
+
+    def run(harm):
+        torch.manual_seed(0)
+        model = net(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        guard = nanproof.Guard(
+            model, optimizer, loss_fn=mse_fp16, scaler=scaler, policy=nanproof.Policy(snapshot_every=5, diagnose="never")
+        )
+        train(guard, guard.wrap(loader()), 40, once(23, lambda g: scaler._scale.fill_(value)) if harm else None)
+        return guard
+
+    disturbed, undisturbed = run(True), run(False)
+    assert same(weights(disturbed), weights(undisturbed)) == []
+    assert [(i.kind, i.action) for i in disturbed.incidents] == [("loss-scale-collapse", "rewound")]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW-fused", "SGD-fused", "Adam-single", "Lion"])
+@pytest.mark.parametrize("stop", [41, 60])
+def test_a_new_process_goes_on_bit_for_bit(optimizer, stop, tmp_path):
+    """Killed anywhere, resumed from the last good checkpoint: the weights at the end are those of a run that was not."""
+    whole = made(optimizer, scheduler=True)
+    train(whole, loader(), 90)
+    where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
+    killed = made(optimizer, scheduler=True, checkpoints=where)
+    train(killed, killed.wrap(loader()), stop)
+    killed._recovery.close()  # what the end of a process does
+    torch.manual_seed(999)
+    fresh = made(optimizer, scheduler=True, checkpoints=where)
+    data = fresh.wrap(loader(seed=12345))
+    torch.randn(17)
+    assert fresh.resume() == (20 if stop == 41 else 40)
+    train(fresh, data, 90)
+    assert same(weights(fresh), weights(whole)) == []
+    fresh.close()
+
+
+def test_a_run_without_checkpoints_on_the_disk_starts_at_0(tmp_path):
+    guard = made(checkpoints=nanproof.Checkpoints(tmp_path))
+    assert guard.resume() == 0
+    with pytest.raises(nanproof.UsageError, match="no checkpoints"):
+        made().resume()
+
+
+def test_a_loop_of_ones_own_goes_back_and_resumes_too(tmp_path):
+    """Its schedule is advanced by the loop, after `guard.step`: going back and resuming both come out right."""
+
+    def build():
+        torch.manual_seed(0)
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+    def loop(guard, data, steps, harm=None):
+        while guard._next < steps:
+            for batch in data:
+                guard.optimizer.zero_grad()
+                loss = mse(guard.model, batch)
+                guard.backward(loss)
+                guard.step(loss)
+                guard.scheduler.step()
+                if harm:
+                    harm(guard)
+                if guard._next >= steps:
+                    break
+
+    def guarded(**kwargs):
+        model, optimizer, scheduler = build()
+        policy = nanproof.Policy(diagnose="never", **kwargs.pop("policy", {}))
+        return nanproof.Guard(model, optimizer, scheduler=scheduler, policy=policy, **kwargs)
+
+    undisturbed = guarded()
+    loop(undisturbed, loader(), 70)
+    rewound = guarded(policy={"snapshot_every": 10})
+    loop(rewound, rewound.wrap(loader()), 70, once(34, poison_weight))
+    assert same(weights(rewound), weights(undisturbed)) == []
+    assert rewound.scheduler.state_dict() == undisturbed.scheduler.state_dict()
+    where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
+    killed = guarded(checkpoints=where)
+    loop(killed, killed.wrap(loader()), 47)
+    killed._recovery.close()
+    fresh = guarded(checkpoints=where)
+    data = fresh.wrap(loader(seed=5))
+    assert fresh.resume() == 40
+    loop(fresh, data, 70)
+    assert same(weights(fresh), weights(undisturbed)) == []
+    assert fresh.scheduler.state_dict() == undisturbed.scheduler.state_dict()
+
+
+def test_at_the_cap_the_run_goes_back_and_steps_over_the_data():
+    """A stretch of bad batches: after the cap they are stepped over, with a margin, and the rest is trained on."""
+    data = batches(60)
+    for i in range(30, 36):
+        data[i] = poison(data[i])
+    guard = made(policy={"snapshot_every": 10, "max_consecutive_skips": 3, "rollback_margin": 1}, dropout=0.0)
+    wrapped = guard.wrap(data)
+    for batch in wrapped:
+        guard.train_step(batch)
+    # Steps 30 to 33 reach the cap; they and 34 are stepped over; 35 is refused as one bad batch.
+    oracle = made(dropout=0.0)
+    for i in [*range(30), *range(36, 60)]:
+        oracle.train_step(data[i])
+    mine, wanted = weights(guard), weights(oracle)
+    assert same(mine, wanted) == []
+    assert [i.action for i in guard.incidents] == ["skipped"] * 3 + ["rewound", "skipped"]
+    assert "stepping over 5 batches" in guard.incidents[3].message
+
+
+def test_the_same_trouble_again_and_again_halts_the_run():
+    """Broken from outside after every step: each try goes back, and after the last one the run is halted."""
+    guard = made(policy={"snapshot_every": 5, "max_rollbacks": 2})
+    data = guard.wrap(loader())
+
+    def harm(guard):
+        if guard._next >= 12:
+            poison_weight(guard)
+
+    with pytest.raises(nanproof.TrainingHalted, match="went back 2 times"):
+        train(guard, data, 60, harm)
+    assert [i.action for i in guard.incidents] == ["rewound", "rewound", "halted"]
+
+
+def test_trouble_that_comes_back_at_the_same_place_is_stepped_over():
+    """The first try trains on the same data again; when that breaks the weights again, the data is to blame."""
+    data = batches(50)
+    guard = made(policy={"snapshot_every": 10, "rollback_margin": 0}, dropout=0.0)
+
+    def harm(batch):
+        if torch.equal(batch[0], data[23][0]):
+            poison_weight(guard)
+
+    for batch in guard.wrap(data):
+        guard.train_step(batch)
+        harm(batch)
+    assert [i.action for i in guard.incidents] == ["rewound", "rewound"]
+    assert "stepping over" not in guard.incidents[0].message and "stepping over" in guard.incidents[1].message
+    assert all(torch.isfinite(t).all() for t in guard.model.parameters())
+
+
+def test_without_a_state_to_go_back_to_the_cap_halts():
+    guard = made(policy={"max_consecutive_skips": 2})
+    with pytest.raises(nanproof.TrainingHalted, match="3 steps in a row"):
+        for batch in [poison(b) for b in batches(10)]:
+            guard.train_step(batch)
+
+
+def test_divergence_sends_the_run_back_and_can_be_told_not_to():
+    """The loss grows without end after the learning rate was raised by hand; going back puts the rate back too."""
+
+    def run(**policy):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        policy = nanproof.Policy(snapshot_every=20, diagnose="never", **policy)
+        guard = nanproof.Guard(model, optimizer, loss_fn=mse, max_norm=None, policy=policy)
+
+        def harm(guard):
+            for group in guard.optimizer.param_groups:
+                group["lr"] = 2.0
+
+        train(guard, guard.wrap(loader(Rows(800))), 120, once(50, harm))
+        return guard
+
+    back = run()
+    actions = {(i.kind, i.action) for i in back.incidents}
+    assert ("divergence", "rewound") in actions, back.incidents
+    assert back.history[-1].loss < 1 and back.optimizer.param_groups[0]["lr"] == 0.02
+    only_told = run(on_divergence="record")
+    assert [i.action for i in only_told.incidents if i.kind == "divergence"] == ["recorded"]
+    # The cap comes later, and the state it goes back to is still the one of before.
+    assert any("step 40" in i.message for i in only_told.incidents if i.action == "rewound")
+    assert only_told.history[-1].loss < 1
+
+
+def test_after_going_back_the_learning_rate_can_climb_again():
+    guard = made(policy={"snapshot_every": 10, "rewarm_steps": 4})
+    train(guard, guard.wrap(loader()), 40, once(23, poison_weight))
+    rates = [r.lr[0] for r in guard.history]
+    assert rates[:20] == [1e-2] * 20
+    assert rates[20:26] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01, 0.01])
+    assert guard.optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_without_a_wrapped_loader_the_data_goes_on():
+    """No position is known: weights go back, the data does not, and random numbers are not dealt twice."""
+    data = batches(60)
+    guard = made(policy={"snapshot_every": 10})
+    seen = []
+    for batch in data:
+        if guard._next == 23 and not guard.incidents:
+            poison_weight(guard)
+        guard.train_step(batch)
+        seen.append(guard._next)
+    assert guard.incidents[0].action == "rewound"
+    assert seen[22:26] == [23, 20, 21, 22] and len(seen) == 60
+
+
+def test_snapshots_cost_no_step_and_change_nothing():
+    """A run that keeps copies is bit for bit the run that does not."""
+    plain = made()
+    train(plain, loader(), 50)
+    kept = made(policy={"snapshot_every": 3})
+    train(kept, loader(), 50)
+    assert same(weights(plain), weights(kept)) == []
+    assert [s.step for s in kept._recovery.snapshots.kept] == [45, 48]
+
+
+def test_what_nothing_trains_is_copied_once():
+    """Frozen weights are shared by the copies, and copied again when someone writes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+    guard = nanproof.Guard(model, optimizer, loss_fn=mse, policy=nanproof.Policy(snapshot_every=2, diagnose="never"))
+    data = batches(12)
+    for batch in data[:4]:
+        guard.train_step(batch)
+    first, second = guard._recovery.snapshots.kept
+    assert first.copies["model.0.weight"] is second.copies["model.0.weight"]
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    for batch in data[4:6]:
+        guard.train_step(batch)
+    third = guard._recovery.snapshots.kept[-1]
+    assert torch.equal(third.copies["model.0.weight"], model[0].weight)
+    assert not torch.equal(third.copies["model.0.weight"], first.copies["model.0.weight"])
+
+
+def test_memory_is_stated_before_it_is_taken(caplog):
+    caplog.set_level("INFO", logger="nanproof")
+    guard = made(policy={"snapshot_every": 5})
+    train(guard, loader(), 6)
+    said = [r.message for r in caplog.records if "copy of the run's state takes" in r.message]
+    assert len(said) == 1 and "on cpu" in said[0]
+
+
+def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr("nanproof.recover.snapshots._free_memory", lambda place: 100)
+    guard = made(policy={"snapshot_every": 5})
+    train(guard, loader(), 12)
+    assert guard._recovery.snapshots.kept == []
+    assert "no copy of the run's state is taken" in caplog.text
+
+
+def test_lion_has_no_fused_form():
+    """The list of optimizers above covers both paths."""
+    assert made("Lion").path.startswith("host") and made("AdamW-fused").path.startswith("device")
+    assert Lion
