@@ -81,7 +81,11 @@ def onto_two(rank, kind, folder):
     found, wanted = state(guard), torch.load(folder + ".at20")
     guard.train_step(batches(1)[0])
     guard.close()
-    return {"step": step, "same": equal(found, wanted), "finite": all(bool(torch.isfinite(w).all()) for w in state(guard).values())}
+    return {
+        "step": step,
+        "same": equal(found, wanted),
+        "finite": all(bool(torch.isfinite(w).all()) for w in state(guard).values()),
+    }
 
 
 def poisoned(rank, kind):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanproof.errors import UsageError
+from nanproof.errors import NanproofError, UsageError
 
 try:
     import fcntl
@@ -55,7 +55,7 @@ def reason(error: BaseException) -> str:
     """What an error says, in few words."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}"
 
 
 class FolderLock:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from nanproof.core.files import FolderLock
 from nanproof.errors import UsageError
 from nanproof.records import VERSION, Incident, StepRecord, line
 
@@ -65,11 +66,13 @@ class Journal:
     def __init__(self, folder: str | Path | None) -> None:
         self._files: dict[str, TextIO] = {}
         self._names: tuple[str, ...] | None = None
+        self._lock: FolderLock | None = None
         if folder is None:
             return
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder, f"Guard(run_dir={str(folder)!r})")
             for name in ("steps", "incidents"):
                 path = self.folder / f"{name}.jsonl"
                 cut_broken_line(path)
@@ -92,6 +95,8 @@ class Journal:
         self._write("incidents", incident.to_json())
 
     def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
         for name in list(self._files):
             try:
                 self._files.pop(name).close()

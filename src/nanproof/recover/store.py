@@ -45,6 +45,10 @@ _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.step-.*\.(?:partial|old)")
 
 
+class NotWritten(NanproofError):
+    """A checkpoint could not be written."""
+
+
 class NotWhole(NanproofError):
     """A checkpoint is not what its manifest says."""
 
@@ -147,7 +151,7 @@ class Store:
         if trouble:
             if self._leads:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(trouble)
+            raise NotWritten(trouble)
         return path
 
     def _clear(self, partial: Path) -> None:
@@ -333,16 +337,15 @@ def crc32(path: Path) -> str:
 def packed(host: Mapping[str, Any]) -> bytes:
     """A host part as bytes, after making sure that it can be read back without executing anything."""
     buffer = io.BytesIO()
-    torch.save(dict(host), buffer)
-    data = buffer.getvalue()
     try:
-        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        torch.save(dict(host), buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
         what = next(_unreadable(host, ""), "")
         raise UsageError(
             f"the state of {what or 'the run'} cannot be saved: it holds more than numbers, texts and tensors ({error})"[:400]
         ) from error
-    return data
+    return buffer.getvalue()
 
 
 def unpacked(path: Path) -> dict[str, Any]:
