@@ -1,0 +1,185 @@
+"""What keeping good states costs: copies in memory, checkpoints in the background, and the way back.
+
+python benchmarks/recover.py               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
+
+Blocks of steps with and without alternate in one run. The figure is the extra time of one copy or one save, in training steps,
+and what that is as a share of all steps at a stated interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nanproof
+from model import Llama, next_token_loss
+from variants import RESULTS, save
+
+
+def llama(device: str) -> tuple[Llama, Tensor]:
+    torch.manual_seed(0)
+    if device == "cuda":
+        model = Llama(hidden=1024, layers=16, heads=16, kv_heads=16, intermediate=2816, vocab=32000, length=1024).cuda()
+        return model, torch.randint(0, 32000, (8, 1024), device="cuda")
+    model = Llama(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=688, vocab=1000, length=128)
+    return model, torch.randint(0, 1000, (8, 128))
+
+
+def autocast_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    device = tokens.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        return next_token_loss(model, tokens)
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Bench:
+    """One model and optimizer under guards that keep different things, one after the other."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.model, self.tokens = llama(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.folder = Path(tempfile.mkdtemp())
+        self.step_seconds: list[float] = []
+
+    def guard(self, every: int = 0, to: str = "host", disk: int = 0, background: bool = True) -> nanproof.Guard:
+        policy = nanproof.Policy(snapshot_every=every, snapshot_to=to, diagnose="never")  # type: ignore[arg-type]
+        where = nanproof.Checkpoints(self.folder, every=disk, keep=1, prove=2, background=background) if disk else None
+        return nanproof.Guard(self.model, self.optimizer, loss_fn=autocast_loss, policy=policy, checkpoints=where)
+
+    def block(self, guard: nanproof.Guard, steps: int) -> float:
+        """Seconds for so many steps. What is still being written at the end is not waited for."""
+        wait(self.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            guard.train_step(self.tokens)
+        wait(self.device)
+        return time.perf_counter() - start
+
+    def extra(self, steps: int, rounds: int, warmup: int, **kept: Any) -> dict[str, float]:
+        """The extra time of one copy or save: blocks with one in it against blocks without, in alternation."""
+        plain, keeping = self.guard(), self.guard(**kept)
+        self.block(plain, 3)
+        self.block(keeping, warmup)  # memory is taken here
+        if keeping._recovery._saver is not None:
+            keeping._recovery._saver.wait()
+        without, with_one = [], []
+        for _ in range(rounds):
+            without.append(self.block(plain, steps))
+            with_one.append(self.block(keeping, steps))
+            if keeping._recovery._saver is not None:
+                keeping._recovery._saver.wait()
+        step = statistics.median(without) / steps
+        more = statistics.median(b - a for a, b in zip(without, with_one, strict=True))
+        self.step_seconds.append(step)
+        plain.close()
+        keeping.close()
+        return {"step ms": step * 1e3, "extra ms": more * 1e3, "extra steps": more / step}
+
+    def save_seconds(self) -> float:
+        """From the copy to the renamed folder, with training waiting."""
+        guard = self.guard(disk=1, background=False)
+        guard.train_step(self.tokens)
+        guard.sync()
+        wait(self.device)
+        start = time.perf_counter()
+        guard.train_step(self.tokens)
+        guard.sync()
+        spent = time.perf_counter() - start
+        guard.close()
+        return spent
+
+    def rewind_seconds(self) -> dict[str, float]:
+        """From a poisoned weight to the first step taken again."""
+        found = {}
+        for name, kept in (("memory", {"every": 5}), ("disk", {"disk": 5, "background": False})):
+            guard = self.guard(**kept)  # type: ignore[arg-type]
+            self.block(guard, 12)
+            with torch.no_grad():
+                next(iter(self.model.parameters()))[0, 0] = float("nan")
+            wait(self.device)
+            start = time.perf_counter()
+            while not guard.incidents:
+                guard.train_step(self.tokens)
+            wait(self.device)
+            found[name] = time.perf_counter() - start
+            assert guard.incidents[0].action == ("rewound" if name == "memory" else "rolled-back"), guard.incidents
+            guard.close()
+            self.clear()
+        return found
+
+    def resume_seconds(self) -> float:
+        guard = self.guard(disk=5, background=False)
+        self.block(guard, 12)
+        guard.close()
+        fresh = self.guard(disk=5)
+        wait(self.device)
+        start = time.perf_counter()
+        assert fresh.resume() > 0
+        wait(self.device)
+        spent = time.perf_counter() - start
+        fresh.close()
+        self.clear()
+        return spent
+
+    def clear(self) -> None:
+        for path in self.folder.glob("step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def measure(device: str, rounds: int, steps: int) -> dict[str, Any]:
+    bench = Bench(device)
+    rows: dict[str, dict[str, float]] = {}
+
+    def add(name: str, make: Callable[[], dict[str, float]]) -> None:
+        rows[name] = make()
+        print(f"{name:44} {rows[name]}", flush=True)
+
+    add("copy to host memory", lambda: bench.extra(steps, rounds, 2 * steps, every=steps))
+    if device == "cuda":
+        add("copy to device memory", lambda: bench.extra(steps, rounds, 2 * steps, every=steps, to="device"))
+    long = 4 * steps if device == "cuda" else 2 * steps
+    add("checkpoint, written in the background", lambda: bench.extra(long, rounds, long, disk=long))
+    bench.clear()
+    size = sum(t.nbytes for t in bench.guard()._recovery.state.tensors().values())
+    result = {
+        "parameters": sum(p.numel() for p in bench.model.parameters()),
+        "state bytes": size,
+        "steps a block": {"copy": steps, "checkpoint": long},
+        "rows": rows,
+        "seconds to save, training waiting": bench.save_seconds(),
+        "seconds from a poisoned weight to training again": bench.rewind_seconds(),
+        "seconds to resume": bench.resume_seconds(),
+    }
+    bench.clear()
+    for name in ("seconds to save, training waiting", "seconds from a poisoned weight to training again", "seconds to resume"):
+        print(f"{name:50} {result[name]}", flush=True)
+    shutil.rmtree(bench.folder, ignore_errors=True)
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=None, help="steps between copies in a block")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the JSON; benchmarks/results if not given")
+    options = parser.parse_args()
+    logging.getLogger("nanproof").setLevel(logging.ERROR)
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    found = measure(on, options.rounds, options.steps or (20 if on == "cuda" else 5))
+    name = torch.cuda.get_device_name() if on == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    save(f"recover_{'gpu' if on == 'cuda' else 'cpu'}", name, found, options.out or RESULTS)
