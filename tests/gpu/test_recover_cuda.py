@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 import nanproof
-from recover.test_recovery import Rows, once, same, train, weights
+from recover.runs import Rows, once, same, train, weights
 from toys import mse, net
 
 pytestmark = pytest.mark.gpu
 
 
 def loader(seed=7):
-    data = torch.utils.data.DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(seed))
-    return data
+    return torch.utils.data.DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
 def on_device(model, batch):

@@ -7,88 +7,22 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 import nanproof
-from toys import OPTIMIZERS, Lion, batches, mse, mse_fp16, net, poison
-
-
-class Rows(Dataset):
-    """Samples of a line with noise; some are bad on purpose."""
-
-    def __init__(self, count=96, bad=(), seed=3):
-        g = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(count, 6, generator=g)
-        self.y = self.x @ torch.randn(6, generator=g) + 0.1 * torch.randn(count, generator=g)
-        for i in bad:
-            self.x[i, 1] = math.nan
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        return self.x[i], self.y[i]
-
-
-def made(optimizer="AdamW-default", scheduler=False, dropout=0.2, **kwargs):
-    torch.manual_seed(0)
-    model = net(dropout=dropout)
-    opt = OPTIMIZERS[optimizer](model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 200) if scheduler else None
-    policy = nanproof.Policy(**{"diagnose": "never", **kwargs.pop("policy", {})})
-    return nanproof.Guard(model, opt, loss_fn=mse, scheduler=schedule, policy=policy, **kwargs)
-
-
-def loader(data=None, seed=7, size=8, **kwargs):
-    return DataLoader(data or Rows(), size, shuffle=True, generator=torch.Generator().manual_seed(seed), **kwargs)
-
-
-def weights(guard):
-    return {name: t.clone() for name, t in guard._recovery.state.tensors().items()}
-
-
-def same(a, b):
-    return [n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n])]
-
-
-def train(guard, data, steps, on_step=None):
-    """Epochs over a wrapped loader until the guard has taken so many steps."""
-    while guard._next < steps:
-        for batch in data:
-            guard.train_step(batch)
-            if on_step is not None:
-                on_step(guard)
-            if guard._next >= steps:
-                break
-
-
-def once(at, action):
-    """Do something before one step, the first time it comes."""
-    done = []
-
-    def look(guard):
-        if guard._next == at and not done:
-            done.append(True)
-            action(guard)
-
-    return look
-
-
-def poison_weight(guard):
-    with torch.no_grad():
-        guard.model[0].weight[0, 0] = math.nan
-
-
-def poison_unused_moment(guard):
-    guard.optimizer.state[guard.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
-
-
-def poison_moment(guard):
-    guard.optimizer.state[guard.model[0].weight]["exp_avg"][0, 0] = math.nan
-
-
-def poison_buffer(guard):
-    guard.model[1].running_var[0] = math.nan
+from recover.runs import (
+    Rows,
+    loader,
+    made,
+    once,
+    poison_buffer,
+    poison_moment,
+    poison_unused_moment,
+    poison_weight,
+    same,
+    train,
+    weights,
+)
+from toys import batches, mse, mse_fp16, net, poison
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -360,9 +294,3 @@ def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):
     train(guard, loader(), 12)
     assert guard._recovery.snapshots.kept == []
     assert "no copy of the run's state is taken" in caplog.text
-
-
-def test_lion_has_no_fused_form():
-    """The list of optimizers above covers both paths."""
-    assert made("Lion").path.startswith("host") and made("AdamW-fused").path.startswith("device")
-    assert Lion

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import nanproof
 from nanproof.recover.salvage import without
-from recover.test_recovery import Rows, same, weights
+from recover.runs import Rows, same, weights
 from toys import OPTIMIZERS, batches, mse, net, poison
 
 

@@ -15,8 +15,8 @@ import torch
 
 import nanproof
 from nanproof.recover.store import Store, packed
-from recover.test_recovery import loader as rows
-from recover.test_recovery import made, once, poison_unused_moment, same, train, weights
+from recover.runs import loader as rows
+from recover.runs import made, once, poison_unused_moment, same, train, weights
 from toys import batches, mse, net
 
 

@@ -13,6 +13,7 @@ What is exact, and what is not:
   loses all its samples is not handed out: ranks that train together must then agree on where to stop.
 - What was quarantined is left out of passes that begin after it; a rewind begins one. Batches that workers have already loaded
   are handed out as they are.
+- A sampler must give its order more than once: one that is itself an iterator cannot be rewound.
 - A batch that could not be loaded (an exception in the dataset) is passed over by a rewind only if a later one was handed out.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,8 +30,9 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 
 from nanproof.errors import UsageError
+from nanproof.recover.consumed import OnceSource, PlainSource, StatefulSource
 from nanproof.recover.datasets import WrappedDataset, WrappedMap, WrappedStream
-from nanproof.recover.feeds import Feed, MapSource, OnceSource, Opening, PlainSource, Source, StatefulSource
+from nanproof.recover.feeds import Feed, MapSource, Opening, Source
 from nanproof.recover.generators import Plain, Start, common_kept
 from nanproof.recover.hashes import sample_hash
 from nanproof.recover.quarantine import Quarantine
@@ -41,6 +44,8 @@ __all__ = ["Sample", "Ticket", "WrappedDataset", "WrappedLoader", "wrap"]
 log = logging.getLogger("nanproof")
 
 _VERSION = 1
+_TICKETS_KEPT = 1024
+"""Of those that nobody asks for."""
 _STARTS_KEPT = 64
 """Epochs that can be begun again after a rewind into an earlier one."""
 
@@ -76,7 +81,11 @@ def _loader_source(loader: DataLoader[Any], quarantine: Quarantine) -> Source:
         if stateful:
             return StatefulSource(loader)
         # A graph of pipes is seeded and split by the loader, which must see it as it is.
-        return PlainSource(loader) if isinstance(loader.dataset, IterDataPipe) else StreamSource(loader, quarantine)
+        if isinstance(loader.dataset, IterDataPipe):
+            return PlainSource(loader)
+        # Ordinals count what the dataset itself gives: one that leaves out would shift them.
+        within = loader.dataset._dataset if isinstance(loader.dataset, WrappedStream) else loader.dataset
+        return StreamSource(loader, within, quarantine)
     return StatefulSource(loader) if stateful and hasattr(loader.dataset, "state_dict") else MapSource(loader, quarantine)
 
 
@@ -104,7 +113,7 @@ class WrappedLoader:
         self._feed: Feed | None = None
         self._loop: weakref.ref[_Loop] | None = None
         self._pending: _Pending | None = None
-        self._taken: list[Ticket] = []
+        self._taken: deque[Ticket] = deque(maxlen=_TICKETS_KEPT)
         self._stepped_over: dict[int, set[int]] = {}
         self._starts: dict[int, Start] = {}
 
@@ -119,6 +128,7 @@ class WrappedLoader:
         if pending is None:
             loop.open(Opening())
         else:
+            loop.told = self._source.generators.epochs()
             loop.go_on(pending)
         self._next_epoch = loop.until + 1
         self._loop = weakref.ref(loop)
@@ -143,8 +153,9 @@ class WrappedLoader:
             return None
 
     def taken(self) -> list[Ticket]:
-        """The tickets of the batches that were handed out since the last call."""
-        taken, self._taken = self._taken, []
+        """The tickets of the batches that were handed out since the last call, or since a rewind."""
+        taken = list(self._taken)
+        self._taken.clear()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +202,7 @@ class WrappedLoader:
         for epoch, batch in step_over:
             self._stepped_over.setdefault(int(epoch), set()).add(int(batch))
         loop = None if self._loop is None else self._loop()
-        self._taken = []
+        self._taken.clear()
         if loop is None or loop.done:
             until = self._pending.until if self._pending is not None else self._next_epoch
             self._pending = _Pending(checked, max(until, checked["epoch"]), rewound=True)
@@ -284,6 +295,8 @@ class _Loop:
         self.epoch = self.until = epoch
         self.done = False
         self.pending: _Pending | None = None
+        self.told: dict[str, int] = {}
+        """The epoch that samplers were told when the loop began: it is for the last epoch that the loop gives."""
         self._feed: Feed | None = None
 
     def open(self, opening: Opening) -> None:
@@ -330,6 +343,8 @@ class _Loop:
                     self.done = True
                     break
                 self.epoch += 1
+                if self.epoch == self.until:
+                    owner._source.generators.put_epochs(self.told)
                 self.open(owner._begin_again(self.epoch))
                 continue
             owner._given(self, self._feed, batch, samples)

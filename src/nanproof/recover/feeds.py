@@ -1,13 +1,13 @@
-"""One pass over the data, from any place on: for loaders of map-style datasets, and for what can only be consumed.
+"""One pass over the data, from any place on.
 
 A `Source` stands for the data and opens a `Feed` for a pass. A feed gives each batch with its place in the epoch and its
-samples, and says as plain data what another feed needs to go on after it. Streams have their own file.
+samples, and says as plain data what another feed needs to go on after it. Here are those of map-style datasets; streams, and
+data that can only be consumed, have their own files.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from nanproof.errors import UsageError
 from nanproof.recover.generators import Generators, Plain, Start, common_kept
 from nanproof.recover.quarantine import Quarantine
 from nanproof.recover.tickets import place
@@ -112,7 +111,8 @@ class MapFeed(Feed):
             self._run = order.run
             if again is not None and again.at_first is not None:
                 self._run.begin()
-        if again is not None and opening.own is not None and source.loader.num_workers == 0:
+        workers = (opening.extra or {}).get("workers", 0) or source.loader.num_workers
+        if again is not None and opening.own is not None and not workers:
             # Exact, and also right for an augmentation that draws from the loader's generator. Workers read ahead: with them
             # the sampler's generator is where the skipping left it.
             source.generators.put_own(opening.own)
@@ -132,6 +132,9 @@ class MapFeed(Feed):
         self._next, indices = given.popleft() if given else (self._next, None)
         self._next += 1
         return self._next - 1, indices, batch
+
+    def extra(self) -> Plain:
+        return {"workers": self._source.loader.num_workers}
 
     def close(self) -> None:
         shut_down(self._batches, self._source.loader)
@@ -172,10 +175,14 @@ class _Run:
         self._plan, self._generators, self._batched = plan, order.generators, order.batched
         start = plan.start
         if plan.again:
+            before = self._generators.now()
             self._generators.put(start.at_iter or start.opened)
+            self._inner = iter(order.sampler)
+            before.common.restore()  # next, the loader draws the seed of its workers
+            self._generators.put_own(before.own)
         else:
             start.at_iter = self._generators.now(start.opened)
-        self._inner = iter(order.sampler)
+            self._inner = iter(order.sampler)
         self._begun = False
         self._peeked: list[Any] = []
         self._place = 0
@@ -210,147 +217,17 @@ class _Run:
                 continue
             many = self._batched or isinstance(indices, (list, tuple))
             if self._plan.left_out:
-                if many:
-                    indices = [index for index in indices if place(index) not in self._plan.left_out]
-                    if not indices:
-                        continue
-                elif place(indices) in self._plan.left_out:
+                indices = _without(indices, self._plan.left_out) if many else indices
+                if not indices if many else place(indices) in self._plan.left_out:
                     continue
             self.given.append((here, tuple(indices) if many else (indices,)))
             return indices
 
 
-class PlainSource(Source):
-    """Anything that can be iterated over again: it is skipped by consuming it. What its batches are made of is not known."""
-
-    kind = "plain"
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.generators = Generators(loader=data)
-
-    def open(self, opening: Opening) -> PlainFeed:
-        return PlainFeed(self, opening)
-
-
-class PlainFeed(Feed):
-    def __init__(self, source: PlainSource, opening: Opening) -> None:
-        again = opening.start
-        self._data, self._stepped_over = source.data, opening.stepped_over
-        with opening.common() if again is not None else nullcontext():
-            if again is not None:
-                source.generators.put(again.opened)
-            self.start = again or Start(source.generators.now())
-            self._batches: Iterator[Any] | None = iter(source.data)
-            self._next = 0
-            while self._next < opening.batch:
-                next(self._batches, None)
-                self._next += 1
-        if again is not None and opening.own is not None:
-            source.generators.put_own(opening.own)
-
-    def __next__(self) -> Given:
-        if self._batches is None:
-            raise StopIteration
-        while True:
-            batch = next(self._batches)
-            self._next += 1
-            if self._next - 1 not in self._stepped_over:
-                return self._next - 1, None, batch
-
-    def close(self) -> None:
-        shut_down(self._batches, self._data)
-        self._batches = None
-
-
-class OnceSource(Source):
-    """An iterator or generator: it goes forward only. In a new process it is consumed up to its place; it cannot be rewound."""
-
-    kind = "once"
-
-    def __init__(self, data: Iterator[Any]) -> None:
-        if inspect.isgenerator(data) and inspect.getgeneratorstate(data) == inspect.GEN_CLOSED:
-            raise UsageError(
-                "guard.wrap() got a generator that is exhausted. Wrap it before it is read, or wrap a list or loader"
-            )
-        self._data = data
-        self.generators = Generators()
-        self.consumed = 0
-        self._told = False
-
-    def open(self, opening: Opening) -> OnceFeed:
-        target = (opening.extra or {}).get("consumed", self.consumed)
-        if target < self.consumed and not self._told:
-            self._told = True
-            log.warning(
-                "nanproof: the data is an iterator that is read once (%s), so it was not rewound: training goes on with what "
-                "comes next. Wrap a loader or a list to have it rewound",
-                type(self._data).__name__,
-            )
-        while self.consumed < target:
-            next(self._data, None)
-            self.consumed += 1
-        return OnceFeed(self, opening.batch + self.consumed - target, opening.stepped_over)
-
-    def give(self) -> Any:
-        batch = next(self._data)
-        self.consumed += 1
-        return batch
-
-
-class OnceFeed(Feed):
-    def __init__(self, source: OnceSource, batch: int, stepped_over: Collection[int]) -> None:
-        self._source, self._next, self._stepped_over = source, batch, stepped_over
-        self.start = Start(source.generators.now())
-
-    def __next__(self) -> Given:
-        while True:
-            batch = self._source.give()
-            self._next += 1
-            if self._next - 1 not in self._stepped_over:
-                return self._next - 1, None, batch
-
-    def extra(self) -> Plain:
-        return {"consumed": self._source.consumed}
-
-
-class StatefulSource(Source):
-    """A loader with a `state_dict` of its own, such as torchdata's: that is its position. Nothing is left out of it."""
-
-    kind = "stateful"
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = copy.copy(loader)
-        self.generators = Generators(loader=loader)
-        self._opened = False
-
-    def open(self, opening: Opening) -> StatefulFeed:
-        self._opened = True
-        if opening.extra is not None:
-            with common_kept():
-                self.loader.load_state_dict(opening.extra["inner"])
-                return StatefulFeed(self, iter(self.loader), opening)
-        return StatefulFeed(self, iter(self.loader), opening)
-
-    def between(self) -> Plain | None:
-        return {"inner": self.loader.state_dict()} if self._opened else None
-
-
-class StatefulFeed(Feed):
-    def __init__(self, source: StatefulSource, batches: Iterator[Any], opening: Opening) -> None:
-        self._source, self._batches, self._next = source, batches, opening.batch
-        self._stepped_over = opening.stepped_over
-        self.start = Start(source.generators.now())
-
-    def __next__(self) -> Given:
-        while True:
-            batch = next(self._batches)
-            self._next += 1
-            if self._next - 1 not in self._stepped_over:
-                return self._next - 1, None, batch
-
-    def extra(self) -> Plain:
-        return {"inner": self._source.loader.state_dict()}
+def _without(indices: Any, left_out: frozenset[int]) -> Any:
+    if isinstance(indices, list) and indices and type(indices[0]) is int and left_out.isdisjoint(indices):  # nearly always
+        return indices
+    return [index for index in indices if place(index) not in left_out]
 
 
 def size_of(dataset: Any) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -56,11 +56,11 @@ class Generators:
 
     def now(self, earlier: Moment | None = None) -> Moment:
         """Nothing new if nothing moved, so that it is saved once."""
-        holders = list(self._holders())
-        own = {name: _get(generator) for name, generator in _held(holders)}
-        epochs = {name: e for name, holder in holders if type(e := getattr(holder, "epoch", None)) is int}
-        moment = Moment(RandomState.now(()), own, epochs)
+        moment = Moment(RandomState.now(()), self.own(), self.epochs())
         return earlier if earlier is not None and moment.same(earlier) else moment
+
+    def epochs(self) -> dict[str, int]:
+        return {name: epoch for name, holder in self._holders() if (epoch := _told(holder)) is not None}
 
     def own(self) -> dict[str, Any]:
         return {name: _get(generator) for name, generator in _held(self._holders())}
@@ -68,13 +68,17 @@ class Generators:
     def put(self, moment: Moment) -> None:
         moment.common.restore()
         self.put_own(moment.own)
+        self.put_epochs(moment.epochs)
+
+    def put_epochs(self, epochs: Mapping[str, int]) -> None:
         for name, holder in self._holders():
-            epoch = moment.epochs.get(name)
-            if epoch is not None and getattr(holder, "epoch", None) != epoch:
+            epoch = epochs.get(name)
+            if epoch is not None and _told(holder) not in (None, epoch):
                 if callable(tell := getattr(holder, "set_epoch", None)):
                     tell(epoch)
                 else:
-                    holder.epoch = epoch
+                    with suppress(AttributeError):  # it may be worked out from something else
+                        holder.epoch = epoch
 
     def put_own(self, states: Mapping[str, Any]) -> None:
         for name, generator in _held(self._holders()):
@@ -103,6 +107,14 @@ def common_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def _told(holder: Any) -> int | None:
+    try:
+        epoch = holder.epoch
+    except Exception:  # somebody else's property
+        return None
+    return epoch if type(epoch) is int else None
 
 
 def _held(holders: Any) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ file: a line goes out in one write. What cannot be read is a warning, and what c
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -68,6 +69,7 @@ class Quarantine:
         self._entries: list[Entry] = []
         self._known: set[tuple[Any, ...]] = set()
         self._read_to = 0
+        self._torn = False
         self._foreign: set[tuple[int, int]] = set()
         if self.path is not None:
             try:
@@ -92,9 +94,10 @@ class Quarantine:
             handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 for entry in new:
-                    line = (json.dumps(asdict(entry), allow_nan=False) + "\n").encode()
-                    if os.write(handle, line) != len(line):
-                        raise OSError(0, "the line was cut short")
+                    line = (("\n" if self._torn else "") + json.dumps(asdict(entry), allow_nan=False) + "\n").encode()
+                    self._torn = os.write(handle, line) != len(line)
+                    if self._torn:
+                        raise OSError(errno.ENOSPC, "the line was cut short")
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -132,9 +135,12 @@ class Quarantine:
         An entry written for another length is not used: places shift when data comes or goes, so it would hit an innocent
         sample. A warning says how many there are.
         """
+        if size is None:  # a dataset that does not know its length
+            plain = (entry for entry in self._entries if entry.size is None and entry.workers is None)
+            return frozenset(entry.index for entry in plain if entry.index is not None)
         here = [entry for entry in self._entries if entry.size is not None and entry.index is not None]
         foreign = sum(entry.size != size for entry in here)
-        if foreign and size is not None and (size, foreign) not in self._foreign:
+        if foreign and (size, foreign) not in self._foreign:
             self._foreign.add((size, foreign))
             log.warning(
                 "nanproof: %d quarantined sample(s) were written for a dataset of another length than %d and are not left out. "

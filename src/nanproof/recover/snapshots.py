@@ -43,8 +43,8 @@ class Snapshot:
     """Whether every weight, buffer and moment is finite, on every rank. Waits, if it has not been found out yet."""
     done: list[Any] = field(default_factory=list)
     """Events behind the copies."""
-    sources: list[Tensor] = field(default_factory=list)
-    """Kept alive until the copies are made."""
+    in_place: bool = False
+    """Copied straight from the living state, not from a copy on the device."""
     confirmed: bool = False
     """The steps it follows were all accepted, and it is finite."""
     saving: bool = False
@@ -54,11 +54,10 @@ class Snapshot:
         """Until the copies are there. For the host; a device stream waits with `order_after`."""
         for event in self.done:
             event.synchronize()
-        self.sources.clear()
 
     def order_after(self) -> None:
-        """What the device does from now on comes after the copies."""
-        for event in self.done:
+        """What the device does from now on comes after the copies, where they are made from the living state."""
+        for event in self.done if self.in_place else ():
             torch.cuda.current_stream(event.device).wait_event(event)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -133,6 +132,7 @@ class Snapshots:
         self._free: list[Arena] = []
         self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._streams: dict[torch.device, Any] = {}
+        self._room_aside: dict[tuple[torch.device, int], bool] = {}
         self._said: int | None = None
         self.kept: list[Snapshot] = []
         """Oldest first; the last ones may not be confirmed yet."""
@@ -208,17 +208,28 @@ class Snapshots:
             if device.type != "cuda" or self._on_device:
                 torch._foreach_copy_([copies[n] for n in names], [moving[n] for n in names])
                 continue
-            # What the next forward writes cannot wait for the slow way to the host: it is copied aside at once.
-            sources = [moving[n].clone() if n in fickle else moving[n] for n in names]
+            # What the next forward writes cannot wait for the slow way to the host: it is copied aside at once. So is all the
+            # rest where there is room for it: then the optimizer need not wait either.
+            aside = self._aside(snapshot.arena.plan, device)
+            sources = [moving[n].clone() if aside or n in fickle else moving[n] for n in names]
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for name, source in zip(names, sources, strict=True):
                     copies[name].copy_(source, non_blocking=True)
+                    source.record_stream(stream)  # its memory is not used again before this is done
                 event = torch.cuda.Event()
                 event.record()
             snapshot.done.append(event)
-            snapshot.sources += sources
+            snapshot.in_place = snapshot.in_place or not aside
+
+    def _aside(self, plan: Plan, device: torch.device) -> bool:
+        """Whether a device has room for a second copy on the way to the host; decided once."""
+        key = (device, plan.bytes)
+        if key not in self._room_aside:
+            free = torch.cuda.mem_get_info(device)[0]
+            self._room_aside[key] = plan.sizes(True)[str(device)] < free / 4
+        return self._room_aside[key]
 
     def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what nothing trains: made once, and again only if it was written."""

@@ -7,6 +7,7 @@ what is skipped is neither hashed nor collated.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from nanproof.recover.generators import Generators, Plain, Start
 from nanproof.recover.hashes import sample_hash
 from nanproof.recover.quarantine import Quarantine, StreamFilter
 from nanproof.recover.tickets import Sample
+
+log = logging.getLogger("nanproof")
 
 Read: TypeAlias = dict[int, tuple[int, int]]
 """By worker: how many batches it gave, and the ordinal of the sample it reads next. 0 stands for the training process."""
@@ -108,16 +111,25 @@ class StreamSource(Source):
 
     kind = "stream"
 
-    def __init__(self, loader: DataLoader[Any], quarantine: Quarantine) -> None:
+    def __init__(self, loader: DataLoader[Any], dataset: Any, quarantine: Quarantine) -> None:
         self._given, self._quarantine = loader, quarantine
-        self.dataset: Any = loader.dataset
+        self.dataset = dataset
         self.batched = loader.batch_sampler is not None
         self.generators = Generators(loader=loader, dataset=loader.dataset)
         self._prepared: tuple[StreamFilter, Read] | None = None
         self.loader: Any = None
 
     def open(self, opening: Opening) -> StreamFeed:
-        read: Read = {int(w): (b, o) for w, (b, o) in (opening.extra or {}).get("read", {}).items()}
+        extra = opening.extra or {}
+        read: Read = {int(w): (b, o) for w, (b, o) in extra.get("read", {}).items()}
+        if read and extra.get("workers") != self._given.num_workers:
+            log.warning(
+                "nanproof: the place in the stream was saved with num_workers=%s, and it is %s now: the samples are shared out "
+                "differently, so some may come twice or not at all in this epoch",
+                extra.get("workers"),
+                self._given.num_workers,
+            )
+            read = {}
         wanted = (self._quarantine.stream_filter(), read)
         if wanted != self._prepared or opening.start is not None:  # only new workers draw the numbers of an earlier pass again
             if self.loader is not None and self.loader._iterator is not None:
@@ -142,8 +154,8 @@ class StreamFeed(Feed):
                 source.generators.put(again.opened)
             self.start = again or Start(source.generators.now())
             self._batches: Iterator[Any] | None = iter(self._loader)
-            for _ in range(sum(batches for batches, _ in read.values())):
-                next(self._batches, None)
+            for _ in range(sum(batches for batches, _ in read.values()) if read else opening.batch):
+                self._note(next(self._batches, None))
         if again is not None and opening.own is not None and self._loader.num_workers == 0:
             source.generators.put_own(opening.own)
 
@@ -154,16 +166,21 @@ class StreamFeed(Feed):
             carried: Carried = next(self._batches)
             if not carried.ordinals:
                 continue
-            worker = carried.worker or 0
-            batches, _ = self._read.get(worker, (0, 0))
-            self._read[worker] = (batches + 1, carried.ordinals[-1] + 1)
+            self._note(carried)
             self._next += 1
             if self._next - 1 not in self._stepped_over:
                 batch, carried.batch = carried.batch, None  # a ticket keeps the samples, not the batch
                 return self._next - 1, carried.samples if self._batched else None, batch
 
+    def _note(self, carried: Carried | None) -> None:
+        if carried is not None and carried.ordinals:
+            worker = carried.worker or 0
+            batches, _ = self._read.get(worker, (0, 0))
+            self._read[worker] = (batches + 1, carried.ordinals[-1] + 1)
+
     def extra(self) -> Plain:
-        return {"read": {str(worker): list(counts) for worker, counts in self._read.items()}}
+        read = {str(worker): list(counts) for worker, counts in self._read.items()}
+        return {"read": read, "workers": self._loader.num_workers}
 
     def close(self) -> None:
         shut_down(self._batches, self._loader)
