@@ -108,7 +108,7 @@ class Bench:
         found = {}
         for name, kept in (("memory", {"every": 5}), ("disk", {"disk": 5, "background": False})):
             guard = self.guard(**kept)  # type: ignore[arg-type]
-            self.block(guard, 12)
+            self.block(guard, 32)  # all the memory it will use is taken by then
             with torch.no_grad():
                 next(iter(self.model.parameters()))[0, 0] = float("nan")
             wait(self.device)

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,29 +71,22 @@ class Snapshot:
 
 
 class Arena:
-    """One block of memory for each kind of place, from which the copies of a snapshot are cut. Taken once, used again."""
+    """The memory of a snapshot: one block for each device that tensors come from, in host memory or on that device. Taken once,
+    used again. Blocks of one plan are cut alike, wherever they lie."""
 
     def __init__(self, plan: Plan, on_device: bool) -> None:
         self.plan, self.bytes = plan, plan.bytes
-        blocks: dict[str, Tensor] = {}
-        for place, size in plan.sizes(on_device).items():
-            block = torch.empty(size, dtype=torch.uint8, device=place)
-            if place == "cpu" and plan.cuda:
-                _pin(block)
-            blocks[place] = block
-        self._blocks = blocks
-        self._on_device = on_device
-
-    def views(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        used = dict.fromkeys(self._blocks, 0)
-        for name, (device, dtype, shape) in self.plan.items.items():
-            place = str(device) if self._on_device else "cpu"
-            size = math.prod(shape) * dtype.itemsize
-            start = used[place]
-            used[place] = start + _round_up(size)
-            found[name] = self._blocks[place][start : start + size].view(dtype).view(shape)
-        return found
+        self.blocks: dict[torch.device, Tensor] = {}
+        for device, size in plan.sizes.items():
+            self.blocks[device] = torch.empty(size, dtype=torch.uint8, device=device if on_device else "cpu")
+            if device.type == "cuda" and not on_device:
+                _pin(self.blocks[device])
+        self.views: dict[str, Tensor] = {}
+        used = dict.fromkeys(self.blocks, 0)
+        for name, (device, dtype, shape) in plan.items.items():
+            size, start = math.prod(shape) * dtype.itemsize, used[device]
+            used[device] = start + _round_up(size)
+            self.views[name] = self.blocks[device][start : start + size].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -106,18 +100,23 @@ class Plan:
         return cls({name: (t.device, t.dtype, tuple(t.shape)) for name, t in tensors.items()})
 
     @property
-    def cuda(self) -> bool:
-        return any(device.type == "cuda" for device, _, _ in self.items.values())
-
-    @property
     def bytes(self) -> int:
-        return sum(self.sizes(False).values())
+        return sum(self.sizes.values())
 
-    def sizes(self, on_device: bool) -> dict[str, int]:
-        found: dict[str, int] = {}
+    @cached_property
+    def sizes(self) -> dict[torch.device, int]:
+        """Bytes that come from each device."""
+        found: dict[torch.device, int] = {}
         for device, dtype, shape in self.items.values():
+            found[device] = found.get(device, 0) + _round_up(math.prod(shape) * dtype.itemsize)
+        return found
+
+    def places(self, on_device: bool) -> dict[str, int]:
+        """Bytes that a copy takes in each place."""
+        found: dict[str, int] = {}
+        for device, size in self.sizes.items():
             place = str(device) if on_device else "cpu"
-            found[place] = found.get(place, 0) + _round_up(math.prod(shape) * dtype.itemsize)
+            found[place] = found.get(place, 0) + size
         return found
 
 
@@ -132,7 +131,7 @@ class Snapshots:
         self._free: list[Arena] = []
         self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._streams: dict[torch.device, Any] = {}
-        self._room_aside: dict[tuple[torch.device, int], bool] = {}
+        self._staged: tuple[Plan, Arena | None] | None = None
         self._said: int | None = None
         self.kept: list[Snapshot] = []
         """Oldest first; the last ones may not be confirmed yet."""
@@ -146,11 +145,10 @@ class Snapshots:
         arena = self._room(Plan.of(moving))
         if arena is None:
             return None
-        copies = arena.views()
         sharded = {name: t for name, t in live.items() if is_dtensor(t)}
-        snapshot = Snapshot(step, arena, {**copies, **frozen}, sharded, host, self._look(parts))
+        snapshot = Snapshot(step, arena, {**arena.views, **frozen}, sharded, host, self._look(parts))
         fickle = self._state.written_by_the_forward() | {n for n in moving if n.startswith(("scaler.", "guard."))}
-        self._copy(snapshot, moving, copies, fickle)
+        self._copy(snapshot, moving, fickle)
         return snapshot
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -176,6 +174,7 @@ class Snapshots:
     def close(self) -> None:
         self.kept.clear()
         self._free.clear()
+        self._staged = None
         self._frozen.clear()
 
     def _look(self, parts: Mapping[str, Tensor]) -> Callable[[], bool]:
@@ -202,34 +201,40 @@ class Snapshots:
 
         return finite
 
-    def _copy(self, snapshot: Snapshot, moving: Mapping[str, Tensor], copies: Mapping[str, Tensor], fickle: set[str]) -> None:
-        for device in {t.device for t in moving.values()}:
+    def _copy(self, snapshot: Snapshot, moving: Mapping[str, Tensor], fickle: set[str]) -> None:
+        arena = snapshot.arena
+        for device in arena.plan.sizes:
             names = [name for name, t in moving.items() if t.device == device]
             if device.type != "cuda" or self._on_device:
-                torch._foreach_copy_([copies[n] for n in names], [moving[n] for n in names])
+                torch._foreach_copy_([arena.views[n] for n in names], [moving[n] for n in names])
                 continue
-            # What the next forward writes cannot wait for the slow way to the host: it is copied aside at once. So is all the
-            # rest where there is room for it: then the optimizer need not wait either.
-            aside = self._aside(snapshot.arena.plan, device)
-            sources = [moving[n].clone() if aside or n in fickle else moving[n] for n in names]
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            aside = self._aside(arena.plan, device)
+            if aside is not None:
+                # One fast copy on the device; the slow way to the host is then nobody's business but the copy engine's.
+                torch.cuda.current_stream(device).wait_stream(stream)
+                torch._foreach_copy_([aside.views[n] for n in names], [moving[n] for n in names])
+                pairs = [(arena.blocks[device], aside.blocks[device])]
+            else:
+                # No room for that: the next optimizer step waits. What the next forward writes cannot.
+                pairs = [(arena.views[n], moving[n].clone() if n in fickle else moving[n]) for n in names]
+                snapshot.in_place = True
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                for name, source in zip(names, sources, strict=True):
-                    copies[name].copy_(source, non_blocking=True)
+                for place, source in pairs:
+                    place.copy_(source, non_blocking=True)
                     source.record_stream(stream)  # its memory is not used again before this is done
                 event = torch.cuda.Event()
                 event.record()
             snapshot.done.append(event)
-            snapshot.in_place = snapshot.in_place or not aside
 
-    def _aside(self, plan: Plan, device: torch.device) -> bool:
-        """Whether a device has room for a second copy on the way to the host; decided once."""
-        key = (device, plan.bytes)
-        if key not in self._room_aside:
-            free = torch.cuda.mem_get_info(device)[0]
-            self._room_aside[key] = plan.sizes(True)[str(device)] < free / 4
-        return self._room_aside[key]
+    def _aside(self, plan: Plan, device: torch.device) -> Arena | None:
+        """Memory on the device for a copy on its way to the host, where there is plenty; decided once."""
+        if self._staged is None or self._staged[0] != plan:
+            self._staged = (plan, None)
+            if all(size < _free_memory(str(d)) / 4 for d, size in plan.sizes.items() if d.type == "cuda"):  # type: ignore[operator]
+                self._staged = (plan, Arena(plan, on_device=True))
+        return self._staged[1]
 
     def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of what nothing trains: made once, and again only if it was written."""
@@ -254,7 +259,7 @@ class Snapshots:
 
     def _fits(self, plan: Plan) -> bool:
         """Say what a snapshot takes before it is taken; not at all if that is more than there is."""
-        sizes = plan.sizes(self._on_device)
+        sizes = plan.places(self._on_device)
         if self._said != plan.bytes:
             self._said = plan.bytes
             places = " + ".join(f"{size / 1e9:.3g} GB on {place}" for place, size in sizes.items())

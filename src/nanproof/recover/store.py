@@ -331,9 +331,9 @@ def check_files(path: Path) -> None:
 
 def crc32(path: Path) -> str:
     """Eight hexadecimal digits. Reads with a buffer of its own, so that a large file stays out of memory."""
-    value, buffer = 0, bytearray(1 << 20)
-    view = memoryview(buffer)
     try:
+        value, buffer = 0, bytearray(min(32 << 20, max(1, path.stat().st_size)))
+        view = memoryview(buffer)
         with open(path, "rb", buffering=0) as file:
             while size := file.readinto(buffer):
                 value = zlib.crc32(view[:size], value)
