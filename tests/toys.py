@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +122,16 @@ def whole_state(model, optimizer, scheduler=None, scaler=None, guard=None) -> di
 def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     tensors = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))]
     return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+@contextmanager
+def syncs_raise():
+    """Every wait of the host for the device is an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

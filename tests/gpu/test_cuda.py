@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,23 +14,11 @@ import nanproof
 from nanproof.core.kernels import Kernels
 from nanproof.core.stats import RunningStats
 from nanproof.core.verdict import judge
-from toys import Lion, Run, batches, finite, mse, net, poison, whole_state
+from toys import Lion, Run, batches, finite, mse, net, poison, syncs_raise, whole_state
 
 pytestmark = pytest.mark.gpu
 BAD = {0, 3, 4, 7, 19}
 STEPS = 20
-
-
-@contextmanager
-def syncs_raise():
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode calls itself a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def to_cuda(batch):

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import nanproof
-from gpu.test_cuda import syncs_raise
 from recover.runs import Rows, once, same, train, weights
-from toys import mse, net
+from toys import mse, net, syncs_raise
 
 pytestmark = pytest.mark.gpu
 
