@@ -3,11 +3,13 @@
 NanproofError
 ├── UsageError         the call cannot be right: what was wrong, where, and what to do (also a ValueError)
 ├── UnsupportedError   the combination is known not to work; the message names what does
-└── TrainingHalted     the cap on refused steps was reached; carries the incident
+├── TrainingHalted     the cap on refused steps was reached; carries the incident
+└── RefusedFile        a file was not read because reading it could execute code, or it is not what it says
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,3 +35,14 @@ class TrainingHalted(NanproofError):
         super().__init__(message)
         self.incident = incident
         """The refused step that reached the cap."""
+
+
+class RefusedFile(NanproofError):
+    """A file was not read because reading it could execute code, or it is not what it says."""
+
+    def __init__(self, path: str | os.PathLike[str], why: str) -> None:
+        super().__init__(f"{path} was refused: {why}. Nothing in it was executed")
+        self.path, self.why = str(path), why
+
+    def __reduce__(self) -> tuple[type[RefusedFile], tuple[str, str]]:
+        return type(self), (self.path, self.why)  # ranks send each other what they raised
