@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,9 @@ def read_torch(path: Path) -> list[Stored]:
             zipped = file.read(4) == _ZIP
             if zipped:
                 check_zip(zipfile.ZipFile(file), path, path.stat().st_size)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old ways of saving, which are not the reader's business
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except NanproofError:
         raise
     except Exception as error:
