@@ -48,7 +48,7 @@ def status_of(path):
 
 def write_torch(form, value, path):
     if form == "pickle":
-        path.write_bytes(pickle.dumps(value))
+        path.write_bytes(pickle.dumps(value, protocol=2))
     else:
         torch.save(value, path, _use_new_zipfile_serialization=form == "zip")
 
