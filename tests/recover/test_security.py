@@ -57,7 +57,7 @@ def write_torch(form, value, path):
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth", ""])
 def test_code_in_a_torch_file_is_not_executed(form, suffix, sung, tmp_path):
     path = tmp_path / f"model{suffix}"
-    write_torch(form, {"w": torch.ones(2), "x": Canary(sung)}, path)
+    write_torch(form, {"x": Canary(sung), "w": torch.ones(2)}, path)
     file = status_of(path)
     assert file.status == "refused" and "posix.mkdir" in file.why
     assert not sung.exists()
