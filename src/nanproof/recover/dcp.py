@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from nanproof.errors import RefusedFile, UsageError
+from nanproof.recover.inside import METADATA, first_line, path_inside
 
-METADATA = ".metadata"
 MOST_METADATA = 1 << 30
 """Bytes of a `.metadata` that are read at most; a thousand ranks of a large model need some hundred megabytes."""
 
@@ -86,19 +86,6 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
     return metadata
 
 
-def path_inside(folder: Path, name: str, said_by: Path, links: bool = False) -> Path:
-    """The file in a folder that another file names; refused if it lies outside, or (unless links may) leads there."""
-    if not name or "\\" in name or "\0" in name:
-        raise RefusedFile(said_by, f"it names {name!r}, which is no plain file name")
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts:
-        raise RefusedFile(said_by, f"it names {name!r}, which lies outside the folder")
-    path = folder / name
-    if not links and not path.resolve().is_relative_to(folder.resolve()):
-        raise RefusedFile(said_by, f"it names {name!r}, a link that leads outside the folder")
-    return path
-
-
 class SafeReader(FileSystemReader):
     """A `FileSystemReader` that executes nothing. Give it to `dcp.load` together with a `SafePlanner`, or call `load`."""
 
@@ -144,15 +131,6 @@ def load(state_dict: dict[str, Any], folder: Path, *, planner: SafePlanner | Non
             if isinstance(error, Exception):
                 raise error from None
         raise
-
-
-def first_line(error: BaseException) -> str:
-    """torch explains a refused pickle on a page; one sentence of it names what was found."""
-    text = str(error).strip()
-    if "GLOBAL " in text:  # "Unsupported global: GLOBAL os.system was not an allowed global by default. ..."
-        return "it asks for " + text.split("GLOBAL ", 1)[1].split()[0]
-    text = text.split("WeightsUnpickler error:", 1)[-1].strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
 
 
 class _Record:

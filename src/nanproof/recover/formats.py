@@ -10,21 +10,20 @@ import json
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nanproof.errors import NanproofError, RefusedFile
-from nanproof.recover.dcp import first_line, path_inside, read_metadata
+from nanproof.recover.inside import UnreadableFile, first_line
 from nanproof.recover.measure import FileSpan, has_fractions
 
 MOST_HEADER = 100_000_000  # what the safetensors library allows as well
-_ZIP = b"PK\x03\x04"
+ZIP = b"PK\x03\x04"
 _SAFETENSORS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,10 +39,6 @@ _SAFETENSORS = {
 }
 _WHOLE = {"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F4", "F6_E2M3", "F6_E3M2"}
 """Types in which nothing can be NaN or infinite."""
-
-
-class UnreadableFile(NanproofError):
-    """A file is damaged, incomplete or missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,7 @@ def read_file(path: Path) -> list[Stored]:
             start = file.read(9)
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error
-    if path.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(_ZIP)):
+    if path.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(ZIP)):
         return read_safetensors(path)
     return read_torch(path)
 
@@ -99,7 +94,7 @@ def read_safetensors(path: Path) -> list[Stored]:
                 raise UnreadableFile(f"{name!r} is of type {kind}, which this torch does not have")
             stored.append(Stored(name, kind, shape, None))
             continue
-        stored.append(Stored(name, _short(dtype), shape, (FileSpan(path, offset, end - begin, dtype),)))
+        stored.append(Stored(name, short_name(dtype), shape, (FileSpan(path, offset, end - begin, dtype),)))
     return sorted(stored, key=lambda s: s.where[0].offset if isinstance(s.where, tuple) else 0)
 
 
@@ -114,7 +109,7 @@ def read_torch(path: Path) -> list[Stored]:
     """A file of torch.save, mapped into memory if it is of the zip format (torch 1.6 and later)."""
     try:
         with open(path, "rb") as file:
-            zipped = file.read(4) == _ZIP
+            zipped = file.read(4) == ZIP
             if zipped:
                 check_zip(zipfile.ZipFile(file), path, path.stat().st_size)
         with warnings.catch_warnings():
@@ -158,7 +153,7 @@ def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def in_memory(name: str, tensor: Tensor) -> Stored:
     """A tensor that is at hand, of any layout."""
-    shape, dtype = tuple(tensor.shape), _short(tensor.dtype)
+    shape, dtype = tuple(tensor.shape), short_name(tensor.dtype)
     numbers: Tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's part of this rank
     if numbers.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         numbers = numbers._values() if numbers.layout == torch.sparse_coo else numbers.values()
@@ -168,91 +163,6 @@ def in_memory(name: str, tensor: Tensor) -> Stored:
     return Stored(name, dtype, shape, None if whole else numbers)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_name(dtype: torch.dtype) -> str:
+    """float32 rather than torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def read_dcp(folder: Path, problem: Callable[[Path, str], None]) -> list[Stored]:
-    """The tensors of a DCP folder; what is wrong with single files is told to `problem`, and the rest is read."""
-    metadata = read_metadata(folder)
-    chunks: dict[str, list[FileSpan]] = {}
-    files: dict[str, Path | None] = {}
-    for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in files:
-            files[name] = path_inside(folder, name, folder)
-            if not (folder / name).is_file():
-                files[name] = None
-                problem(folder / name, "missing, though .metadata names it")
-        entry = metadata.state_dict_metadata.get(index.fqn)
-        path = files[name]
-        if path is None or not isinstance(entry, TensorStorageMetadata):
-            continue
-        try:
-            sizes = _sizes_of(entry, index.offset)
-            chunks.setdefault(index.fqn, []).append(_chunk(path, info, entry.properties.dtype, sizes))
-        except (NanproofError, OSError, ValueError, zipfile.BadZipFile) as error:
-            files[name] = None
-            problem(path, f"{index.fqn!r} cannot be read from it: {error}")
-    stored = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and name in chunks:
-            dtype = entry.properties.dtype
-            whole = not has_fractions(dtype)
-            stored.append(Stored(name, _short(dtype), tuple(entry.size), None if whole else tuple(chunks[name])))
-    return stored
-
-
-def _sizes_of(entry: TensorStorageMetadata, offset: torch.Size | None) -> torch.Size:
-    for chunk in entry.chunks:
-        if offset is None or chunk.offsets == offset:
-            return chunk.sizes
-    raise ValueError(".metadata has no chunk at that place")
-
-
-def _chunk(path: Path, info: Any, dtype: torch.dtype, sizes: torch.Size) -> FileSpan:
-    """Where the numbers of a chunk lie: it is a small archive of torch.save inside the file, with one record of numbers."""
-    if getattr(info, "transform_descriptors", None):
-        raise UnreadableFile(f"it is packed ({', '.join(info.transform_descriptors)})")
-    size = path.stat().st_size
-    if info.offset + info.length > size:
-        raise UnreadableFile(f"the file ends before it does ({size} bytes)")
-    with open(path, "rb") as file:
-        archive = zipfile.ZipFile(_Part(file, info.offset, info.length))
-        check_zip(archive, path, info.length)
-        records = [record for record in archive.infolist() if "/data/" in record.filename]
-        order = next((archive.read(record) for record in archive.infolist() if record.filename.endswith("/byteorder")), b"little")
-        wanted = sizes.numel() * dtype.itemsize
-        if len(records) != 1 or records[0].file_size != wanted or order != b"little":
-            raise UnreadableFile(f"{wanted} bytes of numbers were expected")
-        file.seek(info.offset + records[0].header_offset)
-        header = file.read(30)
-        name, extra = struct.unpack("<HH", header[26:30])
-        start = info.offset + records[0].header_offset + 30 + name + extra
-    if not header.startswith(_ZIP) or start + wanted > info.offset + info.length:
-        raise UnreadableFile("its record lies outside of it")
-    return FileSpan(path, start, wanted, dtype)
-
-
-class _Part:
-    """A stretch of an open file, as a file that zipfile can read."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._offset + self._at)
-        data: bytes = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data

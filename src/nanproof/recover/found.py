@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanproof.errors import RefusedFile
-from nanproof.recover.dcp import METADATA, path_inside
+from nanproof.recover.inside import METADATA, path_inside
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from nanproof.errors import NanproofError, RefusedFile, UsageError
-from nanproof.recover.dcp import METADATA, path_inside
-from nanproof.recover.formats import Stored, in_memory, read_dcp, read_file
+from nanproof.recover.formats import Stored, in_memory, read_file
 from nanproof.recover.found import INDEX, MANIFEST, SUFFIXES, Found, checkpoints, holds_no_weights, shards
+from nanproof.recover.inside import METADATA, path_inside
 from nanproof.recover.measure import FileSpan, Measure, Workers, measure
 from nanproof.recover.report import CheckpointReport, FileReport, ScanReport, Status, TensorReport
 
@@ -122,6 +122,8 @@ class _Scanner:
             add(FileReport(index, "unreadable", "; ".join(wrong)))
 
     def _dcp(self, folder: Path, add: Progress) -> None:
+        from nanproof.recover.chunks import read_dcp
+
         started = time.perf_counter()
         try:
             stored = read_dcp(folder, lambda path, why: add(FileReport(path, "unreadable", why)))
