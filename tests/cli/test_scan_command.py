@@ -70,6 +70,12 @@ def test_names_are_printed_as_they_are(tmp_path):
     assert "1 NaN" in narrow and "[bold]w.safetensors: bad" in narrow
 
 
+def test_names_cannot_steer_the_terminal(tmp_path):
+    save_file({"w\x1b[2J\nlast good: all": torch.tensor([math.nan])}, tmp_path / "w.safetensors")
+    text = run(tmp_path / "w.safetensors").stdout
+    assert "\x1b" not in text and "w\\x1b[2J\\nlast good: all" in text
+
+
 def test_many_checkpoints_are_one_line_each_and_the_last_good_is_named(tmp_path):
     for step in (5, 10, 20):
         (tmp_path / f"checkpoint-{step}").mkdir()

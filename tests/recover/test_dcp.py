@@ -51,7 +51,7 @@ def state():
 
 @pytest.fixture
 def folder(tmp_path):
-    dcp.save(state(), checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save(state(), checkpoint_id=tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -107,7 +107,7 @@ def test_sharded_tensors_of_two_ranks_are_read(tmp_path):
     assert ours.state_dict_metadata == stock.state_dict_metadata and ours.storage_data == stock.storage_data
     assert len(ours.state_dict_metadata["d"].chunks) == 2
     target = {"d": torch.zeros(5, 2)}
-    load(target, tmp_path / "saved", no_dist=True)
+    load(target, tmp_path / "saved")
     assert target["d"].equal(torch.arange(10.0).reshape(5, 2))
 
 
@@ -116,7 +116,7 @@ def test_what_was_saved_is_loaded(folder):
     for tensor in (target["plain"], target["turned"], target["scalar"], target["half"], target["nested"]["list"][0]):
         tensor.zero_()
     target["nested"]["list"][1], target["nested"]["pair"] = None, None
-    load(target, folder, no_dist=True)
+    load(target, folder)
     wanted = state()
     assert all(target[name].equal(wanted[name]) for name in ("plain", "turned", "scalar", "empty", "half"))
     assert target["nested"]["list"][0].equal(wanted["nested"]["list"][0])
@@ -134,24 +134,24 @@ def test_stock_load_executes_a_canary_in_the_metadata_and_ours_refuses_it(folder
     shutil.copytree(folder, untouched)
     rewrite(folder, poison(tmp_path / "stock"))
     with contextlib.suppress(Exception, CheckpointException):
-        dcp.load(state(), checkpoint_id=folder, no_dist=True)
+        dcp.load(state(), checkpoint_id=folder)
     assert (tmp_path / "stock").exists(), "the stock reader is expected to execute it"
     rewrite(untouched, poison(tmp_path / "ours"))
     with pytest.raises(RefusedFile, match=r"\.metadata was refused: it asks for posix\.mkdir"):
         read_metadata(untouched)
     with pytest.raises(RefusedFile, match=r"posix\.mkdir"):
-        load(state(), untouched, no_dist=True)
+        load(state(), untouched)
     assert not (tmp_path / "ours").exists()
 
 
 def test_a_canary_in_an_entry_is_refused(tmp_path):
     saved = {"a": torch.ones(2), "thing": Canary(tmp_path / "stock")}
-    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "saved")
     with pytest.raises(RefusedFile, match=r"entry 'thing' was refused: .*mkdir"):
-        load({"a": torch.zeros(2), "thing": None}, tmp_path / "saved", no_dist=True)
+        load({"a": torch.zeros(2), "thing": None}, tmp_path / "saved")
     assert not (tmp_path / "stock").exists()
     with pytest.raises(CheckpointException):  # without our load, DCP's own wrapping is all one gets
-        dcp.load({"thing": None}, storage_reader=SafeReader(tmp_path / "saved"), planner=SafePlanner(), no_dist=True)
+        dcp.load({"thing": None}, storage_reader=SafeReader(tmp_path / "saved"), planner=SafePlanner())
     assert not (tmp_path / "stock").exists()
 
 

@@ -82,7 +82,7 @@ def test_neighbours_of_a_refused_file_are_still_scanned(sung, tmp_path):
 
 
 def test_code_in_dcp_metadata_is_not_executed(sung, tmp_path):
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved")
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     metadata.planner_data = Canary(sung)
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -92,15 +92,15 @@ def test_code_in_dcp_metadata_is_not_executed(sung, tmp_path):
 
 def test_code_in_a_dcp_entry_is_not_executed(sung, tmp_path):
     """The scan does not read entries that are no tensors; loading refuses it."""
-    dcp.save({"w": torch.ones(2), "x": Canary(sung)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save({"w": torch.ones(2), "x": Canary(sung)}, checkpoint_id=tmp_path / "saved")
     assert status_of(tmp_path / "saved").status == "clean"
     with pytest.raises(RefusedFile):
-        load({"w": torch.zeros(2), "x": None}, tmp_path / "saved", no_dist=True)
+        load({"w": torch.zeros(2), "x": None}, tmp_path / "saved")
     assert not sung.exists()
 
 
 def test_code_in_place_of_a_dcp_tensor_is_not_executed(sung, tmp_path):
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved")
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     (info,) = metadata.storage_data.values()
     inside = io.BytesIO()
@@ -114,7 +114,7 @@ def test_code_in_place_of_a_dcp_tensor_is_not_executed(sung, tmp_path):
 
 @pytest.mark.parametrize("name", ["../secret.distcp", "/etc/hostname"])
 def test_dcp_paths_that_leave_the_folder_are_refused(name, tmp_path):
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved")
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = name
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -258,7 +258,7 @@ def test_changed_bytes_are_never_a_crash(form, tmp_path):
     import random
 
     if form == "dcp":
-        dcp.save({"w": torch.ones(5), "x": 3}, checkpoint_id=tmp_path / "saved", no_dist=True)
+        dcp.save({"w": torch.ones(5), "x": 3}, checkpoint_id=tmp_path / "saved")
         target, path = tmp_path / "saved", tmp_path / "saved" / ".metadata"
     else:
         target = path = tmp_path / ("w.safetensors" if form == "safetensors" else "w.pt")

@@ -66,7 +66,7 @@ def _shown() -> Iterator[Callable[[FileReport], None] | None]:
     from rich.text import Text
 
     with Console(stderr=True, markup=False).status("scanning") as status:
-        yield lambda report: status.update(Text(f"scanned {report.path}"))
+        yield lambda report: status.update(Text(printable(f"scanned {report.path}")))
 
 
 def _print(console: Console, report: ScanReport, everything: bool) -> None:
@@ -78,19 +78,20 @@ def _print(console: Console, report: ScanReport, everything: bool) -> None:
             _print_checkpoint(console, checkpoint, everything)
     for root, good in report.last_good.items():
         named = "none" if good is None else str(good.path)
-        console.print(f"last good: {named}" if len(report.last_good) == 1 else f"last good in {root}: {named}", soft_wrap=True)
+        where = "" if len(report.last_good) == 1 else f" in {root}"
+        console.print(printable(f"last good{where}: {named}"), soft_wrap=True)
 
 
 def _print_checkpoint(console: Console, checkpoint: CheckpointReport, everything: bool) -> None:
     if not checkpoint.files:
-        console.print(f"{checkpoint.path}: nothing in it to read", soft_wrap=True)
+        console.print(printable(f"{checkpoint.path}: nothing in it to read"), soft_wrap=True)
     for file in checkpoint.files:
-        console.print(_line(file), soft_wrap=True)
+        console.print(printable(_line(file)), soft_wrap=True)
         shown = [tensor for tensor in file.tensors if everything or tensor.bad or tensor.notes]
         if shown:
             console.print(_tensors(shown))
     for path, digits in (checkpoint.checksums or {}).items():
-        console.print(f"{digits}  {path}", soft_wrap=True)
+        console.print(printable(f"{digits}  {path}"), soft_wrap=True)
 
 
 def _line(file: FileReport) -> str:
@@ -115,7 +116,7 @@ def _overview(report: ScanReport) -> RenderableType:
         size, seconds = sum(f.bytes for f in checkpoint.files), sum(f.seconds for f in checkpoint.files)
         bad = str(sum(tensor.bad for tensor in tensors))
         cells = (str(checkpoint.path), checkpoint.status, str(len(tensors)), bad, _size(size), f"{seconds:.2f}")
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -133,8 +134,13 @@ def _tensors(tensors: list[TensorReport]) -> RenderableType:
         counts = ((t.nan, "NaN"), (t.posinf, "+Inf"), (t.neginf, "-Inf"))
         found = ", ".join([f"{count} {name}" for count, name in counts if count] + list(t.notes))
         span = "none" if t.min is None or t.max is None else f"{t.min:.4g} to {t.max:.4g}"
-        table.add_row(*map(Text, (t.name, kind, found, span)))
+        table.add_row(*(Text(printable(cell)) for cell in (t.name, kind, found, span)))
     return table
+
+
+def printable(text: str) -> str:
+    """Names come from strangers: what would steer the terminal is written out instead."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _size(count: int) -> str:

@@ -25,24 +25,21 @@ def read_dcp(folder: Path, problem: Callable[[Path, str], None]) -> list[Stored]
     """The tensors of a DCP folder; what is wrong with single files is told to `problem`, and the rest is read."""
     metadata = read_metadata(folder)
     chunks: dict[str, list[FileSpan]] = {}
-    files: dict[str, Path | None] = {}
+    told: set[Path] = set()
     for index, info in metadata.storage_data.items():
-        name = info.relative_path
-        if name not in files:
-            files[name] = folder / name
-            if not (folder / name).is_file():
-                files[name] = None
-                problem(folder / name, "missing, though .metadata names it")
+        path = folder / info.relative_path
         entry = metadata.state_dict_metadata.get(index.fqn)
-        path = files[name]
-        if path is None or not isinstance(entry, TensorStorageMetadata):
-            continue
         try:
-            sizes = _sizes_of(entry, index.offset)
-            chunks.setdefault(index.fqn, []).append(_chunk(path, info, entry.properties.dtype, sizes))
+            if not path.is_file():
+                raise UnreadableFile("missing, though .metadata names it")
+            if isinstance(entry, TensorStorageMetadata):
+                sizes = _sizes_of(entry, index.offset)
+                chunk = _chunk(path, info, entry.properties.dtype, sizes)
+                chunks.setdefault(index.fqn, []).append(chunk)
         except (NanproofError, OSError, ValueError, zipfile.BadZipFile) as error:
-            files[name] = None
-            problem(path, f"{index.fqn!r} cannot be read from it: {error}")
+            if path not in told:  # once a file is enough; what else is in it is still looked at
+                problem(path, str(error) if not path.is_file() else f"{index.fqn!r} cannot be read from it: {error}")
+            told.add(path)
     stored = []
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and name in chunks:

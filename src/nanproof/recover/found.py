@@ -55,10 +55,17 @@ def holds_no_weights(path: Path) -> bool:
 
 def checkpoints(path: Path) -> list[Found]:
     """What lies under a path, in the order of its steps."""
-    if path.is_file() or step_of(path) is not None:
+    if path.is_file() or (step_of(path) is not None and not _holds_several(path)):
         units = (path,) if path.is_file() else tuple(_units(path))
         return [Found(path.absolute().parent, path, step_of(path), units)]
     return sorted(_collected(path), key=lambda f: (str(f.root), f.step is None, f.step or 0, f.path.name))
+
+
+def _holds_several(folder: Path) -> bool:
+    """A folder of checkpoints whose own name has a number: it has nothing but folders that are named after steps."""
+    inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    steps = [path for path in inside if path.is_dir() and step_of(path) is not None]
+    return len(steps) > 1 and not any(path.is_file() and is_readable(path) for path in inside)
 
 
 def _collected(folder: Path) -> Iterator[Found]:

@@ -8,6 +8,7 @@ shrinks, into an error instead of the death of the process.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -98,15 +99,17 @@ def _byte_extremes(numbers: Tensor) -> tuple[float, float]:
     """aminmax of eight-bit floats, which torch lacks. As codes, larger means farther from zero on either side of it.
 
     Read as signed bytes, the largest is the largest positive number; as unsigned bytes, the most negative one. NaN and Inf are
-    the largest codes of their side, or (in the fnuz types) the smallest signed one; so they always show.
+    the largest codes of their side, or (in the fnuz types) the smallest signed one; so they always show. e8m0 has one side.
     """
-    code = _decode(numbers.dtype)
-    least, most = torch.aminmax(numbers.view(torch.int8))
-    farthest = int(numbers.view(torch.uint8).max())
-    seen = [code[int(least) & 255], code[int(most) & 255], code[farthest]]
-    return (math.nan, math.nan) if any(map(math.isnan, seen)) else (min(seen), max(seen))
+    seen = []
+    for kind in (torch.int8, torch.uint8):
+        least, most = torch.aminmax(numbers.view(kind))
+        seen += [int(least), int(most)]
+    values = [_decode(numbers.dtype)[code & 255] for code in seen]
+    return (math.nan, math.nan) if any(map(math.isnan, values)) else (min(values), max(values))
 
 
+@functools.cache
 def _decode(dtype: torch.dtype) -> list[float]:
     values: list[float] = torch.arange(256, dtype=torch.uint8).view(dtype).float().tolist()
     return values
