@@ -84,14 +84,12 @@ def measure(numbers: Tensor, denormals: bool = False) -> Measure:
         low, high = least.item(), most.item()
     nan = posinf = neginf = 0
     if not (math.isfinite(low) and math.isfinite(high)):
-        nan = int(numbers.isnan().sum())
-        posinf, neginf = int(numbers.isposinf().sum()), int(numbers.isneginf().sum())
-        finite = numbers[numbers.isfinite()]
-        low, high = math.inf, -math.inf
-        if finite.numel():
-            least, most = torch.aminmax(finite)
-            low, high = least.item(), most.item()
-    small = int(((numbers != 0) & (numbers.abs() < tiny)).sum()) if denormals else 0
+        nan, posinf, neginf = (
+            int(torch.count_nonzero(bad)) for bad in (numbers.isnan(), numbers == math.inf, numbers == -math.inf)
+        )
+        finite = numbers.isfinite()
+        low, high = torch.where(finite, numbers, math.inf).amin().item(), torch.where(finite, numbers, -math.inf).amax().item()
+    small = int(torch.count_nonzero((numbers != 0) & (numbers.abs() < tiny))) if denormals else 0
     return Measure(numbers.numel(), nan, posinf, neginf, low, high, small)
 
 
