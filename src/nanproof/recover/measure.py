@@ -87,7 +87,7 @@ def measure(numbers: Tensor, denormals: bool = False) -> Measure:
         nan, posinf, neginf = (
             int(torch.count_nonzero(bad)) for bad in (numbers.isnan(), numbers == math.inf, numbers == -math.inf)
         )
-        finite = numbers.isfinite()
+        finite = numbers.abs() < math.inf  # one pass less than isfinite()
         low, high = torch.where(finite, numbers, math.inf).amin().item(), torch.where(finite, numbers, -math.inf).amax().item()
     small = int(torch.count_nonzero((numbers != 0) & (numbers.abs() < tiny))) if denormals else 0
     return Measure(numbers.numel(), nan, posinf, neginf, low, high, small)
