@@ -181,6 +181,12 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
+def _known(kind: Any, **values: Any) -> dict[str, Any]:
+    """Those of the fields that this version of torch has."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
 class _Builder:
     """Makes the real objects from the stand-ins, and takes no field on trust."""
 
@@ -192,14 +198,14 @@ class _Builder:
         storage = self._of(state.get("storage_data"), dict)
         made = {self._index(key): self._info(value) for key, value in storage.items()}
         entries = self._of(state.get("state_dict_metadata"), dict)
-        more = {"version": state.get("version")} if "version" in {f.name for f in fields(Metadata)} else {}
+        version = _known(Metadata, version=state.get("version"))
         meta = state.get("storage_meta")
         return Metadata(
             state_dict_metadata={self._of(name, str): self._entry(entry) for name, entry in entries.items()},
             planner_data=self._mappings(state.get("planner_data")),
             storage_data=made,
             storage_meta=None if meta is None else self._meta(meta),
-            **more,
+            **version,
         )
 
     def _entry(self, said: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -240,18 +246,17 @@ class _Builder:
         transforms = state.get("transform_descriptors")
         if not transforms:
             return _StorageInfo(self._of(state["relative_path"], str), offset, length)
-        if "transform_descriptors" not in {f.name for f in fields(_StorageInfo)}:
+        names = _known(_StorageInfo, transform_descriptors=[self._of(name, str) for name in transforms])
+        if not names:
             raise RefusedFile(self._path, f"its entries are transformed ({transforms}), which this torch cannot read")
-        names = [self._of(name, str) for name in transforms]
-        return _StorageInfo(self._of(state["relative_path"], str), offset, length, names)
+        return _StorageInfo(self._of(state["relative_path"], str), offset, length, **names)
 
     def _meta(self, said: Any) -> StorageMeta:
         state = self._state(said, "StorageMeta")
         texts = {name: state.get(name) for name in ("checkpoint_id", "save_id", "load_id")}
+        made = {name: None if text is None else self._of(text, str) for name, text in texts.items()}
         modules = [self._of(name, str) for name in self._of(state.get("modules", []), list)]
-        return StorageMeta(
-            **{name: None if text is None else self._of(text, str) for name, text in texts.items()}, modules=modules
-        )
+        return StorageMeta(**_known(StorageMeta, **made, modules=modules))
 
     def _mappings(self, said: Any) -> dict[str, tuple[str | int, ...]] | None:
         """The way through the nested state dict to each entry, which is all that DCP's own planners leave here."""
