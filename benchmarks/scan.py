@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/scan.json")
     args = parser.parse_args()
-    results = {}
+    results: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         found = results[name] = measured(dtype, int(args.gigabytes * 1e9), args.rounds)
@@ -128,6 +128,7 @@ def main() -> None:
         for row, value in found["rows"].items():
             print(f"{row:44s} {value['seconds']:8.3f} {value['ratio']:7.2f} {value['GB/s']:6.1f}")
         print(f"anonymous memory: {found['anonymous MiB above import']:.0f} MiB above that of the imports\n")
+    results["load average"] = os.getloadavg()[0]  # more than the cores means that others were at work
     if args.save:
         print(f"written to {save('scan', f'{cpu_name()}, {os.cpu_count()} cores', results)}")
 
