@@ -2,7 +2,7 @@
 
 `torch.aminmax` costs as much as reading, and both of its results are NaN where anything is NaN, and infinite where anything is.
 So healthy numbers are read once; only a block in which that shows is counted. Files are read in blocks into one small buffer a
-thread: on a warm page cache that is faster than `cat`, needs no memory to speak of, and turns a disk that fails, or a file that
+thread: that is about as fast as `cat` (mapping is faster still), needs no memory to speak of, and turns a disk that fails, or a file that
 shrinks, into an error instead of the death of the process.
 """
 
