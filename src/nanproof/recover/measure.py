@@ -2,8 +2,8 @@
 
 `torch.aminmax` costs as much as reading, and both of its results are NaN where anything is NaN, and infinite where anything is.
 So healthy numbers are read once; only a block in which that shows is counted. Files are read in blocks into one small buffer a
-thread: that is about as fast as `cat` (mapping is faster still), needs no memory to speak of, and turns a disk that fails, or a file that
-shrinks, into an error instead of the death of the process.
+thread. Mapping them would be faster still, but a disk that fails, or a file that shrinks, would then be the death of the process
+instead of an error; and memory would seem to grow with the file.
 """
 
 from __future__ import annotations
