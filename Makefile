@@ -23,6 +23,7 @@ format: .venv/ready
 bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside other tools
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python -W ignore benchmarks/explain.py
+	$(BIN)/python benchmarks/scan.py --save
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py

@@ -132,6 +132,32 @@ def explain_table() -> str:
     return "\n".join(lines)
 
 
+SCAN_ROWS = {
+    "cat file > /dev/null": "`cat file > /dev/null`",
+    "scan, safetensors": "**`nanproof.recover.scan.scan`**, safetensors",
+    "scan, torch.save": "**the same**, file of `torch.save`",
+    "any(isnan(p).any()), torch.load": "`any(torch.isnan(p).any() for p in torch.load(file).values())`",
+    "any(isnan(p).any()), torch.load(mmap=True)": "the same with `mmap=True`",
+    "crc32 of the file alone": "crc32 of the file, which `--checksums` adds",
+    "nanproof scan, as a command": "`nanproof scan file`, with starting Python and importing torch",
+}
+
+
+def scan_table() -> str:
+    data = load("scan")
+    kinds = [data["float32"], data["bfloat16"]]
+    size = kinds[0]["bytes"] / 1e9
+    lines = [f"| {size:.1f} GB from the page cache, seconds (ratio to `cat`) | float32 | bfloat16 |", "|---|---:|---:|"]
+    for name, label in SCAN_ROWS.items():
+        cells = (f"{kind['rows'][name]['seconds']:.2f} ({kind['rows'][name]['ratio']:.2f})" for kind in kinds)
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    memory = max(kind["anonymous MiB above import"] for kind in kinds)
+    lines += ["", f"Anonymous memory of a process that scans, above that of its imports: {memory:.0f} MiB."]
+    lines.append(f"{data['device']}, torch {data['torch']}, {data['date']}. Medians of {kinds[0]['rounds']} alternating rounds.")
+    lines.append(f"Load average at the end: {data['load average']:.1f}; above the number of cores, others were at work too.")
+    return "\n".join(lines)
+
+
 def causes_table() -> str:
     """The catalogue, from the classes themselves."""
     from nanproof.explain import causes
@@ -158,6 +184,7 @@ BLOCKS = {
     "cases": zoo_cases,
     "explain": explain_table,
     "causes": causes_table,
+    "scan": scan_table,
 }
 
 

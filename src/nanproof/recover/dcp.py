@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from nanproof.errors import RefusedFile, UsageError
+from nanproof.recover.inside import METADATA, first_line, path_inside
 
-METADATA = ".metadata"
 MOST_METADATA = 1 << 30
 """Bytes of a `.metadata` that are read at most; a thousand ranks of a large model need some hundred megabytes."""
 
@@ -86,19 +86,6 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
     return metadata
 
 
-def path_inside(folder: Path, name: str, said_by: Path) -> Path:
-    """The file in a folder that another file names; refused if it lies, or leads, outside."""
-    if not name or "\\" in name or "\0" in name:
-        raise RefusedFile(said_by, f"it names {name!r}, which is no plain file name")
-    parts = PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts:
-        raise RefusedFile(said_by, f"it names {name!r}, which lies outside the folder")
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise RefusedFile(said_by, f"it names {name!r}, a link that leads outside the folder")
-    return path
-
-
 class SafeReader(FileSystemReader):
     """A `FileSystemReader` that executes nothing. Give it to `dcp.load` together with a `SafePlanner`, or call `load`."""
 
@@ -144,14 +131,6 @@ def load(state_dict: dict[str, Any], folder: Path, *, planner: SafePlanner | Non
             if isinstance(error, Exception):
                 raise error from None
         raise
-
-
-def first_line(error: BaseException) -> str:
-    """torch explains a refused pickle on a page; the first sentence names what was found."""
-    text = str(error).strip()
-    if "GLOBAL " in text:  # "Unsupported global: GLOBAL os.system was not an allowed global by default. ..."
-        return "it asks for " + text.split("GLOBAL ", 1)[1].split()[0]
-    return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 class _Record:
@@ -202,6 +181,12 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
+def _known(kind: Any, **values: Any) -> dict[str, Any]:
+    """Those of the fields that this version of torch has."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
 class _Builder:
     """Makes the real objects from the stand-ins, and takes no field on trust."""
 
@@ -213,14 +198,14 @@ class _Builder:
         storage = self._of(state.get("storage_data"), dict)
         made = {self._index(key): self._info(value) for key, value in storage.items()}
         entries = self._of(state.get("state_dict_metadata"), dict)
-        more = {"version": state.get("version")} if "version" in {f.name for f in fields(Metadata)} else {}
+        version = _known(Metadata, version=state.get("version"))
         meta = state.get("storage_meta")
         return Metadata(
             state_dict_metadata={self._of(name, str): self._entry(entry) for name, entry in entries.items()},
             planner_data=self._mappings(state.get("planner_data")),
             storage_data=made,
             storage_meta=None if meta is None else self._meta(meta),
-            **more,
+            **version,
         )
 
     def _entry(self, said: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -261,18 +246,17 @@ class _Builder:
         transforms = state.get("transform_descriptors")
         if not transforms:
             return _StorageInfo(self._of(state["relative_path"], str), offset, length)
-        if "transform_descriptors" not in {f.name for f in fields(_StorageInfo)}:
+        names = _known(_StorageInfo, transform_descriptors=[self._of(name, str) for name in transforms])
+        if not names:
             raise RefusedFile(self._path, f"its entries are transformed ({transforms}), which this torch cannot read")
-        names = [self._of(name, str) for name in transforms]
-        return _StorageInfo(self._of(state["relative_path"], str), offset, length, names)
+        return _StorageInfo(self._of(state["relative_path"], str), offset, length, **names)
 
     def _meta(self, said: Any) -> StorageMeta:
         state = self._state(said, "StorageMeta")
         texts = {name: state.get(name) for name in ("checkpoint_id", "save_id", "load_id")}
+        made = {name: None if text is None else self._of(text, str) for name, text in texts.items()}
         modules = [self._of(name, str) for name in self._of(state.get("modules", []), list)]
-        return StorageMeta(
-            **{name: None if text is None else self._of(text, str) for name, text in texts.items()}, modules=modules
-        )
+        return StorageMeta(**_known(StorageMeta, **made, modules=modules))
 
     def _mappings(self, said: Any) -> dict[str, tuple[str | int, ...]] | None:
         """The way through the nested state dict to each entry, which is all that DCP's own planners leave here."""
