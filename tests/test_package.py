@@ -13,7 +13,7 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = ["records", "errors", "policy", "core", "explain", "preflight", "guard", "cli"]
+LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "preflight", "guard", "cli"]
 """A module imports from its own layer or an earlier one."""
 
 

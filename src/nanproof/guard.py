@@ -47,6 +47,7 @@ from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
 from nanproof.policy import Policy
 from nanproof.records import Incident, StepRecord
+from nanproof.recover.heal import Healer
 
 log = logging.getLogger("nanproof")
 
@@ -111,6 +112,7 @@ class Guard:
         self._overflowed = -2
         """The last step of a loop of the user's own that overflowed."""
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
+        self._healer = Healer.of(self._stepper, self._examiner, scheduler, settle=lambda: self._catch_up(0))
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 
@@ -222,6 +224,7 @@ class Guard:
             "stats": self._stepper.stats.state_dict(),
             "watch": self._watch.state_dict(),
             "caps": self._caps.state_dict(),
+            "heal": self._healer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,6 +243,7 @@ class Guard:
         self._stepper.buffers.refresh()
         self._watch.load_state_dict(state["watch"])
         self._caps.load_state_dict(state["caps"])
+        self._healer.load_state_dict(state.get("heal", {"applied": [], "tried": []}))
 
     def __enter__(self) -> Guard:
         return self
@@ -267,9 +271,12 @@ class Guard:
             self._examiner.after_step(attempt.step, attempt.batches)
         except BaseException as error:
             self._give_up()
-            self._report_exception(attempt, error)
+            healed = self._report_exception(attempt, error)
             attempt.random.restore()
-            raise
+            if not healed:
+                raise
+            self._run(attempt)
+            return
         self._pending.append(attempt)
         if lag:
             attempt.random_after = RandomState.now(self._devices)
@@ -281,11 +288,12 @@ class Guard:
         assert self.loss_fn is not None and attempt.batches is not None
         self._stepper.forget()
         parts = len(attempt.batches)
-        for i, batch in enumerate(attempt.batches):
-            with self._ranks.accumulate(last=i == parts - 1):
-                loss = self.loss_fn(self.model, own_copy(batch))
-                check_scalar(loss, "loss_fn")
-                self._stepper.backward(loss if parts == 1 else loss / parts, scaled)
+        with self._healer.living():
+            for i, batch in enumerate(attempt.batches):
+                with self._ranks.accumulate(last=i == parts - 1):
+                    loss = self.loss_fn(self.model, own_copy(batch))
+                    check_scalar(loss, "loss_fn")
+                    self._stepper.backward(loss if parts == 1 else loss / parts, scaled)
 
     def _replay(self, attempt: Attempt) -> Gradients | None:
         """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:
@@ -341,18 +349,19 @@ class Guard:
             return
         self._pending.popleft()
         self._caps.accepted()
+        self._healer.see(accepted=True)
         if attempt.batches is not None and attempt.schedule is None and self.scheduler is not None:
             self.scheduler.step()
         if reading.bad_buffer:
             self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
         self._found(self._watch.see(record, self._ranks.several))
-        self._report(self._examiner.accepted(record, self._history))
+        self._report(self._healer.treat(self._examiner.accepted(record, self._history)))
 
     def _found(self, finding: Finding | None) -> None:
         """A spike turned out to be something."""
         incident = from_finding(finding)
         if incident is not None and finding is not None:
-            self._report(self._examiner.finding(incident, finding.record, self._history))
+            self._report(self._healer.treat(self._examiner.finding(incident, finding.record, self._history)))
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
         """A refused step: find out what it was, put everything back, and train on what was held."""
@@ -374,7 +383,10 @@ class Guard:
         if incident is not None:
             if not reading.total < torch.inf or not math.isfinite(reading.loss):
                 self._found(self._watch.cut_short())
-            cap = self._caps.refused()
+            incident = self._healer.treat(incident)
+            if incident.action == "rewound":
+                self._held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
+            cap = self._caps.refused() if incident.action != "rewound" else None
             if cap:
                 incident = replace(incident, action="halted")
             self._report(incident)
@@ -464,18 +476,20 @@ class Guard:
             why = f". {incident.diagnosis}" if incident.diagnosis is not None else ""
             log.warning("nanproof: %s%s%s", incident, why, f" Bundle: {incident.bundle}" if incident.bundle else "")
 
-    def _report_exception(self, attempt: Attempt, error: BaseException) -> None:
+    def _report_exception(self, attempt: Attempt, error: BaseException) -> bool:
+        """Whether it was healed: then the step can be run again."""
         if isinstance(error, UsageError) or not isinstance(error, Exception):
-            return
+            return False
         message = f"{type(error).__name__}: {error}"
         incident = Incident(step=attempt.step, kind="exception", action="recorded", message=message)
-        incident = self._examiner.raised(incident, attempt, error, self._history)
+        incident = self._healer.treat(self._examiner.raised(incident, attempt, error, self._history))
         self._report(incident)
         note = f"nanproof: raised inside training step {attempt.step}"
         if incident.diagnosis is not None:
             note += f". {incident.diagnosis}"
         with suppress(AttributeError):  # Python 3.10 has no notes
             error.add_note(note)
+        return incident.action == "rewound"
 
     def _follow_optimizer(self) -> None:
         if self._stepper.outdated:

@@ -128,12 +128,13 @@ def rehearse(
     moments: Sequence[Moment],
     *,
     factor: float = 1.0,
+    rate: float | None = None,
     fresh: bool = False,
     max_norm: float | None = None,
     rounds: int = 1,
 ) -> list[float] | None:
-    """The losses of a few steps over recent batches, with the learning rate times `factor`, or with a fresh optimizer state;
-    everything is undone afterwards.
+    """The losses of a few steps over recent batches, with the learning rate times `factor`, with another `rate`, or with a fresh
+    optimizer state; everything is undone afterwards.
 
     None where it would take too much memory.
     """
@@ -145,7 +146,7 @@ def rehearse(
         if fresh:
             optimizer.state.clear()
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+            group["lr"] = group["lr"] * factor if rate is None else rate
         for _ in range(rounds):
             for moment in moments:
                 found: dict[str, Tensor] = {}

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import tensors_of
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Prescription, Trial, living
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.interventions import Attached, Leaky, weights_as
-from nanproof.explain.rehearse import changed_share, step_on_copies
+from nanproof.explain.interventions import Leaky
+from nanproof.explain.rehearse import changed_share, rehearse, step_on_copies
+from nanproof.explain.surroundings import Attached, NonReentrant, weights_as
 
 
 class OptimizerForeignParameters(Cause):
@@ -54,7 +55,8 @@ class OptimizerForeignParameters(Cause):
         except Exception as error:
             return Trial(False, f"a second optimizer cannot be made: {error}")
         changed = int((p.detach() != before).sum())
-        return Trial(changed > 0, f"{changed} of {p.numel()} elements of {name} change in a step; now none can")
+        said = f"{changed} of {p.numel()} elements of {name} change in a step; now none can"
+        return Trial(changed > 0, said, (Prescription("own-parameters", {"names": list(case.details["left_out"])}),))
 
 
 class NoGradientPath(Cause):
@@ -137,7 +139,11 @@ class NoGradientPath(Cause):
         assert case.replay is not None
         outcome = case.replay.run(Attached())
         reached = [n for n in names if outcome.norms.get(n, 0.0) > 0]
-        return Trial(bool(reached), f"{len(reached)} of {len(names)} get a gradient")
+        # A detach may be meant elsewhere, so it stays; the kind of checkpointing changes nothing but this.
+        change = NonReentrant()
+        whole = case.replay.run(change)
+        enough = change.acted and whole.finite and all(whole.norms.get(n, 0.0) > 0 for n in reached)
+        return Trial(bool(reached), f"{len(reached)} of {len(names)} get a gradient", living(change) if enough else ())
 
 
 def _loss(case: Case) -> float:
@@ -223,7 +229,21 @@ class LearningRateZero(Cause):
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
         now = changed_share(step_on_copies(case.optimizer, gradients))
         then = changed_share(step_on_copies(case.optimizer, gradients, lr=1e-3))
-        return Trial(now == 0 and then > 0, f"{then:.0%} of the elements change in a step instead of {now:.0%}")
+        said = f"{then:.0%} of the elements change in a step instead of {now:.0%}"
+        return Trial(now == 0 and then > 0, said, self._floors(case))
+
+    def _floors(self, case: Case) -> tuple[Prescription, ...]:
+        """Rates at which the loss does not rise over the last batches: a tenth of the run's largest, else a hundredth."""
+        assert case.optimizer is not None and case.replay is not None
+        peak = max((max(r.lr) for r in case.history if r.lr), default=0.0)
+        if not peak > 0 or not case.moments:
+            return ()
+        found = []
+        for rate in (0.1 * peak, 0.01 * peak):
+            losses = rehearse(case.replay, case.optimizer, case.moments, rate=rate, max_norm=case.max_norm)
+            if losses is not None and math.isfinite(losses[-1]) and losses[-1] <= 1.1 * abs(losses[0]):
+                found.append(Prescription("learning-rate-floor", {"floor": rate}))
+        return tuple(found)
 
 
 class Bf16UpdateRounding(Cause):
@@ -262,7 +282,8 @@ class Bf16UpdateRounding(Cause):
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients(case.max_norm).items()}
         now = changed_share(step_on_copies(case.optimizer, gradients))
         then = changed_share(step_on_copies(case.optimizer, gradients, dtype=torch.float32))
-        return Trial(then > 5 * now and then > 0.5, f"a step changes {then:.0%} of the elements instead of {now:.1%}")
+        said = f"a step changes {then:.0%} of the elements instead of {now:.1%}"
+        return Trial(then > 5 * now and then > 0.5, said, (Prescription("fp32-weights"),))
 
 
 class GradientScaleMismatch(Cause):
@@ -352,7 +373,8 @@ class GradientScaleMismatch(Cause):
         for share in (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5):
             after = self._stepped(case, gradients, rate * ratio * share)
             if start - after > 10 * abs(start - as_is) and start - after > 1e-5 * abs(start):
-                return Trial(True, f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}")
+                said = f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}"
+                return Trial(True, said, _factor(ratio))
         return Trial(False, f"a step takes the loss from {start:.6g} to {after:.6g}, as it is to {as_is:.6g}")
 
     def _plain_step(self, case: Case, kept: float) -> Trial:
@@ -362,13 +384,19 @@ class GradientScaleMismatch(Cause):
         start, plain = _loss(case), self._stepped(case, gradients, rate)
         as_is = self._stepped(case, gradients, rate * kept)
         held = start - plain > 5 * abs(start - as_is)
-        return Trial(held, f"it takes the loss from {start:.6g} to {plain:.6g} instead of {as_is:.6g}")
+        return Trial(held, f"it takes the loss from {start:.6g} to {plain:.6g} instead of {as_is:.6g}", _factor(1 / kept))
 
     def _stepped(self, case: Case, gradients: dict[str, Tensor], rate: float) -> float:
         assert case.replay is not None
         named = case.replay.parameters
         with weights_as({named[n]: named[n].detach() - rate * g for n, g in gradients.items()}):
             return _loss(case)
+
+
+def _factor(ratio: float) -> tuple[Prescription, ...]:
+    """Gradients times the power of two that they are off by; another factor may be meant."""
+    power = math.log2(ratio)
+    return (Prescription("gradient-factor", {"factor": 2.0 ** round(power)}),) if abs(power - round(power)) < 0.15 else ()
 
 
 def _power(x: float) -> str:
