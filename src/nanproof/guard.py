@@ -271,9 +271,8 @@ class Guard:
             self._examiner.after_step(attempt.step, attempt.batches)
         except BaseException as error:
             self._give_up()
-            healed = self._report_exception(attempt, error)
             attempt.random.restore()
-            if not healed:
+            if not self._report_exception(attempt, error):
                 raise
             self._run(attempt)
             return
@@ -385,7 +384,7 @@ class Guard:
                 self._found(self._watch.cut_short())
             incident = self._healer.treat(incident)
             if incident.action == "rewound":
-                self._held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
+                self._held.appendleft(attempt)
             cap = self._caps.refused() if incident.action != "rewound" else None
             if cap:
                 incident = replace(incident, action="halted")
@@ -415,7 +414,7 @@ class Guard:
         while self._held:
             attempt = self._held.popleft()
             assert attempt.mode is not None
-            change_settings(self.optimizer, attempt.changes)
+            change_settings(self.optimizer, attempt.take_changes())
             try:
                 with attempt.mode.again(self._modules, self._stepper.parameters.device):
                     self._run(attempt)

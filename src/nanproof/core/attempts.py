@@ -29,6 +29,11 @@ class Attempt:
     settings_after: Groups | None = None
     report: Report | None = None
 
+    def take_changes(self) -> Groups:
+        """Once: run yet again, the step goes back to settings that hold them already."""
+        changes, self.changes = self.changes, []
+        return changes
+
 
 @dataclass(frozen=True, slots=True)
 class Afterwards:

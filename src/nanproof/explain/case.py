@@ -73,6 +73,7 @@ class Case:
         uncleared: bool = False,
         scheduler: Any = None,
         details: dict[str, Any] | None = None,
+        healing: bool = False,
     ) -> None:
         self.kind = kind
         self.model = model if model is not None else replay.model if replay is not None else None
@@ -95,6 +96,8 @@ class Case:
         """The gradients of the step before were still there when backward began."""
         self.scheduler = scheduler
         self.details = details or {}
+        self.healing = healing
+        """The run may go on with the fix, so it is worth a few more runs to find a mild one."""
         self.remedies: tuple[Prescription, ...] = ()
         """Left by `explain`: how the run could go on with the fix that held, mildest first."""
 

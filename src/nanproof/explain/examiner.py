@@ -369,6 +369,7 @@ class Examiner:
             max_norm=norm,
             scheduler=self._scheduler,
             details=details,
+            healing=self._policy.heal,
             **facts,
         )
 

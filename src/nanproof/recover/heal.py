@@ -16,6 +16,7 @@ from typing import Any, overload
 from nanproof.core.stepper import Stepper
 from nanproof.explain.case import Case, Prescription
 from nanproof.explain.examiner import Examiner
+from nanproof.explain.rehearse import rehearse
 from nanproof.explain.replay import CannotReplay, Deadline
 from nanproof.records import Incident
 from nanproof.recover.remedies import Again, Patient, Remedy
@@ -176,7 +177,12 @@ class Healer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the same remedies in force; those that are already stay as they are."""
+        """Put the same remedies in force; those that are already stay as they are. Not where healing is off: that was chosen."""
+        if not self.on:
+            if state["applied"]:
+                names = ", ".join(saved["name"] for saved in state["applied"])
+                log.warning("nanproof: this run was healed (%s); without Policy(heal=True) it goes on without that", names)
+            return
         self._tried = set(state["tried"])
         there = [(t.remedy.name, t.remedy.settings) for t in self.applied]
         for saved in state["applied"]:
@@ -192,10 +198,18 @@ class Healer:
             return True
         case.replay.deadline = Deadline.after(self._seconds)
         try:
+            if case.kind == "divergence" and case.moments:
+                # Finite it was before: here the loss has to come down, or the weights are past healing.
+                losses = rehearse(case.replay, self._patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
+                return losses is None or losses[-1] <= losses[0]
             return case.replay.run().finite
         except CannotReplay:
             return False
 
     def _undo(self, treatment: Treatment) -> None:
         self.applied = [t for t in self.applied if t is not treatment]
-        treatment.remedy.undo()
+        try:
+            treatment.remedy.undo()
+        except Exception as error:
+            log.debug("nanproof: a remedy could not be undone", exc_info=True)
+            log.warning("nanproof: could not undo %s: %s: %s", treatment.remedy.name, type(error).__name__, error)

@@ -93,7 +93,11 @@ class Interventions(Remedy):
 
     @property
     def description(self) -> str:
-        return ", ".join(Intervention.livable[c["name"]].lived for c in self.settings["changes"])
+        return ", ".join(self._said(**change) for change in self.settings["changes"])
+
+    def _said(self, name: str, **settings: Any) -> str:
+        with_settings = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+        return Intervention.livable[name].lived + (f" ({with_settings})" if with_settings else "")
 
     @contextmanager
     def living(self) -> Iterator[None]:
@@ -106,7 +110,8 @@ class Interventions(Remedy):
 
 
 class Fp32Weights(Remedy):
-    """Trainable half-precision weights in fp32, the optimizer's state too; the forward runs under autocast to the old dtype."""
+    """Trainable half-precision weights in fp32, the optimizer's state too; the forward runs under autocast to the old dtype, or
+    as it is (`autocast=False`): some layers have no autocast on a CPU."""
 
     name = "fp32-weights"
 
@@ -117,7 +122,11 @@ class Fp32Weights(Remedy):
 
     @property
     def description(self) -> str:
-        return "trainable half-precision weights are fp32, the forward runs under autocast"
+        return "trainable half-precision weights are fp32" + (", the forward runs under autocast" if self._autocast else "")
+
+    @property
+    def _autocast(self) -> bool:
+        return bool(self.settings.get("autocast", True))
 
     def apply(self) -> None:
         optimizer: Any = self.patient.optimizer
@@ -156,7 +165,7 @@ class Fp32Weights(Remedy):
 
     def living(self) -> AbstractContextManager[Any] | None:
         half = next((dtype for tensor, dtype in self._dtypes if tensor.requires_grad), None)
-        if half is None:
+        if half is None or not self._autocast:
             return None
         kind = self._dtypes[0][0].device.type
         return None if torch.is_autocast_enabled(kind) else torch.autocast(kind, dtype=half)

@@ -407,6 +407,8 @@ class Fp16GradientOverflow(Cause):
     def _smaller(self, case: Case) -> Trial:
         assert case.replay is not None
         trial = case.cured_by(scale=case.replay.scale * 2.0**-12)
+        if trial.held and not case.healing:
+            return trial
         wide = case.cured_by(Fp32())
         smaller = (Prescription("smaller-backward", {"factor": 2.0**-12}),) if trial.held else ()
         return replace(trial if trial.held else wide, remedies=(*smaller, *wide.remedies))

@@ -157,7 +157,7 @@ class Fp16ActivationOverflow(Cause):
     def _wider(self, case: Case) -> Trial:
         """bf16 costs a run less than fp32, so it is asked as well: where it holds, it is the first remedy."""
         trial = case.cured_by(Fp32())
-        if not trial.held:
+        if not trial.held or not case.healing:
             return trial
         return replace(trial, remedies=(*case.cured_by(Bf16Autocast()).remedies, *trial.remedies))
 

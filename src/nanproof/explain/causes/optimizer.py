@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanproof.explain.case import Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.rehearse import adam_update, rehearse, step_on_copies
+from nanproof.explain.rehearse import adam_update, rehearse, slope_ratio, step_on_copies
 
 
 def _by_tensor(case: Case) -> dict[Tensor, Tensor]:
@@ -61,8 +61,8 @@ class Fp16OptimizerUnderflow(Cause):
         as_is = step_on_copies(case.optimizer, gradients)
         wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
         broke = as_is is not None and not _finite(as_is)
-        remedies = [Prescription("fp32-weights")]
-        if _finite(step_on_copies(case.optimizer, gradients, eps=1e-4)):
+        remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
+        if case.healing and _finite(step_on_copies(case.optimizer, gradients, eps=1e-4)):
             remedies.append(Prescription("optimizer-settings", {"eps": 1e-4}))
         return Trial(broke and _finite(wide), "every weight finite after the step", tuple(remedies))
 
@@ -161,13 +161,17 @@ class GradientNormOverflow(Cause):
 
         outcome = case.replay.run(scale=factor, after=look)
         held = outcome.gradients_finite and bool(found) and math.isfinite(found[0]) and found[0] > 0
-        # A power of two, so that nothing but the size changes: to a norm of about 1, or of what is clipped to.
-        down = factor * 2.0 ** -round(math.log2(found[0] / (case.max_norm or 1.0))) if held else 1.0
-        return Trial(
-            held,
-            f"gradient norm {found[0] if found else math.nan:.4g}",
-            (Prescription("gradient-factor", {"factor": down}),),
-        )
+        said = f"gradient norm {found[0] if found else math.nan:.4g}"
+        return Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
+
+    def _unit(self, case: Case, norm: float) -> tuple[Prescription, ...]:
+        """Where the loss is in a unit of its own: gradients times the power of two that takes their norm to 1, or to what is
+        clipped to. Not where the run exploded on its way here, nor where the gradient does not say what the loss will do."""
+        assert case.replay is not None
+        before = [r.grad_norm for r in case.history if r.action != "skipped" and math.isfinite(r.grad_norm)]
+        if any(g < 1e-6 * norm for g in before) or not 0.1 < (slope_ratio(case.replay) or 0.0) < 10:
+            return ()
+        return (Prescription("gradient-factor", {"factor": 2.0 ** -round(math.log2(norm / (case.max_norm or 1.0)))}),)
 
 
 class LearningRateTooHigh(Cause):
