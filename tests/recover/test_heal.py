@@ -19,6 +19,7 @@ from nanproof.explain.interventions import Intervention
 from nanproof.recover.heal import PROVE, Healer, Treatment
 from nanproof.recover.remedies import Patient, Remedy
 from toys import batches, differences, mse, net, whole_state
+from two_ranks import two_ranks
 
 HEAL = nanproof.Policy(heal=True)
 STEPS, BAD = 14, 4
@@ -453,3 +454,26 @@ def test_healing_needs_diagnoses():
         nanproof.Policy(heal=True, diagnose="never")
     with pytest.raises(UsageError, match="heal"):
         nanproof.Policy(heal="yes")
+
+
+def on_two_ranks(rank: int):
+    """One rank's batch has nothing that counts; healing is asked for."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("nanproof").addHandler(handler)
+    model = nn.parallel.DistributedDataParallel(dropout_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = masked_batches(empty=rank == 1)
+    with nanproof.Guard(model, optimizer, loss_fn=masked_mean(False), policy=HEAL) as guard:
+        for batch in data[:8]:
+            guard.train_step(batch)
+    weights = [p.detach().sum().item() for p in model.parameters()]
+    return weights, [i.action for i in guard.incidents], [text for text in said if "heal=True" in text]
+
+
+def test_on_several_ranks_healing_is_off_and_says_so():
+    """A remedy on one rank alone would part them: the step is skipped on all, alike."""
+    ((zero, one),) = two_ranks(("recover.test_heal:on_two_ranks", (), {}))
+    assert zero[:2] == one[:2] and zero[1] == ["skipped"]
+    assert len(zero[2]) == 1 and "is off" in zero[2][0]

@@ -95,9 +95,9 @@ class Examiner:
         case, self._last = self._last, None
         return case
 
-    def start_over(self) -> None:
-        """Look for silent failures as in a new run: parameters changed, or what was said before was dealt with."""
-        self._watch = SilentWatch(self._stepper.parameters, self._stepper.optimizer)
+    def start_over(self, dealt_with: str = "") -> None:
+        """Count anew for silent failures: parameters changed, or a signal was dealt with and may be said again."""
+        self._watch = self._watch.renewed(self._stepper.parameters, self._stepper.optimizer, dealt_with)
         self._sample = WeightSample(self._stepper.parameters, self._stepper.optimizer)
         self._looks.clear()
 

@@ -110,8 +110,8 @@ class Healer:
         while (remedy := self.offer(diagnosis.cause, incident.kind, case.remedies, incident.step)) is not None:
             treatment = Treatment(remedy, incident.kind, diagnosis.cause, incident.step)
             if self.apply(treatment, case):
-                if self._examiner is not None:
-                    self._examiner.start_over()
+                if self._examiner is not None and case.signal:
+                    self._examiner.start_over(case.signal)
                 action = "rewound" if incident.action == "skipped" or incident.kind == "exception" else incident.action
                 return replace(incident, action=action, message=f"{incident.message}; healed: {remedy.description}")
         return incident
