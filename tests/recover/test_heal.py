@@ -16,7 +16,7 @@ import nanproof
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.case import Prescription
 from nanproof.explain.interventions import Intervention
-from nanproof.recover.heal import PROVE, Healer, Treatment
+from nanproof.recover.heal import MOST, PROVE, Healer, Treatment
 from nanproof.recover.remedies import Patient, Remedy
 from toys import batches, differences, mse, net, whole_state
 from two_ranks import two_ranks
@@ -129,19 +129,29 @@ def test_a_fault_that_does_not_come_back_costs_nothing():
 
 
 def test_an_exception_with_a_verified_fix_does_not_end_the_run():
-    """torch.normal raises for a negative scale; under the remedy the same step is taken."""
+    """torch.normal raises for a negative scale; under the remedy the same step is taken, with verdicts under way or not."""
 
-    def loss_fn(model, batch):
-        scale = 0.5 + batch[0][:, 0]
-        return (model(batch[0]).squeeze(-1) - torch.normal(torch.zeros_like(scale), scale)).square().mean()
+    def loss_fn(safe):
+        def run(model, batch):
+            scale = 0.5 + batch[0][:, 0]
+            scale = scale.clamp(min=1e-3) if safe else scale
+            return (model(batch[0]).squeeze(-1) - torch.normal(torch.zeros_like(scale), scale)).square().mean()
+
+        return run
+
+    def model():
+        torch.manual_seed(0)
+        return net()
 
     data = [[x.clamp(-0.4, 0.4), y] for x, y in batches(8)]
     data[3][0][2, 0] = -2.0
     with pytest.raises(RuntimeError, match="std"):
-        train(loss_fn, data, model=net())
-    guard, _, losses = train(loss_fn, data, HEAL, model=net())
-    assert [(i.kind, i.action) for i in guard.incidents] == [("exception", "rewound")]
-    assert len(losses) == 8 and all(x == x for x in losses)
+        train(loss_fn(False), data, model=model())
+    for lag in (0, 2):
+        guard, state, losses = train(loss_fn(False), data, nanproof.Policy(heal=True, lag=lag), model=model())
+        _, wanted, by_hand = train(loss_fn(True), data, nanproof.Policy(lag=lag), model=model())
+        assert [(i.kind, i.action) for i in guard.incidents] == [("exception", "rewound")]
+        assert losses == by_hand and list(differences("", state, wanted)) == []
 
 
 def test_one_remedy_after_the_other_is_tried():
@@ -398,6 +408,76 @@ def test_resuming_without_healing_says_so(caplog):
     with caplog.at_level(logging.WARNING, "nanproof"):
         off.load_state_dict(state)
     assert off.applied == [] and "was healed (interventions)" in caplog.text
+
+
+def bf16_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).bfloat16()
+
+
+def bf16_run(data, model=None):
+    """Weights that a step of this size does not change in bf16, and that move once they are fp32."""
+    model = bf16_net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    return nanproof.Guard(model, optimizer, loss_fn=mse, policy=HEAL), model, optimizer
+
+
+def test_weights_that_round_their_updates_away_become_fp32():
+    """From the step it was noticed at they move; taken back, model, optimizer and path are what they were."""
+    data = batches(16, dtype=torch.bfloat16)
+    guard, model, optimizer = bf16_run(data)
+    path, flags = guard.path, copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+    before = [p.detach().clone() for p in model.parameters()]
+    for batch in data:
+        guard.train_step(batch)
+    assert [i.diagnosis.cause for i in guard.incidents] == ["bf16-update-rounding"]
+    assert all(
+        p.dtype == torch.float32 and not torch.equal(p, b.float()) for p, b in zip(model.parameters(), before, strict=True)
+    )
+    (treatment,) = guard._healer.applied
+    guard._healer.see(False, treatment.kind, treatment.cause)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and guard.path == path
+    assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == flags
+    guard.train_step(data[0])
+    guard.close()
+
+
+def test_fp32_weights_survive_a_checkpoint():
+    """The guard's state first, then model and optimizer, then the guard's again: as if there had been no interruption."""
+    data = batches(24, dtype=torch.bfloat16)
+    guard, model, optimizer = bf16_run(data)
+    for batch in data[:16]:
+        guard.train_step(batch)
+    saved = copy.deepcopy((guard.state_dict(), model.state_dict(), optimizer.state_dict()))
+    for batch in data[16:]:
+        guard.train_step(batch)
+    guard.close()
+    resumed, other, its_optimizer = bf16_run(data)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    its_optimizer.load_state_dict(saved[2])
+    resumed.load_state_dict(saved[0])
+    for batch in data[16:]:
+        resumed.train_step(batch)
+    resumed.close()
+    assert list(differences("", other.state_dict(), model.state_dict())) == [] and len(resumed._healer.applied) == 1
+
+
+def test_the_same_remedy_is_in_force_once():
+    """With other settings it takes the place of the one before, where that has proved itself; there is a limit to how many."""
+    patient = _Healed()
+    patient.heal()
+    for _ in range(PROVE):
+        patient.healer.see(True)
+    patient.heal()
+    assert patient.rate == 0.01 and len(patient.healer.applied) == 1
+    settings = Remedy.known["optimizer-settings"]
+    for i in range(20):
+        wanted = [Prescription("optimizer-settings", {"eps": 10.0**-i})]
+        if (remedy := patient.healer.offer(f"cause {i}", "spike", wanted)) is not None:
+            assert isinstance(remedy, settings)
+            patient.healer.apply(Treatment(remedy, "spike", f"cause {i}", i))
+    assert len(patient.healer.applied) == MOST
 
 
 def test_a_remedy_that_raises_is_undone_and_the_run_goes_on(caplog):

@@ -25,6 +25,8 @@ log = logging.getLogger("nanproof")
 
 PROVE = 20
 """Healthy steps after which a remedy has proved itself."""
+MOST = 8
+"""Remedies in force at the same time; a run that needs more of them needs a person."""
 _NOTHING = nullcontext()
 
 
@@ -118,6 +120,8 @@ class Healer:
 
     def offer(self, cause: str, kind: str, remedies: Sequence[Prescription], step: int = 0) -> Remedy | None:
         """The next remedy that was not tried for such an incident yet; the caller gives them mildest first."""
+        if len(self.applied) >= MOST:
+            return None
         for prescription in remedies:
             known = Remedy.known.get(prescription.name)
             if known is None:
@@ -135,6 +139,8 @@ class Healer:
         """Put a remedy in force; undone at once where the bad step is still bad under it."""
         remedy = treatment.remedy
         self._settle()
+        for other in [t for t in self.applied if t.cause == treatment.cause and remedy.replaces(t.remedy)]:
+            self._undo(other)
         try:
             remedy.apply()
             if not isinstance(remedy, Again):

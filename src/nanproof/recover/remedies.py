@@ -69,6 +69,10 @@ class Remedy:
         if not self.in_checkpoints and not self.once:
             self.apply()
 
+    def replaces(self, other: Remedy) -> bool:
+        """The same again with other settings: the two are not to act together."""
+        return self.name == other.name
+
     def living(self) -> AbstractContextManager[Any] | None:
         """What is open around every forward and backward; None where nothing is."""
         return None
@@ -94,6 +98,10 @@ class Interventions(Remedy):
     @property
     def description(self) -> str:
         return ", ".join(self._said(**change) for change in self.settings["changes"])
+
+    def replaces(self, other: Remedy) -> bool:
+        names = [[c["name"] for c in r.settings["changes"]] for r in (self, other) if isinstance(r, Interventions)]
+        return len(names) == 2 and names[0] == names[1]
 
     def _said(self, name: str, **settings: Any) -> str:
         with_settings = ", ".join(f"{key} {value:g}" for key, value in settings.items())
@@ -151,6 +159,8 @@ class Fp32Weights(Remedy):
             group.update(flags)
         if self._amp is not None:
             optimizer._step_supports_amp_scaling = self._amp
+        elif hasattr(optimizer, "_step_supports_amp_scaling"):
+            del optimizer._step_supports_amp_scaling
         self._dtypes, self._flags = [], []
         self.patient.follow()
 
