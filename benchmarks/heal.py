@@ -247,6 +247,8 @@ def judge(name: str) -> dict[str, Any]:
         done = run()
         why = unhealthy(done, yardstick)
         marks[way] = {"healthy": not why, "why": why, "lost": sum(not x for x in done.taken)}
+        if not done.error and finite(done.training) and yardstick.says_something:
+            marks[way]["progress"] = round(yardstick.progress(done), 3)
         if way == "heal":
             said = [i.message.split("; healed: ")[1] for i in done.incidents if "; healed: " in i.message]
             marks[way]["remedies"] = said

@@ -480,6 +480,41 @@ def test_the_same_remedy_is_in_force_once():
     assert len(patient.healer.applied) == MOST
 
 
+def test_autocast_is_bf16_only_while_the_remedy_is_open():
+    """Opened inside or outside, and with an object that is used again and again."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    half = torch.autocast("cpu", dtype=torch.float16)
+    seen = []
+    for _ in range(2):
+        with Intervention.livable["Bf16Autocast"](), half:
+            seen.append(layer(x).dtype)
+        with half:
+            seen.append(layer(x).dtype)
+            with Intervention.livable["Bf16Autocast"]():
+                seen.append(layer(x).dtype)
+            seen.append(layer(x).dtype)
+    assert seen == 2 * [torch.bfloat16, torch.float16, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_schedule_that_ended_too_early_is_healed_while_steps_are_under_way(lag):
+    """Silent, so it is found on steps that were taken: those behind it are waited for, and the rate is up from then on."""
+    torch.manual_seed(0)
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 6))
+    policy = nanproof.Policy(heal=True, lag=lag)
+    with nanproof.Guard(model, optimizer, loss_fn=mse, scheduler=scheduler, policy=policy) as guard:
+        for batch in batches(30):
+            guard.train_step(batch)
+    (incident,) = guard.incidents
+    assert incident.kind == "no-learning" and "healed: the learning rate is at least" in incident.message
+    rates = {record.step: record.lr[0] for record in guard.history}
+    floor = guard._healer.applied[0].remedy.settings["floor"]
+    assert floor == pytest.approx(sum(1e-2 * (1 - i / 6) for i in range(6)) / 6)
+    assert rates[9] == 0 and all(rates[i] == floor for i in range(18, 30))
+
+
 def test_a_remedy_that_raises_is_undone_and_the_run_goes_on(caplog):
     """Healing is never the reason a run dies."""
     patient = _Healed()

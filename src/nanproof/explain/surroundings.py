@@ -82,16 +82,23 @@ class Bf16Autocast(Intervention):
         enter = self._enter
 
         def wider(opened: Any) -> Any:
-            if opened.fast_dtype == torch.float16:
-                self.acted += 1
-                opened.fast_dtype = torch.bfloat16
-            return enter(opened)
+            if opened.fast_dtype != torch.float16:
+                return enter(opened)
+            self.acted += 1
+            opened.fast_dtype = torch.bfloat16
+            try:
+                return enter(opened)
+            finally:
+                opened.fast_dtype = torch.float16  # the object may be used again, without this
 
         autocast.__enter__ = wider
         for kind in ("cpu", "cuda"):  # opened before, around the whole step
             if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
                 self.acted += 1
+                # Weights that were cast already are kept until the outermost autocast ends.
+                self._stack.callback(torch.clear_autocast_cache)
                 self._stack.enter_context(torch.autocast(kind, dtype=torch.bfloat16))
+                torch.clear_autocast_cache()
         return self
 
     def __exit__(self, *exc: Any) -> None:

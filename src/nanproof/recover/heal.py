@@ -206,8 +206,10 @@ class Healer:
         try:
             if case.kind == "divergence" and case.moments:
                 # Finite it was before: here the loss has to come down, or the weights are past healing.
+                last = case.moments[-1]
+                now = case.replay.run(batches=last.batches, random=last.random, backward=False).loss
                 losses = rehearse(case.replay, self._patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
-                return losses is None or losses[-1] <= losses[0]
+                return losses is None or losses[-1] <= now
             return case.replay.run().finite
         except CannotReplay:
             return False

@@ -242,10 +242,11 @@ class LearningRateZero(Cause):
         if not had or not case.moments:
             return ()
         usual = math.fsum(had) / len(had)
-        found = []
-        for rate in (usual, 0.1 * usual):
+        found, ends = [], {}
+        for rate in (0.0, usual, 0.1 * usual):
             losses = rehearse(case.replay, case.optimizer, case.moments, rate=rate, max_norm=case.max_norm)
-            if losses is not None and math.isfinite(losses[-1]) and losses[-1] <= 1.1 * abs(losses[0]):
+            ends[rate] = losses[-1] if losses is not None and math.isfinite(losses[-1]) else math.inf
+            if rate and ends[rate] <= ends[0.0] < math.inf:
                 found.append(Prescription("learning-rate-floor", {"floor": rate}))
         return tuple(found)
 
