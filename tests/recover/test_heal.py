@@ -515,6 +515,20 @@ def test_a_schedule_that_ended_too_early_is_healed_while_steps_are_under_way(lag
     assert rates[9] == 0 and all(rates[i] == floor for i in range(18, 30))
 
 
+@pytest.mark.parametrize(("max_norm", "action"), [(None, "skipped"), (1.0, "rewound")])
+def test_finite_and_huge_is_no_cure(max_norm, action):
+    """The input of exp clamped to 20 leaves a gradient 1e8 times the usual: unclipped, skipping the batch does less harm."""
+
+    def loss_fn(model, batch):
+        return (model(batch[0]).squeeze(-1).square() * batch[0][:, 0].exp()).mean()
+
+    data = [[x.clamp(-1, 1), y] for x, y in batches(8)]
+    data[4][0][2, 0] = 100.0
+    guard, _, _ = train(loss_fn, data, HEAL, model=net(batch_norm=False), max_norm=max_norm)
+    assert [(i.diagnosis.cause, i.diagnosis.verified, i.action) for i in guard.incidents] == [("exp-overflow", True, action)]
+    assert len(guard._healer.applied) == (action == "rewound")
+
+
 def test_a_remedy_that_raises_is_undone_and_the_run_goes_on(caplog):
     """Healing is never the reason a run dies."""
     patient = _Healed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ log = logging.getLogger("nanproof")
 
 PROVE = 20
 """Healthy steps after which a remedy has proved itself."""
+HUGE = 1e3
+"""A gradient this many times the largest of the run so far is finite and does harm all the same, where nothing clips it."""
 MOST = 8
 """Remedies in force at the same time; a run that needs more of them needs a person."""
 _NOTHING = nullcontext()
@@ -210,7 +213,8 @@ class Healer:
                 now = case.replay.run(batches=last.batches, random=last.random, backward=False).loss
                 losses = rehearse(case.replay, self._patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
                 return losses is None or losses[-1] <= now
-            return case.replay.run().finite
+            outcome = case.replay.run()
+            return outcome.finite and not outcome.total > _bearable(case)
         except CannotReplay:
             return False
 
@@ -221,3 +225,9 @@ class Healer:
         except Exception as error:
             log.debug("nanproof: a remedy could not be undone", exc_info=True)
             log.warning("nanproof: could not undo %s: %s: %s", treatment.remedy.name, type(error).__name__, error)
+
+
+def _bearable(case: Case) -> float:
+    """The largest gradient norm that the step may have under a remedy."""
+    taken = [r.grad_norm for r in case.history if r.action != "skipped" and math.isfinite(r.grad_norm)]
+    return HUGE * max(taken) if taken and case.nonfinite and case.max_norm is None else math.inf
