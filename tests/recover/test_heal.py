@@ -284,6 +284,8 @@ def test_a_remedy_is_undone_exactly(prescription):
         prescription.name in lasting or "reset" in prescription.name
     )
     assert before["library"] == during["library"]
+    if prescription.name == "fp32-weights":
+        assert {*during["dtypes"], *during["moments"]} == {torch.float32, torch.int64}  # BatchNorm counts in whole numbers
 
 
 def test_gradients_are_scaled_and_nothing_else():
@@ -527,6 +529,14 @@ def test_finite_and_huge_is_no_cure(max_norm, action):
     guard, _, _ = train(loss_fn, data, HEAL, model=net(batch_norm=False), max_norm=max_norm)
     assert [(i.diagnosis.cause, i.diagnosis.verified, i.action) for i in guard.incidents] == [("exp-overflow", True, action)]
     assert len(guard._healer.applied) == (action == "rewound")
+
+
+def test_steps_under_way_come_first():
+    """A remedy may change what they are made of, so they are taken in before it acts."""
+    patient, rates = _Healed(), []
+    patient.healer._settle = lambda: rates.append(patient.rate)
+    patient.heal()
+    assert rates == [1.0] and patient.rate == 0.1
 
 
 def test_a_remedy_that_raises_is_undone_and_the_run_goes_on(caplog):
