@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo pictures clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal pictures clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -35,6 +35,10 @@ campaign: .venv/ready  ## thousands of random faults, and healthy runs that must
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py
+
+heal: .venv/bench  ## how many runs of the zoo end healthy: plain, guarded, healed
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/heal.py --save
+	$(BIN)/python benchmarks/tables.py
 
 pictures: .venv/ready  ## the pictures in the README
 	$(BIN)/python docs/pictures/make.py

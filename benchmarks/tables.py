@@ -177,6 +177,22 @@ def causes_table() -> str:
     return "\n\n".join(parts)
 
 
+def heal_table() -> str:
+    """One line a cause: how many of its runs end healthy, and what was applied."""
+    data = load("heal")
+    ways = ("plain", "guard", "heal")
+    causes = sorted({case["cause"] for case in data["cases"]})
+    lines = ["| cause | runs | plain loop | guard | `heal=True` | what was applied |", "|---|---:|---:|---:|---:|---|"]
+    for cause in causes:
+        mine = [case for case in data["cases"] if case["cause"] == cause]
+        counts = " | ".join(str(sum(case[way]["healthy"] for case in mine)) for way in ways)
+        said = dict.fromkeys(text for case in mine for text in case["heal"]["remedies"])
+        lines.append(f"| {cause} | {len(mine)} | {counts} | {'; '.join(said) or '-'} |")
+    totals = " | ".join(f"**{sum(case[way]['healthy'] for case in data['cases'])}**" for way in ways)
+    lines += [f"| **all** | **{len(data['cases'])}** | {totals} | |", "", f"torch {data['torch']}, {data['date']}."]
+    return "\n".join(lines)
+
+
 BLOCKS = {
     "cost": cost_table,
     "campaign": campaign_line,
@@ -185,6 +201,7 @@ BLOCKS = {
     "explain": explain_table,
     "causes": causes_table,
     "scan": scan_table,
+    "heal": heal_table,
 }
 
 

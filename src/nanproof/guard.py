@@ -40,6 +40,7 @@ from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
 from nanproof.policy import Policy
 from nanproof.records import Incident, StepRecord, few
+from nanproof.recover.heal import Healer
 from nanproof.recover.recovery import Recovery
 from nanproof.recover.salvage import rest_of
 from nanproof.recover.state import Part
@@ -98,7 +99,9 @@ class Guard:
         self._closed = False
         self._inquest = Inquest(self._runner)
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
-        parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps}
+        self._healer = Healer.of(self._stepper, self._examiner, scheduler, settle=lambda: self._catch_up(0))
+        self._runner.around = self._healer.living
+        parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps, "heal": self._healer}
         self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
         self._examiner.keep_asking = self.policy.salvage
         self._runner.watchers += [self._examiner, self._recovery]
@@ -236,6 +239,7 @@ class Guard:
             "stats": self._stepper.stats.state_dict(),
             "watch": self._watch.state_dict(),
             "caps": self._caps.state_dict(),
+            "heal": self._healer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,6 +255,7 @@ class Guard:
         self._stepper.buffers.refresh()
         self._watch.load_state_dict(state["watch"])
         self._caps.load_state_dict(state["caps"])
+        self._healer.load_state_dict(state.get("heal", {"applied": [], "tried": []}))
 
     def __enter__(self) -> Guard:
         return self
@@ -294,13 +299,14 @@ class Guard:
             return
         self._runner.pending.popleft()
         self._caps.accepted()
+        self._healer.see(accepted=True)
         if attempt.batches is not None and attempt.schedule is None and self.scheduler is not None:
             self.scheduler.step()
         if reading.bad_buffer:
             self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
         if self._found(self._watch.see(record, self._ranks.several)):
             return
-        self._report(self._examiner.accepted(record, self._history))
+        self._report(self._healer.treat(self._examiner.accepted(record, self._history)))
         self._broken(self._recovery.accepted(record.step, self._watch.settled))
 
     def _found(self, finding: Finding | None) -> bool:
@@ -309,11 +315,10 @@ class Guard:
         if incident is None or finding is None:
             return False
         incident = self._examiner.finding(incident, finding.record, self._history)
-        if incident.kind != "divergence" or self.policy.on_divergence != "rollback":
-            self._report(incident)
-            return False
-        back = self._back(incident, incident.step, incident.step, self._history[-1].step, blame_data=True)
-        self._report(back or incident)
+        back = None
+        if incident.kind == "divergence" and self.policy.on_divergence == "rollback":
+            back = self._back(incident, incident.step, incident.step, self._history[-1].step, blame_data=True)
+        self._report(self._healer.treat(back or incident))
         return back is not None
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
@@ -340,16 +345,27 @@ class Guard:
         if diverged and self._found(self._watch.cut_short()):
             self._report(incident)
             return True
-        if not self._inquest.state_broken:
+        broken, may_go_back = self._inquest.state_broken, self.policy.at_cap == "rollback"
+        if broken and may_go_back:
+            # What broke the state came before this step.
+            back = self._back(incident, attempt.step - 1, attempt.step - 1, attempt.step, blame_data=False)
+            if back is not None:
+                self._report(back)
+                return True
+        incident = self._healer.treat(incident)
+        if incident.action == "rewound":
+            self._runner.held.appendleft(attempt)
+            self._report(incident)
+            return False
+        if not broken:
             incident, taken = self._use_the_rest(attempt, incident)
             if taken:
                 self._report(incident)
                 return False
         cap = self._caps.refused()
-        if (cap or self._inquest.state_broken) and self.policy.at_cap == "rollback":
-            # What broke the state came before this step; what fills the cap began with the first refused one.
-            since = attempt.step - (1 if self._inquest.state_broken else self._caps.in_a_row - 1)
-            back = self._back(incident, since, since, attempt.step, blame_data=not self._inquest.state_broken)
+        if cap and may_go_back and not broken:
+            since = attempt.step - (self._caps.in_a_row - 1)
+            back = self._back(incident, since, since, attempt.step, blame_data=True)
             if back is not None:
                 self._report(back)
                 return True
@@ -394,6 +410,7 @@ class Guard:
                 self._halt(incident, f"the run went back {self.policy.max_rollbacks} times, and it came again (max_rollbacks)")
             return None
         self._next = way.step
+        self._healer.rewound(way.healed)
         self._forget_since(way.step)
         action = "rewound" if way.in_memory else "rolled-back"
         return replace(incident, action=action, message=f"{incident.message}; {way}")
@@ -439,18 +456,20 @@ class Guard:
             why = f". {incident.diagnosis}" if incident.diagnosis is not None else ""
             log.warning("nanproof: %s%s%s", incident, why, f" Bundle: {incident.bundle}" if incident.bundle else "")
 
-    def _report_exception(self, attempt: Attempt, error: BaseException) -> None:
+    def _report_exception(self, attempt: Attempt, error: BaseException) -> bool:
+        """Whether it was healed: then the step can be run again."""
         if isinstance(error, UsageError) or not isinstance(error, Exception):
-            return
+            return False
         message = f"{type(error).__name__}: {error}"
         incident = Incident(step=attempt.step, kind="exception", action="recorded", message=message)
-        incident = self._examiner.raised(incident, attempt, error, self._history)
+        incident = self._healer.treat(self._examiner.raised(incident, attempt, error, self._history))
         self._report(incident)
         note = f"nanproof: raised inside training step {attempt.step}"
         if incident.diagnosis is not None:
             note += f". {incident.diagnosis}"
         with suppress(AttributeError):  # Python 3.10 has no notes
             error.add_note(note)
+        return incident.action == "rewound"
 
     def _follow_optimizer(self) -> None:
         if self._stepper.outdated:

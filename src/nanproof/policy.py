@@ -74,6 +74,10 @@ class Policy:
     diagnose_seconds: float = 30.0
     """How long one diagnosis may take; what is known by then is reported."""
 
+    heal: bool = False
+    """Apply the fix that was verified on the bad step to the run: the batch is trained on again under it, and it stays while it
+    holds. Every refused step is diagnosed then. Needs `train_step` and a single rank; data, labels and loss are never changed."""
+
     bundles: int = 5
     """Bundles kept in `run_dir/incidents`: what a bad step needs to be run again elsewhere. 0 writes none."""
 
@@ -108,6 +112,12 @@ class Policy:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
             raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
+        if not isinstance(self.heal, bool):
+            raise UsageError(f"Policy(heal={self.heal!r}): True or False is needed")
+        if self.heal and self.diagnose == "never":
+            raise UsageError(
+                'Policy(heal=True, diagnose="never"): only what was diagnosed can be healed; use "first" or "always"'
+            )
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -33,6 +33,11 @@ class Attempt:
     parted: bool = False
     """What is left of a batch after something bad was taken out of it."""
 
+    def take_changes(self) -> Groups:
+        """Once: run yet again, the step goes back to settings that hold them already."""
+        changes, self.changes = self.changes, []
+        return changes
+
 
 @dataclass(frozen=True, slots=True)
 class Afterwards:

@@ -40,10 +40,10 @@ class Runner:
         self.stepper, self.loss_fn, self.scheduler = stepper, loss_fn, scheduler
         self.model, self.optimizer = stepper.model, stepper.optimizer
         self.watchers: list[Watcher] = []
-        self.on_error: Callable[[Attempt, BaseException], None] = lambda attempt, error: None
-        """Told of an exception inside a step, before it goes on to the user."""
+        self.on_error: Callable[[Attempt, BaseException], bool] = lambda attempt, error: False
+        """Told of an exception inside a step; says whether the step can be run again. Else it goes on to the user."""
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Opened around every forward and backward."""
+        """Opened around the forwards and backwards of a step."""
         self.pending: deque[Attempt] = deque()
         """Steps under way: dispatched, their records not consumed yet."""
         self.held: deque[Attempt] = deque()
@@ -69,9 +69,11 @@ class Runner:
             self.take(attempt, None)
         except BaseException as error:
             self.give_up()
-            self.on_error(attempt, error)
             attempt.random.restore()
-            raise
+            if not self.on_error(attempt, error):
+                raise
+            self.run(attempt)
+            return
         if lag:
             attempt.random_after = RandomState.now(self.devices)
             if self.scheduler is not None:
@@ -91,11 +93,12 @@ class Runner:
         assert self.loss_fn is not None and attempt.batches is not None
         self.stepper.forget()
         parts = len(attempt.batches)
-        for i, batch in enumerate(attempt.batches):
-            with self.stepper.ranks.accumulate(last=i == parts - 1), self.around():
-                loss = self.loss_fn(self.model, own_copy(batch))
-                check_scalar(loss, "loss_fn")
-                self.stepper.backward(loss if parts == 1 else loss / parts, scaled)
+        with self.around():
+            for i, batch in enumerate(attempt.batches):
+                with self.stepper.ranks.accumulate(last=i == parts - 1):
+                    loss = self.loss_fn(self.model, own_copy(batch))
+                    check_scalar(loss, "loss_fn")
+                    self.stepper.backward(loss if parts == 1 else loss / parts, scaled)
 
     def replay(self, attempt: Attempt) -> Gradients | None:
         """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:
@@ -139,7 +142,7 @@ class Runner:
         while self.held:
             attempt = self.held.popleft()
             assert attempt.mode is not None
-            change_settings(self.optimizer, attempt.changes)
+            change_settings(self.optimizer, attempt.take_changes())
             try:
                 with attempt.mode.again(self._modules, self.stepper.parameters.device):
                     self.run(attempt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nanproof.core.parameters import clean_name, local, unwrap
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import Survey
+from nanproof.explain.interventions import Intervention
 from nanproof.explain.locate import Birth, batch_shape, locate, survey, where_in_batch
 from nanproof.explain.recorder import Moment
 from nanproof.explain.replay import Outcome, Replay
@@ -72,6 +73,7 @@ class Case:
         uncleared: bool = False,
         scheduler: Any = None,
         details: dict[str, Any] | None = None,
+        healing: bool = False,
     ) -> None:
         self.kind = kind
         self.model = model if model is not None else replay.model if replay is not None else None
@@ -94,6 +96,10 @@ class Case:
         """The gradients of the step before were still there when backward began."""
         self.scheduler = scheduler
         self.details = details or {}
+        self.healing = healing
+        """The run may go on with the fix, so it is worth a few more runs to find a mild one."""
+        self.remedies: tuple[Prescription, ...] = ()
+        """Left by `explain`: how the run could go on with the fix that held, mildest first."""
 
     @property
     def nonfinite(self) -> bool:
@@ -179,7 +185,8 @@ class Case:
             return Trial(False, "the step is finite as it is")
         outcome = self.replay.run(*changes, **kwargs)
         acted = [c.acted for c in changes if hasattr(c, "acted")]
-        return Trial(outcome.finite and (not acted or any(acted)), str(outcome))
+        held = outcome.finite and (not acted or any(acted))
+        return Trial(held, str(outcome), living(*changes) if held else ())
 
     def cured_by_either(self, *sets: tuple[AbstractContextManager[Any], ...]) -> Trial:
         """Try one set of changes after the other, until one helps."""
@@ -196,11 +203,29 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Prescription:
+    """A fix that a run could go on with, as plain data: `nanproof.recover` knows how to apply it."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """Whether a fix held on the replay, and what came out."""
 
     held: bool
     result: str
+    remedies: tuple[Prescription, ...] = ()
+    """How the run could go on with it, mildest first; none where that takes a person."""
+
+
+def living(*changes: AbstractContextManager[Any]) -> tuple[Prescription, ...]:
+    """These interventions open around every step; none if one of them is for replays only."""
+    made = [(type(c).__name__.strip("_"), c.settings) for c in changes if isinstance(c, Intervention) and c.lived]
+    if not made or len(made) != len(changes):
+        return ()
+    return (Prescription("interventions", {"changes": [{"name": name, **settings} for name, settings in made]}),)
 
 
 def _bad_tensors(model: nn.Module, buffers: bool) -> list[BadWeight]:

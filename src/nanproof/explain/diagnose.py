@@ -17,7 +17,7 @@ from torch import nn
 
 from nanproof.errors import UsageError
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
-from nanproof.explain.case import Case
+from nanproof.explain.case import Case, Prescription
 from nanproof.explain.cause import Cause, Match
 from nanproof.explain.locate import guilty_sample
 from nanproof.explain.replay import CannotReplay, Deadline, Replay
@@ -44,6 +44,7 @@ def explain(case: Case) -> Diagnosis:
         return _checked(_unknown(case, troubles), case)
     best = max(tried, key=lambda t: t.worth)
     match, cause, verified, sentence = best.match, best.cause, best.held, best.sentence
+    case.remedies = best.remedies
     evidence = [*match.evidence]
     if match.source and (text := source_line(match.source)):
         evidence.append(f"{match.source}: {text}")
@@ -79,6 +80,7 @@ class _Tried:
     cause: Cause
     held: bool
     sentence: str
+    remedies: tuple[Prescription, ...] = ()
 
     @property
     def worth(self) -> float:
@@ -116,25 +118,26 @@ def _tried(ranked: list[tuple[Match, Cause]], troubles: list[str]) -> list[_Trie
     """Try the fixes in turn until one holds."""
     done: list[_Tried] = []
     for i, (match, cause) in enumerate(ranked):
-        held, said = _try(match, troubles) if i < TRIED and not any(t.held for t in done) else (False, "")
-        done.append(_Tried(match, cause, held, said))
+        tried = _try(match, troubles) if i < TRIED and not any(t.held for t in done) else (False, "", ())
+        done.append(_Tried(match, cause, *tried))
     return done
 
 
-def _try(match: Match, troubles: list[str]) -> tuple[bool, str]:
+def _try(match: Match, troubles: list[str]) -> tuple[bool, str, tuple[Prescription, ...]]:
     if match.trial is None:
-        return False, ""
+        return False, "", ()
     try:
         trial = match.trial()
     except CannotReplay as why:
         _note(troubles, why)
-        return False, ""
+        return False, "", ()
     except Exception as error:
         log.debug("nanproof: a fix could not be tried", exc_info=True)
         troubles.append(f"the fix could not be tried: {type(error).__name__}: {error}"[:200])
-        return False, ""
+        return False, "", ()
     outcome = "it holds" if trial.held else "it does not help"
-    return trial.held, f"tried on the replay with {match.tried}, {outcome}: {trial.result}"
+    said = f"tried on the replay with {match.tried}, {outcome}: {trial.result}"
+    return trial.held, said, trial.remedies if trial.held else ()
 
 
 def _worth_searching(case: Case, match: Match) -> bool:

@@ -10,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -84,12 +85,26 @@ class Examiner:
         self._written: list[Tensor] = []
         """Parameters that the forward itself writes, as a momentum encoder's."""
         self._bad_at_start = stepper.buffers.broken() if self.on else []
+        self.living: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What the run is under by now; replays are under it too."""
+        self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
         """Adam's update over the learning rate, at spikes."""
 
     @property
     def on(self) -> bool:
         return self._policy.diagnose != "never" and not self._stopped
+
+    def hand_over(self) -> Case | None:
+        """The case of the last diagnosis, once: its replay holds a batch."""
+        case, self._last = self._last, None
+        return case
+
+    def start_over(self, dealt_with: str = "") -> None:
+        """Count anew for silent failures: parameters changed, or a signal was dealt with and may be said again."""
+        self._watch = self._watch.renewed(self._stepper.parameters, self._stepper.optimizer, dealt_with)
+        self._sample = WeightSample(self._stepper.parameters, self._stepper.optimizer)
+        self._looks.clear()
 
     # -- while all is well -----------------------------------------------------------------------------------------------------
 
@@ -217,10 +232,10 @@ class Examiner:
     # -- incidents -------------------------------------------------------------------------------------------------------------
 
     def due(self, kind: str) -> bool:
-        """Whether an incident of this kind is to be diagnosed; each kind once, by default."""
+        """Whether an incident of this kind is to be diagnosed; each kind once, by default, and all where they may be healed."""
         if self._policy.diagnose == "never":
             return False
-        if self._policy.diagnose == "first" and kind in self._explained:
+        if self._policy.diagnose == "first" and kind in self._explained and not self._policy.heal:
             return self.keep_asking and self._fruitless.get(kind, 0) < _PATIENCE
         self._explained.add(kind)
         return True
@@ -349,6 +364,7 @@ class Examiner:
                 buffers=stepper.buffers,
                 written=self._written,
                 alone=stepper.ranks.several,
+                living=self.living,
                 deadline=Deadline.after(self._policy.diagnose_seconds),
             )
             if moment.versions and moment.changed:
@@ -366,6 +382,7 @@ class Examiner:
             max_norm=norm,
             scheduler=self._scheduler,
             details=details,
+            healing=self._policy.heal,
             **facts,
         )
 
@@ -381,8 +398,11 @@ class Examiner:
 
         start = time.perf_counter()
         stepper = self._stepper
+        self._last = None
         try:
-            diagnosis = explain(make())
+            case = make()
+            diagnosis = explain(case)
+            self._last = case if self._policy.heal else None
         except Exception as error:
             log.debug("nanproof: a diagnosis failed", exc_info=True)
             text = f"the diagnosis itself failed: {type(error).__name__}: {error}"[:300]

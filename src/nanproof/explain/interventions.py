@@ -22,10 +22,20 @@ class Intervention(TorchFunctionMode):
     """Calls `change` in the place of every function whose name is in `names`."""
 
     names: ClassVar[frozenset[str]] = frozenset()
+    lived: ClassVar[str] = ""
+    """What it comes to, for one that a run may go on under; the others are for replays only."""
+    livable: ClassVar[dict[str, type[Intervention]]] = {}
+    """By name: how to make those again."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__dict__.get("lived"):
+            Intervention.livable[cls.__name__.strip("_")] = cls
 
     def __init__(self) -> None:
         super().__init__()
         self.acted = 0
+        self.settings: dict[str, Any] = {}
+        """The arguments it was made with, as plain data."""
         self._open: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,26 +113,28 @@ def exp_limit(dtype: torch.dtype) -> float:
     return float(torch.log(torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)))
 
 
-def bounded_exp() -> Intervention:
+class BoundedExp(Intervention):
     """The input of every exp clamped from above before it, well below the overflow."""
 
-    class Bounded(Intervention):
-        names = EXP
+    names = EXP
+    lived = "the input of every exp is clamped to 20 at the most (8 in fp16)"
 
-        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            limit = 8.0 if x.dtype == torch.float16 else 20.0
-            if isinstance(x, Tensor) and x.is_floating_point() and bool((x.detach() > limit).any()):
-                self.acted += 1
-                x = x.clamp(max=limit)
-            return getattr(torch, name)(x)
-
-    return Bounded()
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        limit = 8.0 if x.dtype == torch.float16 else 20.0
+        if isinstance(x, Tensor) and x.is_floating_point() and bool((x.detach() > limit).any()):
+            self.acted += 1
+            x = x.clamp(max=limit)
+        return getattr(torch, name)(x)
 
 
-def positive_log() -> Intervention:
-    """The input of every logarithm kept away from 0. `0 * log(0)` becomes 0, `log(softmax)` stays finite."""
-    return SafeInput(LOG, lambda x: ~(x > _tiny(x)), 1e-6)
+class PositiveLog(SafeInput):
+    """The input of every logarithm kept away from 0. `0 * log(0)` becomes 0, `log(softmax)` stays finite. NaN stays NaN."""
+
+    lived = "an input of log that is not above 0 is taken as 1e-6"
+
+    def __init__(self) -> None:
+        super().__init__(LOG, lambda x: x <= _tiny(x), 1e-6)
 
 
 def _tiny(x: Tensor) -> float:
@@ -132,6 +144,7 @@ def _tiny(x: Tensor) -> float:
 class SafeRoot(Intervention):
     """An epsilon under every square root, fractional power, and norm."""
 
+    lived = "there is an epsilon under every root, fractional power and norm"
     names = frozenset(
         {
             "sqrt",
@@ -154,11 +167,11 @@ class SafeRoot(Intervention):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return func(*args, **kwargs)
         if name in ("sqrt", "rsqrt"):
-            return getattr(torch, name)(self.where(~(x.detach() > _tiny(x)), 1e-6, x))
+            return getattr(torch, name)(self.where(x.detach() <= _tiny(x), 1e-6, x))
         if name in ("pow", "__pow__"):
             p = args[1] if len(args) > 1 else kwargs.get("exponent")
             if isinstance(p, (int, float)) and p < 1 and p != 0:
-                x = self.where(~(x.detach() > _tiny(x)), 1e-6, x)
+                x = self.where(x.detach() <= _tiny(x), 1e-6, x)
             return torch.pow(x, p)
         self.acted += 1
         if name == "std":
@@ -179,9 +192,11 @@ class SafeDivision(Intervention):
     """A divisor that is exactly 0 becomes 1."""
 
     names = frozenset({"div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__", "reciprocal"})
+    lived = "a divisor of 0 is taken as 1"
 
     def __init__(self, floor: float | None = None) -> None:
         super().__init__()
+        self.settings = {} if floor is None else {"floor": floor}
         self._floor = floor
         """Divisors smaller than this become 1 as well."""
 
@@ -209,6 +224,7 @@ class SafeSoftmax(Intervention):
     """A row in which everything is -inf is unmasked."""
 
     names = frozenset({"softmax", "log_softmax", "logsumexp", "masked_fill"})
+    lived = "a row of a softmax that is masked throughout is unmasked"
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]
@@ -230,6 +246,7 @@ class SafeSoftmax(Intervention):
 class OneMask(Intervention):
     """Additions that pass the dtype's range stay at its edge instead of becoming -inf, as one boolean mask would have it."""
 
+    lived = "a masked score that passes the dtype's range stays at its edge"
     names = frozenset(
         {"add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "to", "half", "type", "type_as", "mul", "__mul__"}
     )
@@ -247,6 +264,8 @@ class OneMask(Intervention):
 
 class Fp32(Intervention):
     """Every half-precision argument in fp32, autocast off, no cast back."""
+
+    lived = "what ran in fp16 runs in fp32"
 
     def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> None:
         super().__init__()
@@ -292,36 +311,38 @@ class SpreadOfOne(Intervention):
     """A standard deviation over a single element counts as 1 instead of NaN."""
 
     names = frozenset({"std", "var", "std_mean", "var_mean"})
+    lived = "the standard deviation of a single element is taken as 1"
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
+        if not bool(torch.isfinite(args[0].detach()).all()):
+            return out
         if isinstance(out, tuple):
             return self.where(torch.isnan(out[0].detach()), 1.0, out[0]), *out[1:]
         return self.where(torch.isnan(out.detach()), 1.0, out)
 
 
-def inside_trig() -> Intervention:
+class InsideTrig(Intervention):
     """Arguments of acos, asin, atanh and acosh kept off the boundary of their domain."""
 
-    class Inside(Intervention):
-        names = frozenset({"acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "acosh", "arccosh"})
+    names = frozenset({"acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "acosh", "arccosh"})
+    lived = "arguments of acos, asin, atanh and acosh are kept off the boundary of their domain"
 
-        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-            x = args[0]
-            edge = 1e-3 if x.dtype in _HALF else 1e-6
-            hyperbolic = name in ("acosh", "arccosh")
-            outside = x.detach() < 1 + edge if hyperbolic else x.detach().abs() > 1 - edge
-            if bool(outside.any()):
-                self.acted += 1
-                x = x.clamp(min=1 + edge) if hyperbolic else x.clamp(-1 + edge, 1 - edge)
-            return getattr(torch, name)(x)
-
-    return Inside()
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x = args[0]
+        edge = 1e-3 if x.dtype in _HALF else 1e-6
+        hyperbolic = name in ("acosh", "arccosh")
+        outside = x.detach() < 1 + edge if hyperbolic else x.detach().abs() > 1 - edge
+        if bool(outside.any()):
+            self.acted += 1
+            x = x.clamp(min=1 + edge) if hyperbolic else x.clamp(-1 + edge, 1 - edge)
+        return getattr(torch, name)(x)
 
 
 class NoEmptyMean(Intervention):
     """A mean over nothing is 0: the sum over max(1, count)."""
 
+    lived = "a mean over nothing is 0"
     names = frozenset(
         {
             "cross_entropy_loss",
@@ -358,6 +379,7 @@ class ZeroInfinity(Intervention):
     """ctc_loss with zero_infinity=True."""
 
     names = frozenset({"ctc_loss"})
+    lived = "ctc_loss runs with zero_infinity=True"
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.acted += 1
@@ -378,96 +400,21 @@ class Leaky(Intervention):
 
 
 class CoolLogits(Intervention):
-    """Division of half-precision numbers by a small scalar in fp32, after subtracting the row's maximum."""
+    """A division by a small number that overflows is done in fp32, after subtracting the row's maximum. Others stay as they are:
+    what is divided there need not be logits."""
 
     names = frozenset({"div", "true_divide", "__truediv__"})
+    lived = "a division by a small temperature that overflows is done in fp32 after subtracting the maximum"
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
         x, t = args[0], args[1] if len(args) > 1 else kwargs.get("other")
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
-            return func(*args, **kwargs)
+            return out
+        born = torch.isinf(out.detach()) & torch.isfinite(x.detach())
         least = float(t.detach().abs().min()) if isinstance(t, Tensor) else abs(t)
-        if not 0 < least < 1:
-            return func(*args, **kwargs)
+        if not 0 < least < 1 or not bool(born.any()):
+            return out
         self.acted += 1
         x = x.float()
         return (x - x.amax(-1, keepdim=True)) / (t.float() if isinstance(t, Tensor) else t)
-
-
-class Attached(Intervention):
-    """detach and .data do nothing, reentrant checkpointing is left out: the path of the gradient is whole. no_grad stays: who
-    writes it means it."""
-
-    names = frozenset({"detach"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            self.acted += 1
-            return args[0] * 1
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        self.acted += 1
-        return args[0] * 1
-
-    def __enter__(self) -> Any:
-        import torch.utils.checkpoint as checkpointing
-
-        checkpointing.CheckpointFunction.apply = self._through  # type: ignore[method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        import torch.utils.checkpoint as checkpointing
-
-        super().__exit__(*exc)
-        del checkpointing.CheckpointFunction.apply  # the inherited one shows again
-
-    def _through(self, function: Any, _preserve: Any, *args: Any) -> Any:
-        self.acted += 1
-        return function(*args)
-
-
-@contextmanager
-def positive_scale() -> Iterator[None]:
-    """Distributions get a scale of at least 1e-3."""
-    from torch.distributions import Distribution
-
-    original = Distribution.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("scale", "stddev_", "concentration", "rate", "df"):
-            value = self.__dict__.get(name)
-            if isinstance(value, Tensor):
-                setattr(self, name, value.clamp(min=1e-3))
-        original(self, *args, **kwargs)
-
-    class Normal(Intervention):
-        names = frozenset({"normal"})
-
-        def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-            args = tuple(a.clamp(min=1e-3) if isinstance(a, Tensor) and i == 1 else a for i, a in enumerate(args))
-            if isinstance(kwargs.get("std"), Tensor):
-                kwargs["std"] = kwargs["std"].clamp(min=1e-3)
-            return func(*args, **kwargs)
-
-    Distribution.__init__ = init  # type: ignore[method-assign]
-    try:
-        with Normal():
-            yield
-    finally:
-        Distribution.__init__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def weights_as(values: dict[Tensor, Tensor]) -> Iterator[None]:
-    """For a while, these parameters or buffers hold other numbers."""
-    saved = {p: p.detach().clone() for p in values}
-    try:
-        with torch.no_grad():
-            for p, value in values.items():
-                p.copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for p, value in saved.items():
-                p.copy_(value)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from nanproof.explain.recorder import Moment
 from nanproof.explain.replay import Replay
+from nanproof.explain.surroundings import weights_as
 
 LARGEST = 1 << 26
 """Elements of the weights that are copied for one look at the optimizer's step, at the most."""
@@ -128,12 +129,13 @@ def rehearse(
     moments: Sequence[Moment],
     *,
     factor: float = 1.0,
+    rate: float | None = None,
     fresh: bool = False,
     max_norm: float | None = None,
     rounds: int = 1,
 ) -> list[float] | None:
-    """The losses of a few steps over recent batches, with the learning rate times `factor`, or with a fresh optimizer state;
-    everything is undone afterwards.
+    """The losses of a few steps over recent batches, with the learning rate times `factor`, with another `rate`, or with a fresh
+    optimizer state; everything is undone afterwards.
 
     None where it would take too much memory.
     """
@@ -145,7 +147,7 @@ def rehearse(
         if fresh:
             optimizer.state.clear()
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+            group["lr"] = group["lr"] * factor if rate is None else rate
         for _ in range(rounds):
             for moment in moments:
                 found: dict[str, Tensor] = {}
@@ -169,6 +171,28 @@ def rehearse(
         last = replay.run(batches=moments[-1].batches, random=moments[-1].random, backward=False)
         losses.append(last.loss)
     return losses
+
+
+def slope_ratio(replay: Replay) -> float | None:
+    """The slope of the loss along the gradient, measured, over the one that the gradient's norm promises. None where it cannot be
+    told: the two measurements differ, or the loss does not fall."""
+    gradients = replay.gradients()
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    size = math.sqrt(sum(float(replay.parameters[n].detach().double().square().sum()) for n in gradients))
+    if not (0 < norm < math.inf) or size == 0:
+        return None
+    found = []
+    for share in (1e-3, 3e-4):
+        h = share * size
+        ends = []
+        for sign in (1, -1):
+            moved = {replay.parameters[n]: replay.parameters[n].detach() + sign * h / norm * g for n, g in gradients.items()}
+            with weights_as(moved):
+                ends.append(replay.run(backward=False).loss)
+        found.append((ends[0] - ends[1]) / (2 * h) / norm)
+    if not all(math.isfinite(f) and f > 0 for f in found) or not 0.7 < found[0] / found[1] < 1.4:
+        return None
+    return found[1]
 
 
 def adam_update(optimizer: Any) -> float | None:

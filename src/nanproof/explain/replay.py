@@ -136,6 +136,7 @@ class Replay:
         buffers: BufferKeeper | None = None,
         written: Sequence[Tensor] | None = None,
         alone: bool = False,
+        living: Callable[[], AbstractContextManager[Any]] = nullcontext,
         deadline: Deadline | None = None,
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
@@ -153,6 +154,8 @@ class Replay:
         self._buffers = buffers
         self._alone = alone
         """Other ranks train the same model, and do not take part in this."""
+        self._living = living
+        """What the run itself is under by now: remedies that were applied."""
         if written is None:
             small = sum(p.numel() for p in model.parameters()) <= _COPIED
             written = list(model.parameters()) if small else [p for p in model.parameters() if not p.requires_grad]
@@ -190,12 +193,13 @@ class Replay:
             with ExitStack() as stack:
                 (random or self.random).restore()
                 stack.enter_context(self.mode.again(self.modules, self.device))
-                stack.enter_context(_eager())
+                stack.enter_context(eager())
                 stack.enter_context(_local_gradients(self.model))
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # what the step warns of, it has warned of already
                 if self._alone:
                     stack.enter_context(_NoCollectives())
+                stack.enter_context(self._living())
                 for change in changes:
                     stack.enter_context(change)
                 parts = self._parts(batches)
@@ -311,7 +315,7 @@ def _dense(gradient: Tensor | None) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _eager() -> AbstractContextManager[Any]:
+def eager() -> AbstractContextManager[Any]:
     """Compiled code is run eagerly, so that its operations can be seen. Does not import the compiler to find out."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 

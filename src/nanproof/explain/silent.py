@@ -74,6 +74,13 @@ class SilentWatch:
         self._samples: list[tuple[float, float, float, float]] = []
         """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
 
+    def renewed(self, parameters: Parameters, optimizer: torch.optim.Optimizer, dealt_with: str) -> SilentWatch:
+        """A watch that counts from here, and does not say again what was said, but for what was dealt with."""
+        new = SilentWatch(parameters, optimizer)
+        new._said = (self._said | {"early-jump"}) - {dealt_with}  # a jump is one of a run's first steps
+        new._learned = self._learned
+        return new
+
     def see(
         self, record: StepRecord, sample: tuple[float, float, float] | None, shifted: tuple[str, str] | None
     ) -> Signal | None:

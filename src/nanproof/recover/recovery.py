@@ -47,6 +47,8 @@ class Way:
     in_memory: bool
     attempt: int
     stepped_over: int
+    healed: dict[str, Any]
+    """The remedies that were in force in that state."""
 
     def __str__(self) -> str:
         place = "the copy in memory" if self.in_memory else "the checkpoint"
@@ -279,15 +281,15 @@ class Recovery:
         over = self._to_step_over(max(since - self._policy.rollback_margin, step), until) if blame_data or self._tries > 1 else []
         if isinstance(source, Snapshot):
             source.wait()
-            self._put(source.tensors(), source.host, over)
+            tensors, host = source.tensors(), source.host
         else:
             tensors, host, _ = self._load(source)
-            self._put(tensors, host, over)
+        self._put(tensors, host, over)
         self._give_up_after(step)
         if self._policy.rewarm_steps:
             self._rewarm_from = step
         count = max((len(batches) for batches in over), default=0)
-        return Way(step, isinstance(source, Snapshot), self._tries, count)
+        return Way(step, isinstance(source, Snapshot), self._tries, count, host["parts"]["heal"])
 
     @property
     def exhausted(self) -> bool:
@@ -389,6 +391,7 @@ class Recovery:
                 but += 1
                 continue
             self._runner.forget()
+            self.state.put_remedies(host)
             self.state.put(tensors)
             self.state.put_host(host, random=own)
             if "next_schedule" in host:

@@ -135,7 +135,7 @@ class RunState:
                 del state[key]
             for key, value in values.items():
                 place = state.get(key)
-                if isinstance(place, Tensor) and place.shape == value.shape and place.dtype == value.dtype:
+                if isinstance(place, Tensor) and place.shape == value.shape:
                     with torch.no_grad():
                         _copy(place, value)
                     continue
@@ -170,6 +170,7 @@ class RunState:
         return {"groups": groups, "scheduler": state}
 
     def put_host(self, host: Mapping[str, Any], random: bool) -> None:
+        """All of it but what the healer knows: in a run that goes back, that is not forgotten."""
         optimizer = self._stepper.optimizer
         named = dict(zip(self._stepper.parameters.names, self._stepper.parameters.tensors, strict=True))
         for name, values in host["optimizer"].items():
@@ -177,10 +178,15 @@ class RunState:
                 optimizer.state[named[name]].update(copy.deepcopy(values))
         self.put_schedule(host["schedule"])
         for name, part in self._parts.items():
-            if name in host["parts"]:
+            if name in host["parts"] and name != "heal":
                 part.load_state_dict(copy.deepcopy(host["parts"][name]))
         if random:
             decode_random(host["random"]).restore()
+
+    def put_remedies(self, host: Mapping[str, Any]) -> None:
+        """In a new process, before anything else: a remedy may decide what the tensors are."""
+        if "heal" in self._parts and "heal" in host["parts"]:
+            self._parts["heal"].load_state_dict(copy.deepcopy(host["parts"]["heal"]))
 
     def put_schedule(self, schedule: Mapping[str, Any]) -> None:
         if self._scheduler is not None and schedule["scheduler"] is not None:

@@ -10,20 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Prescription, Trial, living
 from nanproof.explain.cause import Cause, Match, at_birth
-from nanproof.explain.interventions import (
-    EXP,
-    LOG,
-    Fp32,
-    Intervention,
-    SafeDivision,
-    SafeInput,
-    SafeRoot,
-    inside_trig,
-    weights_as,
-)
+from nanproof.explain.interventions import EXP, LOG, Fp32, InsideTrig, Intervention, SafeDivision, SafeInput, SafeRoot
 from nanproof.explain.locate import Birth, batch_shape, where_in_batch
+from nanproof.explain.surroundings import weights_as
 from nanproof.explain.trace import Op, Trace
 
 ROOTS = frozenset(
@@ -112,25 +103,43 @@ class MaskedBranchGradient(Cause):
     def _double_where(self, case: Case) -> Trial:
         """Harmless inputs where the branch is bad: the loss must stay what it was, for those places do not count."""
         assert case.control is not None and case.replay is not None
-        safe = (
-            SafeInput(LOG | {"log1p", "sqrt", "rsqrt"}, lambda x: ~(x > 1e-20), 1.0),
-            SafeInput(EXP, lambda x: x > 60, 0.0),
-            SafeInput({"acos", "asin", "atanh"}, lambda x: x.abs() >= 1, 0.0),
-            SafeDivision(floor=1e-20),
-            _SafePower(),
-        )
+        safe = (_PositiveInput(), _SmallExponent(), _InsideInput(), SafeDivision(floor=1e-20), _SafePower())
         outcome = case.replay.run(*safe)
         near = math.isclose(outcome.loss, case.control.loss, rel_tol=1e-3, abs_tol=1e-6)
-        return Trial(outcome.finite and near and any(s.acted for s in safe), f"the same {outcome}")
+        # The run goes on with the changes that acted alone: the others have nothing to do with it.
+        remedies = living(*(s for s in safe if s.acted))
+        return Trial(outcome.finite and near and any(s.acted for s in safe), f"the same {outcome}", remedies)
+
+
+class _PositiveInput(SafeInput):
+    lived = "an input of log or a root that is not above 0 is taken as 1"
+
+    def __init__(self) -> None:
+        super().__init__(LOG | {"log1p", "sqrt", "rsqrt"}, lambda x: x <= 1e-20, 1.0)
+
+
+class _SmallExponent(SafeInput):
+    lived = "an input of exp above 60 is taken as 0"
+
+    def __init__(self) -> None:
+        super().__init__(EXP, lambda x: x > 60, 0.0)
+
+
+class _InsideInput(SafeInput):
+    lived = "an input of acos, asin or atanh outside of its domain is taken as 0"
+
+    def __init__(self) -> None:
+        super().__init__({"acos", "asin", "atanh"}, lambda x: x.abs() >= 1, 0.0)
 
 
 class _SafePower(Intervention):
+    lived = "the base of a fractional power that is not above 0 is taken as 1"
     names = frozenset({"pow", "__pow__"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x, p = args[0], args[1] if len(args) > 1 else kwargs.get("exponent")
         if isinstance(x, Tensor) and isinstance(p, (int, float)) and p < 1 and x.is_floating_point():
-            x = self.where(~(x.detach() > 1e-20), 1.0, x)
+            x = self.where(x.detach() <= 1e-20, 1.0, x)
         return torch.pow(x, p)
 
 
@@ -163,7 +172,7 @@ class InverseTrigBoundary(Cause):
             "" if abs(value) <= 1 else ", beyond it NaN"
         )
         return at_birth(
-            birth, 0.94, said, lambda: case.cured_by(inside_trig()), f"the input of {op.name} clamped inside its domain"
+            birth, 0.94, said, lambda: case.cured_by(InsideTrig()), f"the input of {op.name} clamped inside its domain"
         )
 
 
@@ -246,10 +255,11 @@ class NormalizeZeroVector(Cause):
             before = case.replay.run()
             after = case.replay.run(change)
         held = bool(change.acted) and after.finite and after.total * 100 < (before.total if before.finite else math.inf)
-        return Trial(held, f"gradient norm {after.total:.4g} instead of {before.total:.4g}")
+        return Trial(held, f"gradient norm {after.total:.4g} instead of {before.total:.4g}", living(change))
 
 
 class _UnitLength(Intervention):
+    lived = "a vector of length 0 is divided by 1 where it is normalised"
     names = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sqrt"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -397,4 +407,8 @@ class Fp16GradientOverflow(Cause):
     def _smaller(self, case: Case) -> Trial:
         assert case.replay is not None
         trial = case.cured_by(scale=case.replay.scale * 2.0**-12)
-        return trial if trial.held else case.cured_by(Fp32())
+        if trial.held and not case.healing:
+            return trial
+        wide = case.cured_by(Fp32())
+        smaller = (Prescription("smaller-backward", {"factor": 2.0**-12}),) if trial.held else ()
+        return replace(trial if trial.held else wide, remedies=(*smaller, *wide.remedies))

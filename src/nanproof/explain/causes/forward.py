@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanproof.explain.case import Case
+from nanproof.explain.case import Case, Trial
 from nanproof.explain.cause import Cause, Match, at_birth
 from nanproof.explain.interventions import (
     EXP,
+    BoundedExp,
     Fp32,
     Intervention,
     OneMask,
+    PositiveLog,
     SafeDivision,
     SafeRoot,
     SafeSoftmax,
     SpreadOfOne,
-    bounded_exp,
     exp_limit,
-    positive_log,
-    positive_scale,
 )
 from nanproof.explain.locate import Birth, batch_shape, where_in_batch
+from nanproof.explain.surroundings import Bf16Autocast, PositiveScale
 from nanproof.explain.trace import Op, is_users, short
 
 SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "_masked_softmax", "logsumexp"})
@@ -75,6 +76,7 @@ class AttentionRowFullyMasked(Cause):
 
 
 class _FiniteMaximum(Intervention):
+    lived = "a maximum of -inf is taken as 0"
     names = frozenset({"amax", "max", "logsumexp"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -150,7 +152,14 @@ class Fp16ActivationOverflow(Cause):
             f"{op.name} in {op.path} gives {'Inf' if out.range.inf else 'NaN'} in fp16 from inputs up to "
             f"{size:.4g}{birth.place()}; fp16 ends at 65504"
         )
-        return at_birth(birth, 0.4 if special else 0.92, said, lambda: case.cured_by(Fp32()), "every fp16 argument in fp32")
+        return at_birth(birth, 0.4 if special else 0.92, said, lambda: self._wider(case), "every fp16 argument in fp32")
+
+    def _wider(self, case: Case) -> Trial:
+        """bf16 costs a run less than fp32, so it is asked as well: where it holds, it is the first remedy."""
+        trial = case.cured_by(Fp32())
+        if not trial.held or not case.healing:
+            return trial
+        return replace(trial, remedies=(*case.cured_by(Bf16Autocast()).remedies, *trial.remedies))
 
 
 class LogOfZero(Cause):
@@ -172,7 +181,7 @@ class LogOfZero(Cause):
             said = (
                 f"input of {op.name} was {shown:.4g}{birth.place()}; {op.name} is {'-Inf at 0' if shown == 0 else 'NaN below 0'}"
             )
-            return at_birth(birth, 0.93, said, lambda: case.cured_by(positive_log()), "the input of log clamped above 0")
+            return at_birth(birth, 0.93, said, lambda: case.cured_by(PositiveLog()), "the input of log clamped above 0")
         if birth.at.name in ("mul", "mul_") and birth.at.nan_out and any(i.range.inf for i in birth.at.inputs):
             said = f"0 is multiplied by an infinite logarithm{birth.place()}: 0 * -inf is NaN"
             return at_birth(birth, 0.85, said, lambda: case.cured_by(_ZeroTimesInf()), "0 * -inf taken as 0", op="mul")
@@ -180,6 +189,7 @@ class LogOfZero(Cause):
 
 
 class _ZeroTimesInf(Intervention):
+    lived = "0 times an infinite logarithm is 0"
     names = frozenset({"mul", "multiply", "__mul__", "__rmul__", "__imul__"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -215,7 +225,7 @@ class ExpOverflow(Cause):
         said = f"input of {op.name} was {value:.4g}{birth.place()}; {op.name} overflows above {limit:.4g}"
         if clamped:
             said += "; its output is clamped, which keeps the loss finite and makes the gradient 0 * Inf"
-        return at_birth(birth, 0.96, said, lambda: case.cured_by(bounded_exp()), "the input of exp clamped")
+        return at_birth(birth, 0.96, said, lambda: case.cured_by(BoundedExp()), "the input of exp clamped")
 
 
 def _zero_divisor(op: Op) -> bool:
@@ -301,7 +311,7 @@ class NonpositiveStd(Cause):
             op=case.birth.op.name if case.birth is not None else "Normal",
             source=_raised_at(case.error),
             samples=_rows(case),
-            trial=lambda: case.cured_by_either((positive_scale(),), (positive_scale(), positive_log(), SafeDivision())),
+            trial=lambda: case.cured_by_either((PositiveScale(),), (PositiveScale(), PositiveLog(), SafeDivision())),
             tried="the scale clamped above 0",
         )
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import tensors_of
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Prescription, Trial, living
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.interventions import Attached, Leaky, weights_as
-from nanproof.explain.rehearse import changed_share, step_on_copies
+from nanproof.explain.interventions import Leaky
+from nanproof.explain.rehearse import changed_share, rehearse, slope_ratio, step_on_copies
+from nanproof.explain.surroundings import Attached, NonReentrant, weights_as
 
 
 class OptimizerForeignParameters(Cause):
@@ -54,7 +55,8 @@ class OptimizerForeignParameters(Cause):
         except Exception as error:
             return Trial(False, f"a second optimizer cannot be made: {error}")
         changed = int((p.detach() != before).sum())
-        return Trial(changed > 0, f"{changed} of {p.numel()} elements of {name} change in a step; now none can")
+        said = f"{changed} of {p.numel()} elements of {name} change in a step; now none can"
+        return Trial(changed > 0, said, (Prescription("own-parameters", {"names": list(case.details["left_out"])}),))
 
 
 class NoGradientPath(Cause):
@@ -137,7 +139,14 @@ class NoGradientPath(Cause):
         assert case.replay is not None
         outcome = case.replay.run(Attached())
         reached = [n for n in names if outcome.norms.get(n, 0.0) > 0]
-        return Trial(bool(reached), f"{len(reached)} of {len(names)} get a gradient")
+        said = f"{len(reached)} of {len(names)} get a gradient"
+        if not case.healing:
+            return Trial(bool(reached), said)
+        # A detach may be meant elsewhere, so it stays; the kind of checkpointing changes nothing but this.
+        change = NonReentrant()
+        whole = case.replay.run(change)
+        enough = change.acted and whole.finite and all(whole.norms.get(n, 0.0) > 0 for n in reached)
+        return Trial(bool(reached), said, living(change) if enough else ())
 
 
 def _loss(case: Case) -> float:
@@ -223,7 +232,23 @@ class LearningRateZero(Cause):
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
         now = changed_share(step_on_copies(case.optimizer, gradients))
         then = changed_share(step_on_copies(case.optimizer, gradients, lr=1e-3))
-        return Trial(now == 0 and then > 0, f"{then:.0%} of the elements change in a step instead of {now:.0%}")
+        said = f"{then:.0%} of the elements change in a step instead of {now:.0%}"
+        return Trial(now == 0 and then > 0, said, self._floors(case) if case.healing else ())
+
+    def _floors(self, case: Case) -> tuple[Prescription, ...]:
+        """Rates at which the loss does not rise over the last batches: the mean of those the run had, else a tenth of it."""
+        assert case.optimizer is not None and case.replay is not None
+        had = [max(r.lr) for r in case.history if r.lr and max(r.lr) > 0]
+        if not had or not case.moments:
+            return ()
+        usual = math.fsum(had) / len(had)
+        found, ends = [], {}
+        for rate in (0.0, usual, 0.1 * usual):
+            losses = rehearse(case.replay, case.optimizer, case.moments, rate=rate, max_norm=case.max_norm)
+            ends[rate] = losses[-1] if losses is not None and math.isfinite(losses[-1]) else math.inf
+            if rate and ends[rate] <= ends[0.0] < math.inf:
+                found.append(Prescription("learning-rate-floor", {"floor": rate}))
+        return tuple(found)
 
 
 class Bf16UpdateRounding(Cause):
@@ -262,7 +287,8 @@ class Bf16UpdateRounding(Cause):
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients(case.max_norm).items()}
         now = changed_share(step_on_copies(case.optimizer, gradients))
         then = changed_share(step_on_copies(case.optimizer, gradients, dtype=torch.float32))
-        return Trial(then > 5 * now and then > 0.5, f"a step changes {then:.0%} of the elements instead of {now:.1%}")
+        said = f"a step changes {then:.0%} of the elements instead of {now:.1%}"
+        return Trial(then > 5 * now and then > 0.5, said, (Prescription("fp32-weights"),))
 
 
 class GradientScaleMismatch(Cause):
@@ -299,7 +325,7 @@ class GradientScaleMismatch(Cause):
             return None
         if case.kind == "nonfinite-loss":
             return None
-        ratio = self._ratio(case)
+        ratio = slope_ratio(case.replay)
         if ratio is None or 1 / 50 < ratio < 50:
             return None
         power = math.log2(ratio)
@@ -319,30 +345,6 @@ class GradientScaleMismatch(Cause):
             tried=f"gradients times {shown}",
         )
 
-    def _ratio(self, case: Case) -> float | None:
-        """The slope of the loss along the gradient, measured, over the one that the gradient's norm promises."""
-        assert case.replay is not None
-        gradients = case.replay.gradients()
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-        size = math.sqrt(sum(float(case.replay.parameters[n].detach().double().square().sum()) for n in gradients))
-        if not (0 < norm < math.inf) or size == 0:
-            return None
-        found = []
-        for share in (1e-3, 3e-4):
-            h = share * size
-            ends = []
-            for sign in (1, -1):
-                moved = {
-                    case.replay.parameters[n]: case.replay.parameters[n].detach() + sign * h / norm * g
-                    for n, g in gradients.items()
-                }
-                with weights_as(moved):
-                    ends.append(_loss(case))
-            found.append((ends[0] - ends[1]) / (2 * h) / norm)
-        if not all(math.isfinite(f) and f > 0 for f in found) or not 0.7 < found[0] / found[1] < 1.4:
-            return None
-        return found[1]
-
     def _rescaled(self, case: Case, ratio: float) -> Trial:
         """A plain step along the gradient as it is, and with the factor undone: which one lowers the loss?"""
         assert case.replay is not None and case.optimizer is not None
@@ -352,7 +354,8 @@ class GradientScaleMismatch(Cause):
         for share in (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5):
             after = self._stepped(case, gradients, rate * ratio * share)
             if start - after > 10 * abs(start - as_is) and start - after > 1e-5 * abs(start):
-                return Trial(True, f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}")
+                said = f"a step takes the loss from {start:.6g} to {after:.6g} instead of {as_is:.6g}"
+                return Trial(True, said, _factor(ratio, share))
         return Trial(False, f"a step takes the loss from {start:.6g} to {after:.6g}, as it is to {as_is:.6g}")
 
     def _plain_step(self, case: Case, kept: float) -> Trial:
@@ -362,13 +365,22 @@ class GradientScaleMismatch(Cause):
         start, plain = _loss(case), self._stepped(case, gradients, rate)
         as_is = self._stepped(case, gradients, rate * kept)
         held = start - plain > 5 * abs(start - as_is)
-        return Trial(held, f"it takes the loss from {start:.6g} to {plain:.6g} instead of {as_is:.6g}")
+        return Trial(held, f"it takes the loss from {start:.6g} to {plain:.6g} instead of {as_is:.6g}", _factor(1 / kept, 1.0))
 
     def _stepped(self, case: Case, gradients: dict[str, Tensor], rate: float) -> float:
         assert case.replay is not None
         named = case.replay.parameters
         with weights_as({named[n]: named[n].detach() - rate * g for n, g in gradients.items()}):
             return _loss(case)
+
+
+def _factor(ratio: float, share: float) -> tuple[Prescription, ...]:
+    """Gradients times the power of two that they are off by, or the part of it that lowered the loss: the loss may be scaled on
+    purpose. A factor that is no power of two may be meant."""
+    power = math.log2(ratio)
+    if abs(power - round(power)) >= 0.15:
+        return ()
+    return (Prescription("gradient-factor", {"factor": 2.0 ** round(power + math.log2(share))}),)
 
 
 def _power(x: float) -> str:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.rehearse import adam_update, rehearse, step_on_copies
+from nanproof.explain.rehearse import adam_update, rehearse, slope_ratio, step_on_copies
 
 
 def _by_tensor(case: Case) -> dict[Tensor, Tensor]:
@@ -61,7 +61,10 @@ class Fp16OptimizerUnderflow(Cause):
         as_is = step_on_copies(case.optimizer, gradients)
         wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
         broke = as_is is not None and not _finite(as_is)
-        return Trial(broke and _finite(wide), "every weight finite after the step")
+        remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
+        if case.healing and _finite(step_on_copies(case.optimizer, gradients, eps=1e-4)):
+            remedies.append(Prescription("optimizer-settings", {"eps": 1e-4}))
+        return Trial(broke and _finite(wide), "every weight finite after the step", tuple(remedies))
 
 
 class Fp16WeightsWithGradScaler(Cause):
@@ -100,7 +103,7 @@ class Fp16WeightsWithGradScaler(Cause):
                 results.append(True)
             except (ValueError, AssertionError, RuntimeError):
                 results.append(False)
-        return Trial(results == [False, True], "GradScaler unscales the gradients")
+        return Trial(results == [False, True], "GradScaler unscales the gradients", (Prescription("fp32-weights"),))
 
 
 class GradientsNotCleared(Cause):
@@ -157,10 +160,18 @@ class GradientNormOverflow(Cause):
             found.append(float(torch.stack([g.norm() for g in grads]).norm()))
 
         outcome = case.replay.run(scale=factor, after=look)
-        return Trial(
-            outcome.gradients_finite and bool(found) and math.isfinite(found[0]),
-            f"gradient norm {found[0] if found else math.nan:.4g}",
-        )
+        held = outcome.gradients_finite and bool(found) and math.isfinite(found[0]) and found[0] > 0
+        said = f"gradient norm {found[0] if found else math.nan:.4g}"
+        return Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
+
+    def _unit(self, case: Case, norm: float) -> tuple[Prescription, ...]:
+        """Where the loss is in a unit of its own: gradients times the power of two that takes their norm to 1, or to what is
+        clipped to. Not where the run exploded on its way here, nor where the gradient does not say what the loss will do."""
+        assert case.replay is not None
+        before = [r.grad_norm for r in case.history if r.action != "skipped" and math.isfinite(r.grad_norm)]
+        if any(g < 1e-6 * norm for g in before) or not 0.1 < (slope_ratio(case.replay) or 0.0) < 10:
+            return ()
+        return (Prescription("gradient-factor", {"factor": 2.0 ** -round(math.log2(norm / (case.max_norm or 1.0)))}),)
 
 
 class LearningRateTooHigh(Cause):
@@ -193,7 +204,9 @@ class LearningRateTooHigh(Cause):
                 return Trial(False, "the model is too large to rehearse")
             results[factor] = losses[-1] if math.isfinite(losses[-1]) else math.inf
         best = min(results[0.1], results[0.01])
-        return Trial(best < 0.8 * results[1.0], f"the loss ends at {best:.4g} instead of {results[1.0]:.4g}")
+        helped = [factor for factor in (0.1, 0.01) if results[factor] < 0.8 * results[1.0]]
+        remedies = tuple(Prescription("learning-rate", {"factor": factor}) for factor in helped)
+        return Trial(best < 0.8 * results[1.0], f"the loss ends at {best:.4g} instead of {results[1.0]:.4g}", remedies)
 
 
 class StaleSecondMoment(Cause):
@@ -257,7 +270,8 @@ class StaleSecondMoment(Cause):
                 total += float((first / (quick.sqrt() + group.get("eps", 1e-8))).square().sum())
                 count += first.numel()
         now, after = adam_update(case.optimizer) or math.inf, math.sqrt(total / count) if count else math.inf
-        return Trial(after < 0.9 * now, f"the update is {after:.3g} times the learning rate instead of {now:.3g}")
+        said = f"the update is {after:.3g} times the learning rate instead of {now:.3g}"
+        return Trial(after < 0.9 * now, said, (Prescription("optimizer-settings", {"beta2": 0.95}),))
 
 
 class OptimizerStateReset(Cause):
@@ -321,7 +335,7 @@ class OptimizerStateReset(Cause):
         """The loss with every weight matrix shuffled: the same numbers, nothing learned."""
         if case.replay is None:
             return None
-        from nanproof.explain.interventions import weights_as
+        from nanproof.explain.surroundings import weights_as
 
         generator = torch.Generator().manual_seed(0)
         values: dict[Tensor, Tensor] = {}

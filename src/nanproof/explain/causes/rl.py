@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanproof.core.tree import tensors_in
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Trial, living
 from nanproof.explain.cause import Cause, Match, at_birth
 from nanproof.explain.causes.forward import SOFTMAX, feeds_sampling
 from nanproof.explain.interventions import CoolLogits, Fp32, Intervention, SafeDivision, SafeSoftmax
@@ -166,9 +166,12 @@ class TinyStdAmplification(Cause):
     def _floored(self, case: Case, least: float) -> Trial:
         assert case.replay is not None
         before = case.replay.run()
-        after = case.replay.run(SafeDivision(floor=max(10 * least, 1e-2)))
+        floored = SafeDivision(floor=max(10 * least, 1e-2))
+        after = case.replay.run(floored)
         return Trial(
-            after.finite and after.total < before.total / 5, f"gradient norm {after.total:.4g} instead of {before.total:.4g}"
+            after.finite and after.total < before.total / 5,
+            f"gradient norm {after.total:.4g} instead of {before.total:.4g}",
+            living(floored),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanproof.explain.case import Case, Trial
+from nanproof.explain.case import Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
 
 
@@ -38,4 +38,5 @@ class TransientFault(Cause):
     def _again(self, case: Case) -> Trial:
         assert case.replay is not None and case.control is not None
         second = case.replay.run()
-        return Trial(second.finite, str(second) + (", the same" if second.same_as(case.control) else ", not the same each time"))
+        result = str(second) + (", the same" if second.same_as(case.control) else ", not the same each time")
+        return Trial(second.finite, result, (Prescription("again"),))

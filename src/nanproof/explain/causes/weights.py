@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from nanproof.core.tree import tensors_in
-from nanproof.explain.case import BadWeight, Case, Trial
+from nanproof.explain.case import BadWeight, Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.interventions import weights_as
 from nanproof.explain.locate import batch_shape, where_in_batch
+from nanproof.explain.surroundings import weights_as
 
 
 def _listed(bad: list[BadWeight]) -> str:
@@ -128,7 +130,9 @@ class UninitializedRows(Cause):
             table[~good] = table[good].mean(0)
             values[b.tensor] = table
         with weights_as(values):
-            return case.cured_by()
+            trial = case.cured_by()
+        rows = {b.name: list(b.rows) for b in bad}
+        return replace(trial, remedies=(Prescription("filled-rows", {"rows": rows}),))
 
 
 def _some_rows(b: BadWeight, tables: set[int]) -> bool:
@@ -229,5 +233,7 @@ class PoisonedBuffer(Cause):
         finally:
             case.replay.mode = was
         return Trial(
-            not control.finite and outcome.finite, f"in evaluation the loss is {outcome.loss:.4g} instead of {control.loss:.4g}"
+            not control.finite and outcome.finite,
+            f"in evaluation the loss is {outcome.loss:.4g} instead of {control.loss:.4g}",
+            (Prescription("reset-buffers", {"names": [b.name for b in bad]}),),
         )

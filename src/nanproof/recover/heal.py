@@ -1,0 +1,242 @@
+"""Healer: applies the fix that was verified on the bad step to the run, watches whether it holds, and takes it back if not.
+
+A remedy is on probation until `PROVE` healthy steps have passed. If the same incident comes back before, it is undone and the
+next one is tried; when none is left, the guard's other means (skipping, the cap) act as if there were no healer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from nanproof.core.stepper import Stepper
+from nanproof.explain.case import Case, Prescription
+from nanproof.explain.examiner import Examiner
+from nanproof.explain.rehearse import rehearse
+from nanproof.explain.replay import CannotReplay, Deadline
+from nanproof.records import Incident
+from nanproof.recover.remedies import Again, Patient, Remedy
+
+log = logging.getLogger("nanproof")
+
+PROVE = 20
+"""Healthy steps after which a remedy has proved itself."""
+HUGE = 1e3
+"""A gradient this many times the largest of the run so far is finite and does harm all the same, where nothing clips it."""
+MOST = 8
+"""Remedies in force at the same time; a run that needs more of them needs a person."""
+_NOTHING = nullcontext()
+
+
+@dataclass(slots=True)
+class Treatment:
+    """A remedy in force, and what it is for."""
+
+    remedy: Remedy
+    kind: str
+    cause: str
+    step: int
+    healthy: int = 0
+    """Accepted steps since."""
+
+    @property
+    def proven(self) -> bool:
+        return self.healthy >= PROVE
+
+
+class Healer:
+    """Holds the remedies in force."""
+
+    def __init__(self, patient: Patient, on: bool, seconds: float = 30.0, settle: Callable[[], None] = lambda: None) -> None:
+        """`settle` waits for steps still under way: a remedy may change what they are made of."""
+        self.on = on
+        self.applied: list[Treatment] = []
+        self._patient, self._seconds, self._settle = patient, seconds, settle
+        self._tried: set[str] = set()
+        self._examiner: Examiner | None = None
+
+    @classmethod
+    def of(cls, stepper: Stepper, examiner: Examiner, scheduler: Any, settle: Callable[[], None]) -> Healer:
+        """The healer of a guard's run."""
+
+        def follow() -> None:
+            stepper.follow_optimizer()
+            stepper.buffers.refresh()
+            examiner.start_over()
+
+        policy = stepper.policy
+        if policy.heal and stepper.ranks.several:
+            log.warning("nanproof: Policy(heal=True) is off: a remedy would act on one rank of several only")
+        patient = Patient(stepper.model, stepper.optimizer, scheduler, follow)
+        healer = cls(patient, policy.heal and not stepper.ranks.several, policy.diagnose_seconds, settle)
+        healer._examiner = examiner
+        examiner.living = healer.living
+        return healer
+
+    def living(self) -> AbstractContextManager[Any]:
+        """Open around every forward and backward; nothing at all while no remedy is in force."""
+        if not self.applied:
+            return _NOTHING
+        stack = ExitStack()
+        try:
+            for treatment in self.applied:
+                context = treatment.remedy.living()
+                if context is not None:
+                    stack.enter_context(context)
+        except BaseException:
+            stack.close()
+            raise
+        return stack
+
+    @overload
+    def treat(self, incident: Incident) -> Incident: ...
+    @overload
+    def treat(self, incident: None) -> None: ...
+    @overload
+    def treat(self, incident: Incident | None) -> Incident | None: ...
+
+    def treat(self, incident: Incident | None) -> Incident | None:
+        """The incident, healed if there is a remedy that bears the bad step: "rewound" where that step is to be run again."""
+        case = self._examiner.hand_over() if self._examiner is not None else None
+        if incident is None or not self.on:
+            return incident
+        diagnosis = incident.diagnosis
+        undone = self.see(False, incident.kind, diagnosis.cause if diagnosis is not None else "", incident.step)
+        if undone:
+            said = "; ".join(f"did not hold and is undone: {remedy.description}" for remedy in undone)
+            incident = replace(incident, message=f"{incident.message}; {said}")
+        if diagnosis is None or not diagnosis.verified or case is None or case.replay is None:
+            return incident
+        while (remedy := self.offer(diagnosis.cause, incident.kind, case.remedies, incident.step)) is not None:
+            treatment = Treatment(remedy, incident.kind, diagnosis.cause, incident.step)
+            if self.apply(treatment, case):
+                if self._examiner is not None and case.signal:
+                    self._examiner.start_over(case.signal)
+                action = "rewound" if incident.action == "skipped" or incident.kind == "exception" else incident.action
+                return replace(incident, action=action, message=f"{incident.message}; healed: {remedy.description}")
+        return incident
+
+    def offer(self, cause: str, kind: str, remedies: Sequence[Prescription], step: int = 0) -> Remedy | None:
+        """The next remedy that was not tried for such an incident yet; the caller gives them mildest first."""
+        if len(self.applied) >= MOST:
+            return None
+        for prescription in remedies:
+            known = Remedy.known.get(prescription.name)
+            if known is None:
+                continue
+            what = [kind, cause, prescription.name, prescription.settings]
+            # One that changes nothing for later steps may help a later one again.
+            key = json.dumps([*what, step] if known.once else what, sort_keys=True)
+            if key in self._tried:
+                continue
+            self._tried.add(key)
+            return known(self._patient, **prescription.settings)
+        return None
+
+    def apply(self, treatment: Treatment, case: Case | None = None) -> bool:
+        """Put a remedy in force; undone at once where the bad step is still bad under it."""
+        remedy = treatment.remedy
+        self._settle()
+        for other in [t for t in self.applied if t.cause == treatment.cause and remedy.replaces(t.remedy)]:
+            self._undo(other)
+        try:
+            remedy.apply()
+            if not isinstance(remedy, Again):
+                self.applied.append(treatment)
+            if self._bears(case):
+                return True
+        except Exception as error:
+            log.debug("nanproof: a remedy failed", exc_info=True)
+            log.warning("nanproof: could not heal (%s): %s: %s", remedy.name, type(error).__name__, error)
+        self._undo(treatment)
+        return False
+
+    def see(self, accepted: bool, kind: str = "", cause: str = "", step: int = -1) -> tuple[Remedy, ...]:
+        """A healthy step, or an incident. Returns the remedies that did not hold; they are undone."""
+        if accepted:
+            for treatment in self.applied:
+                treatment.healthy += 1
+            return ()
+        failed = [t for t in self.applied if not t.proven and t.kind == kind and (t.cause == cause or t.step == step)]
+        for treatment in reversed(failed):
+            self._undo(treatment)
+        return tuple(treatment.remedy for treatment in failed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name and settings, as plain data."""
+        lasting = [t for t in self.applied if not t.remedy.once]
+        return {
+            "applied": [
+                {
+                    "name": t.remedy.name,
+                    "settings": t.remedy.settings,
+                    "kind": t.kind,
+                    "cause": t.cause,
+                    "step": t.step,
+                    "healthy": t.healthy,
+                }
+                for t in lasting
+            ],
+            "tried": sorted(self._tried),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the same remedies in force; those that are already stay as they are. Not where healing is off: that was chosen."""
+        if not self.on:
+            if state["applied"]:
+                names = ", ".join(saved["name"] for saved in state["applied"])
+                log.warning("nanproof: this run was healed (%s); without Policy(heal=True) it goes on without that", names)
+            return
+        self._tried = set(state["tried"])
+        there = [(t.remedy.name, t.remedy.settings) for t in self.applied]
+        for saved in state["applied"]:
+            if (saved["name"], saved["settings"]) in there:
+                continue
+            remedy = Remedy.known[saved["name"]](self._patient, **saved["settings"])
+            remedy.adopt()
+            self.applied.append(Treatment(remedy, saved["kind"], saved["cause"], saved["step"], saved["healthy"]))
+
+    def rewound(self, state: dict[str, Any]) -> None:
+        """The run went back to a state with these in force. What was done to settings since has gone with them and is done again.
+        What was tried is not forgotten."""
+        there = [(saved["name"], saved["settings"]) for saved in state["applied"]]
+        for treatment in self.applied:
+            remedy = treatment.remedy
+            if remedy.in_checkpoints and (remedy.name, remedy.settings) not in there:
+                remedy.apply()
+
+    def _bears(self, case: Case | None) -> bool:
+        """The bad step once more, with everything in force."""
+        if case is None or case.replay is None:
+            return True
+        case.replay.deadline = Deadline.after(self._seconds)
+        try:
+            if case.kind == "divergence" and case.moments:
+                # Finite it was before: here the loss has to come down, or the weights are past healing.
+                last = case.moments[-1]
+                now = case.replay.run(batches=last.batches, random=last.random, backward=False).loss
+                losses = rehearse(case.replay, self._patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
+                return losses is None or losses[-1] <= now
+            outcome = case.replay.run()
+            return outcome.finite and not outcome.total > _bearable(case)
+        except CannotReplay:
+            return False
+
+    def _undo(self, treatment: Treatment) -> None:
+        self.applied = [t for t in self.applied if t is not treatment]
+        try:
+            treatment.remedy.undo()
+        except Exception as error:
+            log.debug("nanproof: a remedy could not be undone", exc_info=True)
+            log.warning("nanproof: could not undo %s: %s: %s", treatment.remedy.name, type(error).__name__, error)
+
+
+def _bearable(case: Case) -> float:
+    """The largest gradient norm that the step may have under a remedy."""
+    taken = [r.grad_norm for r in case.history if r.action != "skipped" and math.isfinite(r.grad_norm)]
+    return HUGE * max(taken) if taken and case.nonfinite and case.max_norm is None else math.inf
