@@ -15,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
+from nanproof.recover.data import wrap
 from nanproof.recover.quarantine import FILE, Entry, Quarantine, sample_hash
 
 
@@ -257,3 +259,19 @@ def test_the_hash_is_the_same_in_another_process():
     env = {**os.environ, "PYTHONHASHSEED": "1"}
     there = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout.strip()
     assert there == sample_hash(eval(sample))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [[0], [1], [5], [5], [5], [5], [6], [7]]),
+        (2, [[0, 1], [5, 5], [5], [6, 7]]),
+        (None, [[0], [1], [5], [5], [5], [5], [6], [7]]),
+    ],
+)
+def test_for_ranks_that_train_together_no_batch_falls_away(size, expected):
+    """A batch whose samples are all left out is made of the next ones, so that every rank takes as many steps."""
+    quarantine = Quarantine(None)
+    quarantine.add(entry(index, size=8) for index in (2, 3, 4))
+    loader = wrap(DataLoader(TensorDataset(torch.arange(8)), size), quarantine, even=True)
+    assert [batch[0].reshape(-1).tolist() for batch in loader] == expected

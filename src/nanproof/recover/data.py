@@ -10,7 +10,8 @@ What is exact, and what is not:
   processes of a map-style dataset start with their seeds anew: their augmentation differs after a rewind. A stream is read again
   from its start with the same seeds, so it repeats; except in workers that persist, which are not seeded anew every epoch.
 - A batch without a quarantined sample is smaller by it. A stream fills its batches with the samples that follow. A batch that
-  loses all its samples is not handed out: ranks that train together must then agree on where to stop.
+  loses all its samples is not handed out; for ranks that train together (`even`) it is made of the samples that follow them
+  in the dataset, so that every rank has as many batches as before.
 - What was quarantined is left out of passes that begin after it; a rewind begins one. Batches that workers have already loaded
   are handed out as they are.
 - A sampler must give its order more than once: one that is itself an iterator cannot be rewound.
@@ -50,15 +51,15 @@ _STARTS_KEPT = 64
 """Epochs that can be begun again after a rewind into an earlier one."""
 
 
-def wrap(data: Any, quarantine: Quarantine) -> WrappedLoader | WrappedDataset:
+def wrap(data: Any, quarantine: Quarantine, even: bool = False) -> WrappedLoader | WrappedDataset:
     """A loader, or anything that gives batches, becomes a `WrappedLoader`; a dataset a `WrappedDataset`. What is wrapped already
-    is given back. The object itself is not changed."""
+    is given back. The object itself is not changed. `even`: no batch may fall away."""
     if isinstance(data, (WrappedLoader, WrappedDataset)):
         return data
     if isinstance(data, type):
         raise UsageError(f"guard.wrap() got the class {data.__name__}. Give it an object of that class")
     if isinstance(data, DataLoader):
-        return WrappedLoader(data, _loader_source(data, quarantine), quarantine)
+        return WrappedLoader(data, _loader_source(data, quarantine, even), quarantine)
     if isinstance(data, IterableDataset):
         return WrappedStream(data, quarantine)
     items, iterable = hasattr(data, "__getitem__") and hasattr(data, "__len__"), hasattr(data, "__iter__")
@@ -74,7 +75,7 @@ def wrap(data: Any, quarantine: Quarantine) -> WrappedLoader | WrappedDataset:
     return WrappedLoader(data, OnceSource(data) if iter(data) is data else PlainSource(data), quarantine)
 
 
-def _loader_source(loader: DataLoader[Any], quarantine: Quarantine) -> Source:
+def _loader_source(loader: DataLoader[Any], quarantine: Quarantine, even: bool) -> Source:
     # torchdata's loader has a state. For a map-style dataset without one, the order is all there is to it.
     stateful = hasattr(loader, "load_state_dict")
     if isinstance(loader.dataset, IterableDataset):
@@ -86,7 +87,7 @@ def _loader_source(loader: DataLoader[Any], quarantine: Quarantine) -> Source:
         # Ordinals count what the dataset itself gives: one that leaves out would shift them.
         within = loader.dataset._dataset if isinstance(loader.dataset, WrappedStream) else loader.dataset
         return StreamSource(loader, within, quarantine)
-    return StatefulSource(loader) if stateful and hasattr(loader.dataset, "state_dict") else MapSource(loader, quarantine)
+    return StatefulSource(loader) if stateful and hasattr(loader.dataset, "state_dict") else MapSource(loader, quarantine, even)
 
 
 @dataclass(frozen=True, slots=True)

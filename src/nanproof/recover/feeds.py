@@ -83,8 +83,8 @@ class MapSource(Source):
 
     kind = "map"
 
-    def __init__(self, loader: DataLoader[Any], quarantine: Quarantine) -> None:
-        self._quarantine = quarantine
+    def __init__(self, loader: DataLoader[Any], quarantine: Quarantine, even: bool) -> None:
+        self._quarantine, self.even = quarantine, even
         self.dataset: Any = loader.dataset
         self.generators = Generators(loader=loader, dataset=loader.dataset)
         self.batched = loader.batch_sampler is not None
@@ -106,7 +106,8 @@ class MapFeed(Feed):
             if again is not None:
                 source.generators.put(again.opened)
             self.start = again or Start(source.generators.now())
-            order.plan = _Plan(self.start, again is not None, opening.batch, opening.stepped_over, left_out)
+            size = size_of(source.dataset) if source.even else None
+            order.plan = _Plan(self.start, again is not None, opening.batch, opening.stepped_over, left_out, size)
             self._batches: Iterator[Any] | None = iter(source.loader)
             self._run = order.run
             if again is not None and again.at_first is not None:
@@ -148,6 +149,8 @@ class _Plan:
     skip: int
     stepped_over: Collection[int]
     left_out: frozenset[int]
+    size: int | None
+    """Of the dataset, where no batch may fall away: then one that would is made of the samples that follow its own."""
 
 
 class _Order:
@@ -217,9 +220,12 @@ class _Run:
                 continue
             many = self._batched or isinstance(indices, (list, tuple))
             if self._plan.left_out:
-                indices = _without(indices, self._plan.left_out) if many else indices
-                if not indices if many else place(indices) in self._plan.left_out:
+                left = _without(indices if many else [indices], self._plan.left_out)
+                if not left and self._plan.size is not None:
+                    left = _instead(indices if many else [indices], self._plan.left_out, self._plan.size)
+                if not left:
                     continue
+                indices = left if many else left[0]
             self.given.append((here, tuple(indices) if many else (indices,)))
             return indices
 
@@ -228,6 +234,19 @@ def _without(indices: Any, left_out: frozenset[int]) -> Any:
     if isinstance(indices, list) and indices and type(indices[0]) is int and left_out.isdisjoint(indices):  # nearly always
         return indices
     return [index for index in indices if place(index) not in left_out]
+
+
+def _instead(indices: Any, left_out: frozenset[int], size: int) -> list[int]:
+    """For each the next place that is not left out."""
+    if len(left_out) >= size:
+        return []
+    found = []
+    for index in indices:
+        at = (place(index) or 0) % size
+        while at in left_out:
+            at = (at + 1) % size
+        found.append(at)
+    return found
 
 
 def size_of(dataset: Any) -> int | None:

@@ -112,7 +112,7 @@ class Recovery:
     # -- data ------------------------------------------------------------------------------------------------------------------
 
     def wrap(self, data: Any) -> WrappedLoader | WrappedDataset:
-        wrapped = wrap(data, self.quarantine)
+        wrapped = wrap(data, self.quarantine, even=self._ranks.together)
         if isinstance(wrapped, WrappedLoader) and all(wrapped is not known for known in self._loaders):
             if len(self._loaders) < len(self._positions):
                 wrapped.load_state_dict(self._positions[len(self._loaders)])
