@@ -317,8 +317,15 @@ class Guard:
         incident = self._examiner.finding(incident, finding.record, self._history)
         back = None
         if incident.kind == "divergence" and self.policy.on_divergence == "rollback":
-            back = self._back(incident, incident.step, incident.step, self._history[-1].step, blame_data=True)
+            # Where it can be healed the data is not to blame, unless it happens again.
+            blame = not self.policy.heal
+            back = self._back(incident, incident.step, incident.step, self._history[-1].step, blame_data=blame, forget=False)
+        if back is not None and self.policy.heal and (back.diagnosis is None or not back.diagnosis.verified):
+            # On the weights of before, what would help can be tried; on those of a run that has diverged it hardly can.
+            back = self._examiner.finding(back, finding.record, self._history)
         self._report(self._healer.treat(back or incident))
+        if back is not None:
+            self._forget_since(self._next)
         return back is not None
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
@@ -402,7 +409,9 @@ class Guard:
             said_more += f"; the step is taken without {f'sample {few(rows)}' if rows else f'micro-batch {incident.micro_batch}'}"
         return replace(incident, message=incident.message + said_more), self.policy.salvage
 
-    def _back(self, incident: Incident, most: int, since: int, until: int, blame_data: bool) -> Incident | None:
+    def _back(
+        self, incident: Incident, most: int, since: int, until: int, blame_data: bool, forget: bool = True
+    ) -> Incident | None:
         """Go back to a good state of before step `most`; the incident that says so, or None where there is none to go to."""
         way = self._recovery.go_back(most, since, until, blame_data=blame_data)
         if way is None:
@@ -411,7 +420,8 @@ class Guard:
             return None
         self._next = way.step
         self._healer.rewound(way.healed)
-        self._forget_since(way.step)
+        if forget:
+            self._forget_since(way.step)
         action = "rewound" if way.in_memory else "rolled-back"
         return replace(incident, action=action, message=f"{incident.message}; {way}")
 

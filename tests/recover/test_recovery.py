@@ -283,9 +283,20 @@ def test_what_nothing_trains_is_copied_once():
 def test_memory_is_stated_before_it_is_taken(caplog):
     caplog.set_level("INFO", logger="nanproof")
     guard = made(policy={"snapshot_every": 5})
-    train(guard, loader(), 6)
+    train(guard, loader(), 30)
     said = [r.message for r in caplog.records if "copy of the run's state takes" in r.message]
-    assert len(said) == 1 and "on cpu" in said[0]
+    # Once for the state of the beginning, once with the optimizer's.
+    assert len(said) == 2 and all("MB on cpu; up to 3 are held" in text for text in said)
+
+
+def test_a_run_that_goes_wrong_at_once_goes_back_to_its_beginning():
+    """Before the first copy is due there is the state the run began with."""
+    undisturbed = made()
+    train(undisturbed, loader(), 30)
+    guard = made(policy={"snapshot_every": 20})
+    train(guard, guard.wrap(loader()), 30, once(3, poison_weight))
+    assert same(weights(guard), weights(undisturbed)) == []
+    assert "step 0" in guard.incidents[0].message
 
 
 def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):

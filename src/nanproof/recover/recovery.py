@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanproof.core.attempts import Attempt
+from nanproof.core.context import RandomState
 from nanproof.core.evidence import listed
 from nanproof.core.runner import Runner
 from nanproof.policy import Policy
@@ -28,7 +29,7 @@ from nanproof.recover.data import Ticket, WrappedDataset, WrappedLoader, wrap
 from nanproof.recover.quarantine import FILE, Entry, Quarantine
 from nanproof.recover.saver import Saver
 from nanproof.recover.snapshots import Snapshot, Snapshots
-from nanproof.recover.state import Part, RunState
+from nanproof.recover.state import Part, RunState, encode_random
 from nanproof.recover.store import NotWhole, Saved, Store, now
 
 log = logging.getLogger("nanproof")
@@ -92,6 +93,9 @@ class Recovery:
         self._loaders: list[WrappedLoader] = []
         self._positions: list[dict[str, Any]] = []
         """Of a resumed run: where its loaders were, for those that are wrapped later."""
+        self._beginning: list[dict[str, Any]] = []
+        self._random: dict[str, Any] = {}
+        """Where loaders and random numbers were before the first step."""
         self._tickets: dict[int, list[list[Ticket]]] = {}
         self._taken: list[_Taken] = []
         self._waiting: list[_Taken] = []
@@ -117,10 +121,14 @@ class Recovery:
             if len(self._loaders) < len(self._positions):
                 wrapped.load_state_dict(self._positions[len(self._loaders)])
             self._loaders.append(wrapped)
+            self._beginning = [*self._beginning, wrapped.state_dict()]
+            self._random = encode_random(RandomState.now(self._runner.devices))
         return wrapped
 
     def note_batches(self, attempt: Attempt) -> None:
         """A new step begins: which batches is it made of?"""
+        if attempt.step == 0 and attempt.batches is not None and self._policy.snapshot_every:
+            self._keep_beginning()
         if not self._loaders:
             return
         self._tickets[attempt.step] = attempt.tickets = [loader.taken() for loader in self._loaders]
@@ -175,6 +183,17 @@ class Recovery:
 
     def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
         self._restore_rate()
+
+    def _keep_beginning(self) -> None:
+        """A run may go wrong before its first copy is due: the state it begins with is one to go back to as well."""
+        host = self.state.host(0, self._runner.devices)
+        host["data"] = self._beginning
+        host["random"] = self._random or host["random"]
+        snapshot = self.snapshots.take(0, host)
+        if snapshot is not None and snapshot.finite():
+            snapshot.confirmed = True
+            self.snapshots.keep(snapshot)
+            self._copying = snapshot if snapshot.done else None
 
     def stepped(self, next_step: int, own_loop: bool, settled: bool) -> str | None:
         """A step was dispatched; the next one is `next_step`. Returns what is broken, if a copy shows that something is.

@@ -262,16 +262,16 @@ class Snapshots:
         sizes = plan.places(self._on_device)
         if self._said != plan.bytes:
             self._said = plan.bytes
-            places = " + ".join(f"{size / 1e9:.3g} GB on {place}" for place, size in sizes.items())
+            places = " + ".join(f"{_size(size)} on {place}" for place, size in sizes.items())
             log.info("nanproof: a copy of the run's state takes %s; up to %d are held at a time", places, self.KEPT + 1)
         for place, size in sizes.items():
             free = _free_memory(place)
             if free is not None and size > 0.9 * free:
                 log.warning(
-                    "nanproof: no copy of the run's state is taken: it needs %.3g GB on %s, %.3g GB are free",
-                    size / 1e9,
+                    "nanproof: no copy of the run's state is taken: it needs %s on %s, %s are free",
+                    _size(size),
                     place,
-                    free / 1e9,
+                    _size(free),
                 )
                 return False
         return True
@@ -291,6 +291,10 @@ def _by_place(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for t in tensors:
         groups.setdefault((t.device, t.dtype), []).append(t)
     return list(groups.values())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def _round_up(size: int) -> int:
