@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -171,6 +172,7 @@ class Store:
         options: dict[str, Any] = {"process_group": self._group}
         if "no_dist" in signature(save).parameters:
             options["no_dist"] = not self._ranks.together
+        _hush()
         with _without_their_checksums():
             save(dict(tensors), storage_writer=FileSystemWriter(partial, overwrite=True), **options)
 
@@ -286,6 +288,7 @@ class Store:
         options: dict[str, Any] = {"process_group": self._group}
         if "no_dist" in signature(theirs).parameters:
             options["no_dist"] = not self._ranks.together
+        _hush()
         load(tensors, saved.path, **options)
         rank = self._ranks.rank if self._ranks.together else 0
         own = (saved.path / f"host-{rank}.pt").is_file()
@@ -340,6 +343,11 @@ def crc32(path: Path) -> str:
     except OSError as error:
         raise NotWhole(f"{path.name}: {error.strerror}") from error
     return f"{value:08x}"
+
+
+def _hush() -> None:
+    """DCP wonders aloud about a run of a single process, each time."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 @contextmanager
