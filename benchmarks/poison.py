@@ -2,7 +2,7 @@
 
 python benchmarks/poison.py [--save]
 
-A small network learns a function with dropout, BatchNorm, AdamW, a schedule and a loss scale. In the middle of the run one number of
+A small network learns a function with dropout, BatchNorm, AdamW, a schedule and a loss scale. Mid-run one number of the
 weights, moments, running statistics or the loss scale is overwritten. The final loss (the mean over all samples, without
 dropout) is compared with those of undisturbed runs with other seeds, and the weights with the undisturbed run of the same seed.
 """
