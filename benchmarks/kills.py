@@ -185,13 +185,13 @@ def remains(folder: Path) -> list[str]:
 
 
 def points(calls: dict[str, int], order: random.Random) -> Iterator[Plan]:
-    """Every call of every operation, in random order, again and again."""
+    """The operations in turn; of each, every call in random order, again and again."""
+    left: dict[str, list[int]] = {phase: [] for phase in calls}
     while True:
-        every = [Plan(phase, 1, call) for phase, most in calls.items() for call in range(most + 1)]
-        order.shuffle(every)
-        for plan in every:
-            once = plan.phase in ("building", "resuming", "going back")
-            yield plan if once else Plan(plan.phase, order.randint(1, 3), plan.call)
+        for phase in order.sample(sorted(calls), len(calls)):
+            left[phase] = left[phase] or order.sample(range(calls[phase] + 1), calls[phase] + 1)
+            once = phase in ("building", "resuming", "going back")
+            yield Plan(phase, 1 if once else order.randint(1, 3), left[phase].pop())
 
 
 def calls_of(spec: Spec) -> dict[str, int]:
