@@ -296,6 +296,9 @@ def check_files(path: Path) -> None:
     manifest = _json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise NotWhole(f"format {manifest.get('format')!r}; this version reads {FORMAT}")
+    named = _NAME.fullmatch(path.name)
+    if named and manifest.get("step") != int(named[1]):
+        raise NotWhole(f"it is the checkpoint of step {manifest.get('step')!r} under another name")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise NotWhole(f"{MANIFEST} names no files")
