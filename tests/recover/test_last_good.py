@@ -29,3 +29,18 @@ def test_a_checkpoint_under_another_name_is_passed_over(tmp_path, caplog):
     fresh = made(scheduler=True, checkpoints=where)
     assert fresh.resume() == 20
     assert "passed over step-00000030: it is the checkpoint of step 10 under another name" in caplog.text
+
+
+def test_damaged_checkpoints_take_no_place_of_good_ones(tmp_path):
+    """One that was passed over is not among the `keep` good ones, and goes as soon as there is a newer one."""
+    where = saved(tmp_path, 35, keep=2)
+    assert good(tmp_path) == ["step-00000020", "step-00000030"]
+    (tmp_path / "step-00000030" / "host-0.pt").write_bytes(b"")
+    fresh = made(scheduler=True, checkpoints=where)
+    data = fresh.wrap(loader())
+    assert fresh.resume() == 20
+    train(fresh, data, 35)
+    assert good(tmp_path) == ["step-00000020", "step-00000030-2"]
+    train(fresh, data, 45)
+    assert good(tmp_path) == ["step-00000030-2", "step-00000040"]
+    fresh.close()

@@ -70,6 +70,8 @@ class Store:
     def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None) -> None:
         self.folder, self._keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
         self._lock: FolderLock | None = None
+        self._doomed: set[Path] = set()
+        """Marked good, but damaged or of a way that was given up: gone as soon as a better one has been read back."""
         if self._leads:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,6 +119,8 @@ class Store:
                 check_files(saved.path)
             except NotWhole as why:
                 passed.append(f"{saved.path.name}: {why}")
+                if saved.good:
+                    self._doomed.add(saved.path)
                 continue
             if but <= 0:
                 return saved, passed
@@ -193,6 +197,7 @@ class Store:
         turn = max((saved.turn for saved in earlier), default=0) + 1
         path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
         partial.rename(path)
+        self._doomed.discard(path)
         sync(self.folder)
         for saved in earlier:
             if not saved.good:
@@ -241,8 +246,11 @@ class Store:
 
     def _rotate(self) -> None:
         """Keep the last good ones. Before anything goes, the newest is read back: it must be worth relying on."""
-        good = [saved for saved in self.checkpoints() if saved.good]
-        stale = [saved for saved in self.checkpoints() if not saved.good and good and saved.order < good[0].order]
+        there = self.checkpoints()
+        good = [saved for saved in there if saved.good and saved.path not in self._doomed]
+        if not good:
+            return
+        stale = [saved for saved in there if saved.path in self._doomed or (not saved.good and saved.order < good[0].order)]
         old = good[self._keep :]
         if not old and not stale:
             return
@@ -251,6 +259,7 @@ class Store:
             check_files(good[0].path)
         except NotWhole as why:
             log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
+            self._doomed.add(good[0].path)
             return
         for saved in (*old, *stale):
             self._delete(saved)
