@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import nanproof
-from test_recovery import loader, made, train
+from test_recovery import loader, made, once, poison_weight, same, train, weights
 
 
 def saved(tmp_path, steps, **kwargs):
@@ -44,3 +44,26 @@ def test_damaged_checkpoints_take_no_place_of_good_ones(tmp_path):
     train(fresh, data, 45)
     assert good(tmp_path) == ["step-00000030-2", "step-00000040"]
     fresh.close()
+
+
+def test_going_back_in_memory_leaves_the_last_good_checkpoint(tmp_path):
+    """The copy in memory is older than every checkpoint. A process that is killed right after going back must find one."""
+    undisturbed = made(scheduler=True)
+    train(undisturbed, loader(), 60)
+    where = nanproof.Checkpoints(tmp_path, every=5, keep=2, prove=2, background=False)
+    guard = made(scheduler=True, checkpoints=where, policy={"snapshot_every": 30})
+    seen = []
+
+    def look(guard):
+        once_poisoned(guard)
+        seen.append((guard._next, good(tmp_path)))
+
+    once_poisoned = once(44, poison_weight)
+    train(guard, guard.wrap(loader()), 60, look)
+    back = [step for step, _ in seen].index(30, 31)
+    assert seen[back - 1] == (44, ["step-00000035", "step-00000040"])
+    assert seen[back] == (30, ["step-00000035"])  # 30 itself went by rotation
+    assert all(names for step, names in seen[10:])
+    assert seen[back + 2] == (32, ["step-00000030"])  # saved again and proven: the spare one is gone
+    assert same(weights(guard), weights(undisturbed)) == []
+    guard.close()

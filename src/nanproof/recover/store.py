@@ -115,8 +115,7 @@ class Store:
             if most is not None and saved.step > most:
                 continue
             try:
-                proven(saved.path)
-                check_files(saved.path)
+                check_good(saved.path)
             except NotWhole as why:
                 passed.append(f"{saved.path.name}: {why}")
                 if saved.good:
@@ -239,9 +238,16 @@ class Store:
         self._rotate()
 
     def abandon(self, since: int) -> None:
-        """Checkpoints of steps after `since` lie on a way that was given up."""
-        for saved in self.checkpoints() if self._leads else ():
-            if saved.step > since:
+        """Checkpoints of steps after `since` lie on a way that was given up. Where no earlier one is good, the first good one of
+        them stays until another is: a process that is killed now needs it."""
+        later = [saved for saved in self.checkpoints() if saved.step > since] if self._leads else []
+        spare = None
+        if any(saved.good for saved in later) and self.newest_good(since)[0] is None:
+            spare = next((saved for saved in reversed(later) if saved.good and _is_whole(saved.path)), None)
+        for saved in later:
+            if saved is spare:
+                self._doomed.add(saved.path)
+            else:
                 self._delete(saved)
 
     def _rotate(self) -> None:
@@ -255,8 +261,7 @@ class Store:
         if not old and not stale:
             return
         try:
-            proven(good[0].path)
-            check_files(good[0].path)
+            check_good(good[0].path)
         except NotWhole as why:
             log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
             self._doomed.add(good[0].path)
@@ -327,6 +332,20 @@ def check_files(path: Path) -> None:
     with ThreadPoolExecutor(min(4, len(files))) as pool:
         for _ in pool.map(compare, files):
             pass
+
+
+def check_good(path: Path) -> None:
+    """Raises `NotWhole` where a checkpoint is not proven, or not what it was."""
+    proven(path)
+    check_files(path)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_good(path)
+    except NotWhole:
+        return False
+    return True
 
 
 def crc32(path: Path) -> str:
