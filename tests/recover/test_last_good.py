@@ -67,3 +67,23 @@ def test_going_back_in_memory_leaves_the_last_good_checkpoint(tmp_path):
     assert seen[back + 2] == (32, ["step-00000030"])  # saved again and proven: the spare one is gone
     assert same(weights(guard), weights(undisturbed)) == []
     guard.close()
+
+
+def test_a_step_that_could_not_be_saved_once_can_become_good_later(tmp_path):
+    """The disk was full, the run went back, and came to the same step again."""
+    where = nanproof.Checkpoints(tmp_path, every=10, prove=2, background=False)
+    guard = made(checkpoints=where, policy={"snapshot_every": 10})
+    in_the_way = tmp_path / ".step-00000040.partial"
+    in_the_way.write_text("not a folder")
+    poisoned = once(43, poison_weight)
+
+    def look(guard):
+        poisoned(guard)
+        if guard._next == 42 and in_the_way.exists():
+            assert good(tmp_path)[-1] == "step-00000030"
+            in_the_way.unlink()
+
+    train(guard, guard.wrap(loader()), 44, look)
+    assert [(i.action, i.step) for i in guard.incidents] == [("rewound", 43)]
+    assert good(tmp_path)[-1] == "step-00000040"
+    guard.close()

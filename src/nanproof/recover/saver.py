@@ -43,6 +43,7 @@ class Saver:
             try:
                 snapshot.wait()
                 self._store.write(snapshot.step, snapshot.tensors(), snapshot.host)
+                self.failed.discard(snapshot.step)  # a run that went back comes here a second time
             except Exception as error:
                 self.failed.add(snapshot.step)
                 log.warning(
