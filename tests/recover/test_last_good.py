@@ -87,3 +87,19 @@ def test_a_step_that_could_not_be_saved_once_can_become_good_later(tmp_path):
     assert [(i.action, i.step) for i in guard.incidents] == [("rewound", 43)]
     assert good(tmp_path)[-1] == "step-00000040"
     guard.close()
+
+
+def test_steps_that_were_given_up_prove_nothing(tmp_path):
+    """The run goes back in the middle of a proof: steps count once, and only those that were not given up."""
+    where = nanproof.Checkpoints(tmp_path, every=20, prove=8, background=False)
+    guard = made(checkpoints=where, policy={"snapshot_every": 5})
+    poisoned, seen = once(27, poison_weight), []
+
+    def look(guard):
+        poisoned(guard)
+        seen.append((guard._next, len(good(tmp_path))))
+
+    train(guard, guard.wrap(loader()), 30, look)
+    assert [step for step, _ in seen].count(26) == 2  # back to 25
+    assert [step for step, number in seen if number] == [28, 29, 30]
+    guard.close()
