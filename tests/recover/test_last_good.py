@@ -103,3 +103,18 @@ def test_steps_that_were_given_up_prove_nothing(tmp_path):
     assert [step for step, _ in seen].count(26) == 2  # back to 25
     assert [step for step, number in seen if number] == [28, 29, 30]
     guard.close()
+
+
+def test_memory_of_a_copy_is_given_back_once(tmp_path):
+    """Training lets go of a copy, its memory is used again, and then the thread that wrote it lets go of it too: two copies must
+    not share memory, or the older good state becomes the newer one."""
+    guard = made(policy={"snapshot_every": 5})
+    train(guard, guard.wrap(loader()), 12)
+    snapshots = guard._recovery.snapshots
+    first = snapshots.kept[0]
+    snapshots.drop(lambda s: s is first)
+    second = snapshots.take(12, {})
+    assert second.arena is first.arena
+    snapshots.release(first)
+    assert snapshots.take(13, {}).arena is not second.arena
+    guard.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class Snapshot:
     """The steps it follows were all accepted, and it is finite."""
     saving: bool = False
     """On its way to the disk."""
+    released: bool = False
+    """Its memory is another's."""
 
     def wait(self) -> None:
         """Until the copies are there. For the host; a device stream waits with `order_after`."""
@@ -131,6 +134,7 @@ class Snapshots:
         self._state, self._ranks, self._on_device = state, ranks, on_device
         self._courier = Courier(device)
         self._free: list[Arena] = []
+        self._lock = threading.Lock()
         self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._streams: dict[torch.device, Any] = {}
         self._said: int | None = None
@@ -162,11 +166,14 @@ class Snapshots:
             self.release(old)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Its memory may be used again."""
-        if snapshot not in self.kept and not snapshot.saving:
-            snapshot.wait()
-            if not any(arena is snapshot.arena for arena in self._free):
-                self._free.append(snapshot.arena)
+        """Its memory may be used again. Training and the thread that writes both come here, each when it is done with it: a second
+        time it may be in use again, by another snapshot."""
+        with self._lock:
+            if snapshot.released or snapshot.saving or snapshot in self.kept:
+                return
+            snapshot.released = True
+        snapshot.wait()
+        self._free.append(snapshot.arena)
 
     def drop(self, which: Callable[[Snapshot], bool]) -> None:
         for snapshot in [s for s in self.kept if which(s)]:
@@ -232,11 +239,10 @@ class Snapshots:
         return found
 
     def _room(self, plan: Plan) -> Arena | None:
-        for arena in self._free:
-            if arena.plan == plan:
-                self._free.remove(arena)
+        while self._free:
+            arena = self._free.pop()
+            if arena.plan == plan:  # else of another shape: of no use any more
                 return arena
-        self._free.clear()  # of another shape: of no use any more
         if not self._fits(plan):
             return None
         return Arena(plan, self._on_device)
