@@ -118,9 +118,7 @@ class Run:
     def __init__(self, spec: Spec, folder: Path | None, rank: int | None = None) -> None:
         torch.manual_seed(spec.seed)
         self.spec = spec
-        self.model: nn.Module = nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)
-        )
+        self.model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
         if rank is not None:
             self.model = nn.parallel.DistributedDataParallel(self.model)
             torch.manual_seed(spec.seed + 100 * rank)  # dropout

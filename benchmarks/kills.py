@@ -64,7 +64,11 @@ class Tally:
 
     @property
     def fine(self) -> bool:
-        return not (self.lost or self.bad_loads or self.problems) and self.resumed_good == self.resumes and self.identical == self.ends
+        return (
+            not (self.lost or self.bad_loads or self.problems)
+            and self.resumed_good == self.resumes
+            and self.identical == self.ends
+        )
 
     def resumed(self, report: dict[str, Any], newest: int, table: dict[int, int], where: str) -> None:
         """Judge what a life said it resumed from."""
@@ -75,7 +79,9 @@ class Tally:
         if not right:
             self.problems.append(f"{where}: what was loaded as step {report['step']} is not the state of that step")
         elif report["step"] != newest:
-            self.problems.append(f"{where}: resumed from step {report['step']}, the newest good one is {newest}. {report['said']}")
+            self.problems.append(
+                f"{where}: resumed from step {report['step']}, the newest good one is {newest}. {report['said']}"
+            )
 
     def ended(self, report: dict[str, Any], digest: int, where: str) -> None:
         self.ends += 1
@@ -293,9 +299,11 @@ def main() -> None:
         parts["killed"] = kill_runs(args.kills, args.seed, args.steps, progress=True)
     if args.damaged:
         from kill_damage import damaged
+
         parts["damaged checkpoint"] = damaged(args.damaged, args.seed)
     if args.ranks:
         from kill_ranks import one_of_two
+
         parts["one rank of two killed"] = one_of_two(args.ranks, args.seed)
     for name, t in parts.items():
         for problem in t.problems:
