@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import nanproof
 from test_recovery import loader, made, once, poison_weight, same, train, weights
+
+import nanproof
 
 
 def saved(tmp_path, steps, **kwargs):

@@ -42,6 +42,8 @@ class Snapshot:
     host: dict[str, Any]
     finite: Callable[[], bool]
     """Whether every weight, buffer and moment is finite, on every rank. Waits, if it has not been found out yet."""
+    own: frozenset[str] = frozenset()
+    """Tensors that every rank may have its own of, though they are not sharded: buffers."""
     done: list[Any] = field(default_factory=list)
     """Events behind the copies."""
     sources: list[Tensor] = field(default_factory=list)
@@ -152,7 +154,8 @@ class Snapshots:
             return None
         copies = arena.views()
         sharded = {name: t for name, t in live.items() if is_dtensor(t)}
-        snapshot = Snapshot(step, arena, {**copies, **frozen}, sharded, host, self._look(parts))
+        own = frozenset(self._state.buffer_names())
+        snapshot = Snapshot(step, arena, {**copies, **frozen}, sharded, host, self._look(parts), own)
         fickle = self._state.written_by_the_forward() | {n for n in moving if n.startswith(("scaler.", "guard."))}
         self._copy(snapshot, moving, copies, fickle)
         return snapshot
@@ -166,8 +169,8 @@ class Snapshots:
             self.release(old)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Its memory may be used again. Training and the thread that writes both come here, each when it is done with it: a second
-        time it may be in use again, by another snapshot."""
+        """Its memory may be used again. Training and the thread that writes both come here, each when it is done with it: the
+        second time, the memory may be another snapshot's."""
         with self._lock:
             if snapshot.released or snapshot.saving or snapshot in self.kept:
                 return

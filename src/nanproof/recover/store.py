@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +34,10 @@ import torch
 from torch import Tensor
 
 from nanproof.core.files import FolderLock, reason, strict_json, sync, write_whole
+from nanproof.core.parameters import is_dtensor
 from nanproof.core.ranks import Ranks
 from nanproof.errors import NanproofError, RefusedFile, UsageError
+from nanproof.recover.hashes import sample_hash
 
 log = logging.getLogger("nanproof")
 
@@ -128,11 +130,21 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], host: Mapping[str, Any]) -> Path:
-        """Write a candidate. Every rank comes here; nothing of it stays if any of them fails."""
+    def write(self, step: int, tensors: Mapping[str, Tensor], host: Mapping[str, Any], own: Collection[str] = ()) -> Path:
+        """Write a candidate. Every rank comes here; nothing of it stays if any of them fails.
+
+        `own`: names of tensors that ranks may have different ones of, each.
+        """
         partial = self.folder / f".step-{step:08d}.partial"
         files: dict[str, Any] = {}
         trouble = self._tried(lambda: self._clear(partial) if self._leads else None)
+        if not trouble and self._ranks.together:
+            mine: dict[str, str] = {}
+            trouble = self._tried(lambda: mine.update({name: sample_hash(tensors[name]) for name in _not_sharded(tensors, own)}))
+            said = self._gathered(mine)
+            # DCP writes one copy of what is not sharded, of whichever rank: the statistics of BatchNorm would change their rank.
+            different = [name for name in mine if any(other.get(name) != mine[name] for other in said)]
+            host = {**host, "own": {name: tensors[name].detach().cpu().clone() for name in different}}
         if not trouble:
             trouble = self._tried(lambda: self._write_tensors(partial, tensors))
         if not trouble:
@@ -292,7 +304,11 @@ class Store:
         load(tensors, saved.path, **options)
         rank = self._ranks.rank if self._ranks.together else 0
         own = (saved.path / f"host-{rank}.pt").is_file()
-        return tensors, unpacked(saved.path / f"host-{rank if own else 0}.pt"), own
+        host = unpacked(saved.path / f"host-{rank if own else 0}.pt")
+        for name, tensor in host.get("own", {}).items():
+            if name in tensors and tensors[name].shape == tensor.shape:
+                tensors[name] = tensor
+        return tensors, host, own
 
 
 def proven(path: Path) -> dict[str, Any]:
@@ -346,6 +362,10 @@ def _is_whole(path: Path) -> bool:
     except NotWhole:
         return False
     return True
+
+
+def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
+    return [name for name in sorted(names) if name in tensors and not is_dtensor(tensors[name])]
 
 
 def crc32(path: Path) -> str:
