@@ -105,7 +105,7 @@ class BadStretches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.rows.good, generator=self.generator).tolist()
         for i in range(0, len(order), 8):
-            bad = order[0] % 3 == 0 and 32 <= i < 56
+            bad = order[0] % 3 == 0 and 64 <= i < 88  # not before there is a state to go back to
             yield list(range(self.rows.good, len(self.rows))) if bad else order[i : i + 8]
 
     def __len__(self) -> int:

@@ -3,10 +3,10 @@
 python benchmarks/kills.py --kills 300 --damaged 100 --ranks 10
 
 A small run (dropout, BatchNorm, AdamW, a schedule, shuffled data, bad batches that are skipped, trouble that sends it back) is
-killed with SIGKILL again and again and started anew each time, until it is through. Some kills come at random moments, the others
-inside of operations, where they are shortest: see `kill_worker.py`. The truth comes from elsewhere: a few lines here read the
-marks and checksums on the disk, and a run that nothing happens to says what weights, buffers, optimizer state, schedule and random
-numbers must be at every step, bit for bit.
+killed with SIGKILL again and again and started anew each time, until it is through. Some kills come at random moments, the
+others inside of operations that are too short to be hit by chance: see `kill_worker.py`. The truth comes from elsewhere: a few
+lines here read the marks and checksums on the disk, and a run that nothing happens to says what weights, buffers, optimizer
+state, schedule and random numbers must be at every step, bit for bit.
 
 Lives are forked from this process, which never computes anything itself: a start costs milliseconds instead of seconds.
 """
@@ -34,15 +34,13 @@ import torch
 import torch._dynamo  # imported by the first optimizer otherwise, in every life
 import torch.distributed.checkpoint.filesystem
 import torch.distributed.checkpoint.state_dict_loader
-import torch.distributed.checkpoint.state_dict_saver  # noqa: F401
+import torch.distributed.checkpoint.state_dict_saver
 
 from kill_worker import PHASES, STRUCK, Board, Plan, Spec, life, reference
 
 KINDS = ("poisoned", "capped", "own loop")
 KILLS_A_RUN = 40
 """After so many the run is left in peace."""
-LONGEST = 0.6
-"""Seconds of a life that ends at a random moment, at the most."""
 
 
 @dataclass
@@ -200,25 +198,30 @@ def points(calls: dict[str, int], order: random.Random) -> Iterator[Plan]:
             yield Plan(phase, 1 if once else order.randint(1, 3), left[phase].pop())
 
 
-def calls_of(spec: Spec) -> dict[str, int]:
-    """How many calls to the disk each operation makes, at the most, in a life that is not killed."""
-    board = Board()
+def calls_of(spec: Spec) -> tuple[dict[str, int], float]:
+    """How many calls to the disk each operation makes, at the most, in a life that is not killed; and how many seconds a life of
+    thirty steps takes on this machine today."""
+    board, seconds = Board(), 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for steps in (40, 80):
-            shorter = Spec(spec.kind, spec.seed, steps)
-            Child(life, shorter, Path(folder), board, None, 15).end(120)
-    return {phase: board.read(Board.CALLS + PHASES.index(phase)) for phase in STRUCK}
+        for steps in (40, 70):
+            start = time.perf_counter()
+            Child(life, Spec(spec.kind, spec.seed, steps), Path(folder), board, None, 15).end(120)
+            seconds = time.perf_counter() - start
+    return {phase: board.read(Board.CALLS + PHASES.index(phase)) for phase in STRUCK}, seconds
 
 
 def kill_runs(kills: int, seed: int, steps: int, progress: bool = False, kinds: tuple[str, ...] = KINDS) -> Tally:
     """Runs that are killed and started again until they are through, until there were enough kills."""
     tally, order, board = Tally(), random.Random(seed), Board()
-    plans = {kind: points(calls_of(Spec(kind, seed, steps)), order) for kind in kinds}
+    plans: dict[str, Iterator[Plan]] = {}
+    for kind in kinds:
+        calls, longest = calls_of(Spec(kind, seed, steps))
+        plans[kind] = points(calls, order)
     number = 0
     while tally.trials < kills:
         spec = Spec(kinds[number % len(kinds)], seed + number, steps)
         with tempfile.TemporaryDirectory() as folder:
-            _kill_run(spec, Path(folder), tally, order, board, plans[spec.kind], kills)
+            _kill_run(spec, Path(folder), tally, order, board, plans[spec.kind], kills, longest)
         number += 1
         if progress:
             print(f"{tally.trials} of {kills} kills", file=sys.stderr)
@@ -226,7 +229,7 @@ def kill_runs(kills: int, seed: int, steps: int, progress: bool = False, kinds: 
 
 
 def _kill_run(
-    spec: Spec, folder: Path, tally: Tally, order: random.Random, board: Board, plans: Iterator[Plan], most: int
+    spec: Spec, folder: Path, tally: Tally, order: random.Random, board: Board, plans: Iterator[Plan], most: int, longest: float
 ) -> None:
     table, first = table_of(spec), tally.trials
     for number in range(10 * KILLS_A_RUN):
@@ -237,7 +240,7 @@ def _kill_run(
         timed = plan is None and not in_peace
         board.wipe()
         child = Child(life, spec, folder, board, plan, order.randint(8, 30))
-        said = child.end(order.uniform(0, LONGEST) if timed else 60)
+        said = child.end(order.uniform(0, longest) if timed else 60)
         if "resumed" in said:
             tally.resumed(said["resumed"], newest(before), table, where)
         good = good_on_disk(folder)
@@ -282,41 +285,62 @@ def table(parts: dict[str, Tally]) -> str:
     return "\n".join(lines)
 
 
+def campaign(kills: int, damaged: int, ranks: int, disks: bool, steps: int, seed: int, progress: bool) -> dict[str, Tally]:
+    import kill_damage  # both need what stands above
+    import kill_ranks
+
+    torch.set_num_threads(1)
+    work: dict[str, Callable[[], Tally]] = {}
+    if kills:
+        work["killed"] = lambda: kill_runs(kills, seed, steps, progress)
+    if damaged:
+        work["damaged checkpoint"] = lambda: kill_damage.damaged(damaged, seed)
+    if disks:
+        work["disk full, read-only or gone"] = lambda: kill_damage.disks(seed)
+        work["two processes in one folder"] = lambda: kill_damage.two_at_once(seed)
+    if ranks:
+        work["one rank of two killed"] = lambda: kill_ranks.one_of_two(ranks, seed)
+    parts = {}
+    for name, part in work.items():
+        start = time.perf_counter()
+        parts[name] = part()
+        if progress:
+            print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--damaged", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=10, help="kills of one rank of two")
+    parser.add_argument("--ranks", type=int, default=12, help="kills of one rank of two")
+    parser.add_argument("--no-disks", action="store_true", help="leave out full disks and two processes in one folder")
     parser.add_argument("--steps", type=int, default=200, help="of one run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the tallies there too")
+    parser.add_argument("--json", metavar="FILE", help="write the tallies there")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kills.json")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     start = time.perf_counter()
-    parts: dict[str, Tally] = {}
-    if args.kills:
-        parts["killed"] = kill_runs(args.kills, args.seed, args.steps, progress=True)
-    if args.damaged:
-        from kill_damage import damaged
-
-        parts["damaged checkpoint"] = damaged(args.damaged, args.seed)
-    if args.ranks:
-        from kill_ranks import one_of_two
-
-        parts["one rank of two killed"] = one_of_two(args.ranks, args.seed)
-    for name, t in parts.items():
-        for problem in t.problems:
+    parts = campaign(args.kills, args.damaged, args.ranks, not args.no_disks, args.steps, args.seed, progress=not args.json)
+    for name, tally in parts.items():
+        for problem in tally.problems:
             print(f"{name}: {problem}", file=sys.stderr)
-        for what, count in sorted(t.details.items()):
-            print(f"  {name:24s} {what:34s} {count:5d}")
+        for what, count in sorted(tally.details.items()):
+            print(f"  {name:32s} {what:36s} {count:5d}")
     print(table(parts))
-    print(f"({time.perf_counter() - start:.0f} s)")
-    facts = {name: asdict(t) for name, t in parts.items()}
+    seconds = time.perf_counter() - start
+    print(f"({seconds:.0f} s)")
+    facts = {name: asdict(tally) for name, tally in parts.items()}
     if args.json:
         Path(args.json).write_text(json.dumps(facts, indent=1))
-    raise SystemExit(0 if all(t.fine for t in parts.values()) else 1)
+    if args.save:
+        from cpu import cpu_name
+        from variants import save
+
+        save("kills", cpu_name(), {"seconds": round(seconds), "parts": facts})
+    raise SystemExit(0 if all(tally.fine for tally in parts.values()) else 1)
 
 
 if __name__ == "__main__":
+    sys.modules["kills"] = sys.modules["__main__"]  # for the other parts, which take from here what they need
     main()
