@@ -26,7 +26,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +330,7 @@ def main() -> None:
     print(table(parts))
     seconds = time.perf_counter() - start
     print(f"({seconds:.0f} s)")
-    facts = {name: asdict(tally) for name, tally in parts.items()}
+    facts = {name: {**vars(tally), "details": dict(tally.details)} for name, tally in parts.items()}
     if args.json:
         Path(args.json).write_text(json.dumps(facts, indent=1))
     if args.save:
