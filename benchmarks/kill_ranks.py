@@ -7,6 +7,7 @@ import random
 import tempfile
 import time
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def rank_life(
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     if folder is not None:
         Killer(board, plan).install()
-    run = Run(spec, folder, rank)
+    run, start = Run(spec, folder, rank), 0
     if folder is not None:
         start = run.guard.resume()
         run.data = run.guard.wrap(run.data)
@@ -40,7 +41,8 @@ def rank_life(
         nonlocal taken
         taken += 1
         table[step] = run.digest()
-        if taken == poison_after and run.guard._recovery.has_good:
+        if taken >= poison_after > 0 and (start or run.guard._recovery.has_good):  # the same on both ranks
+            taken = -(10**9)
             run.poison()
 
     run.train(spec.steps, stepped)
@@ -58,8 +60,10 @@ def both(spec: Spec, home: Path, folder: Path | None, boards: list[Board], plans
 def one_of_two(kills: int, seed: int, steps: int = 60) -> Tally:
     """Runs of two ranks whose one or other rank is killed, at a random moment or in the middle of saving."""
     tally, chance, boards = Tally(), random.Random(seed), [Board(), Board()]
-    while tally.trials < kills:
-        spec = Spec("own loop" if tally.ends % 2 else "poisoned", seed + tally.ends, steps)
+    for number in count():
+        if tally.trials >= kills:
+            break
+        spec = Spec("own loop" if number % 2 else "poisoned", seed + number, steps)
         with tempfile.TemporaryDirectory() as home:
             said = [child.end(120) for child in both(spec, Path(home), None, boards, [None, None], 0)]
             tables = [{int(k): v for k, v in rank["finished"]["table"].items()} for rank in said]
@@ -81,7 +85,7 @@ def _run(
             plans[victim] = Plan(phase, 1 if phase in ("resuming", "going back") else chance.randint(1, 3), chance.randint(0, 30))
         for board in boards:
             board.wipe()
-        ranks = both(spec, home, folder, boards, plans, chance.choice([0, 12]))
+        ranks = both(spec, home, folder, boards, plans, chance.choice([0, 6, 12]))
         said: list[dict[str, Any]] = [{}, {}]
         timed = plans[victim] is None and not in_peace
         said[victim] = ranks[victim].end(chance.uniform(0.1, LONGEST) if timed else 120)

@@ -52,7 +52,8 @@ class Spec:
 
     kind: str
     """poisoned: a weight becomes NaN now and then, and the run goes back to the disk; capped: stretches of bad batches send it
-    back to memory, past them; own loop: poisoned too, goes back to memory, in a loop that calls backward and step itself."""
+    back to memory, past them; own loop: poisoned too, in a loop that calls backward and step itself, and goes back to a copy in
+    memory that may be older than every checkpoint."""
     seed: int
     steps: int
     every: int = 5
@@ -62,7 +63,7 @@ class Spec:
     def policy(self) -> nanproof.Policy:
         return nanproof.Policy(
             diagnose="never",
-            snapshot_every={"poisoned": 0, "capped": 7, "own loop": 4}[self.kind],
+            snapshot_every={"poisoned": 0, "capped": 7, "own loop": 16}[self.kind],
             max_consecutive_skips=2,
             max_skip_rate=1.0,
             max_rollbacks=1000,
