@@ -29,9 +29,10 @@ bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
 	$(PYTHON) -W ignore benchmarks/explain.py
 
-campaign: .venv/ready  ## thousands of random faults, and healthy runs that must stay quiet
+campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, and hundreds of kills
 	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
 	$(BIN)/python -W ignore benchmarks/healthy.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/kills.py
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py

@@ -194,7 +194,7 @@ class Raw:
         (Metadata({"a": 3}, storage_data={}), "int where TensorStorageMetadata belongs"),
         (Metadata({}, storage_data={}, planner_data={"a": ({},)}), "keys of a nested dictionary"),
     ],
-    ids=str,
+    ids=range(7),
 )
 def test_metadata_that_is_something_else_is_refused(tmp_path, made_up, why):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(made_up))

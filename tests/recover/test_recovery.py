@@ -49,6 +49,26 @@ def test_a_poisoned_run_ends_as_if_nothing_had_happened(harm, place, lag, tmp_pa
     undisturbed.close()
 
 
+def test_a_weight_poisoned_right_after_a_bad_batch_is_not_blamed_on_the_data():
+    """Two refusals in a row for two reasons: the run goes back at the second, and steps over nothing."""
+    data = batches(40)
+    data[23] = poison(data[23])
+    guard = made(policy={"snapshot_every": 10, "max_consecutive_skips": 2})
+    harm = once(24, poison_weight)
+    for batch in guard.wrap(data):
+        guard.train_step(batch)
+        harm(guard)
+    undisturbed = made()
+    for batch in data:
+        undisturbed.train_step(batch)
+    assert [(i.step, i.kind, i.action) for i in guard.incidents] == [
+        (23, "nonfinite-loss", "skipped"),
+        (24, "nonfinite-weight", "rewound"),
+        (23, "nonfinite-loss", "skipped"),
+    ]
+    assert same(weights(guard), weights(undisturbed)) == []
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_a_poisoned_loss_scale_is_put_back(value):
     """A scale that is no number refuses every step for ever, as an overflow that only calibrates: it has to be noticed."""

@@ -32,8 +32,8 @@ class Inquest:
     def hold(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
         """What the step was; None for an overflow that only calibrates the loss scale, which is healthy."""
         stepper, again = self._runner.stepper, attempt.batches is not None
-        # When refusals follow each other the weights stay as they were found the first time.
-        broken = stepper.broken_state() if refused_before == 0 else []
+        # Every time, also when refusals follow each other: what was written in between is not to be blamed on the data.
+        broken = stepper.broken_state()
         weights_bad = bool(broken)
         self.bad_buffer = stepper.buffers.name_at(reading.bad_buffer) if reading.bad_buffer else ""
         if self.bad_buffer:

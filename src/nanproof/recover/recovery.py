@@ -377,8 +377,11 @@ class Recovery:
         self._due_keep = self._due_save = False
         self._copying = None
         self.snapshots.drop(lambda s: s.step > step)
-        for candidate in [c for c in self._candidates if c > step]:
-            del self._candidates[candidate]
+        for candidate, healthy in list(self._candidates.items()):
+            if candidate > step:
+                del self._candidates[candidate]
+            else:  # the steps that were given up prove nothing
+                self._candidates[candidate] = min(healthy, step - candidate)
         if self._store is not None and self._saver is not None:
             self._saver.wait()
             self._store.abandon(step)

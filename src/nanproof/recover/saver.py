@@ -42,7 +42,8 @@ class Saver:
         def job() -> None:
             try:
                 snapshot.wait()
-                self._store.write(snapshot.step, snapshot.tensors(), snapshot.host)
+                self._store.write(snapshot.step, snapshot.tensors(), snapshot.host, snapshot.own)
+                self.failed.discard(snapshot.step)  # a run that went back comes here a second time
             except Exception as error:
                 self.failed.add(snapshot.step)
                 log.warning(

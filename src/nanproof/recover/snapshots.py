@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Snapshot:
     host: dict[str, Any]
     finite: Callable[[], bool]
     """Whether every weight, buffer and moment is finite, on every rank. Waits, if it has not been found out yet."""
+    own: frozenset[str] = frozenset()
+    """Tensors that every rank may have its own of, though they are not sharded: buffers."""
     done: list[Any] = field(default_factory=list)
     """Events behind the copies."""
     in_place: bool = False
@@ -50,6 +53,8 @@ class Snapshot:
     """The steps it follows were all accepted, and it is finite."""
     saving: bool = False
     """On its way to the disk."""
+    released: bool = False
+    """Its memory is another's."""
 
     def wait(self) -> None:
         """Until the copies are there. For the host; a device stream waits with `order_after`."""
@@ -129,6 +134,7 @@ class Snapshots:
         self._state, self._ranks, self._on_device = state, ranks, on_device
         self._courier = Courier(device)
         self._free: list[Arena] = []
+        self._lock = threading.Lock()
         self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._streams: dict[torch.device, Any] = {}
         self._staged: tuple[Plan, Arena | None] | None = None
@@ -146,7 +152,8 @@ class Snapshots:
         if arena is None:
             return None
         sharded = {name: t for name, t in live.items() if is_dtensor(t)}
-        snapshot = Snapshot(step, arena, {**arena.views, **frozen}, sharded, host, self._look(parts))
+        own = frozenset(self._state.buffer_names())
+        snapshot = Snapshot(step, arena, {**arena.views, **frozen}, sharded, host, self._look(parts), own)
         fickle = self._state.written_by_the_forward() | {n for n in moving if n.startswith(("scaler.", "guard."))}
         self._copy(snapshot, moving, fickle)
         return snapshot
@@ -160,11 +167,14 @@ class Snapshots:
             self.release(old)
 
     def release(self, snapshot: Snapshot) -> None:
-        """Its memory may be used again."""
-        if snapshot not in self.kept and not snapshot.saving:
-            snapshot.wait()
-            if not any(arena is snapshot.arena for arena in self._free):
-                self._free.append(snapshot.arena)
+        """Its memory may be used again. Training and the thread that writes both come here, each when it is done with it: the
+        second time, the memory may be another snapshot's."""
+        with self._lock:
+            if snapshot.released or snapshot.saving or snapshot in self.kept:
+                return
+            snapshot.released = True
+        snapshot.wait()
+        self._free.append(snapshot.arena)
 
     def drop(self, which: Callable[[Snapshot], bool]) -> None:
         for snapshot in [s for s in self.kept if which(s)]:
@@ -248,11 +258,10 @@ class Snapshots:
         return found
 
     def _room(self, plan: Plan) -> Arena | None:
-        for arena in self._free:
-            if arena.plan == plan:
-                self._free.remove(arena)
+        while self._free:
+            arena = self._free.pop()
+            if arena.plan == plan:  # else of another shape: of no use any more
                 return arena
-        self._free.clear()  # of another shape: of no use any more
         if not self._fits(plan):
             return None
         return Arena(plan, self._on_device)

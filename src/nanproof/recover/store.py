@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,8 +35,10 @@ import torch
 from torch import Tensor
 
 from nanproof.core.files import FolderLock, reason, strict_json, sync, write_whole
+from nanproof.core.parameters import is_dtensor
 from nanproof.core.ranks import Ranks
 from nanproof.errors import NanproofError, RefusedFile, UsageError
+from nanproof.recover.hashes import sample_hash
 
 log = logging.getLogger("nanproof")
 
@@ -75,6 +77,8 @@ class Store:
     def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None) -> None:
         self.folder, self._keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
         self._lock: FolderLock | None = None
+        self._doomed: set[Path] = set()
+        """Marked good, but damaged or of a way that was given up: gone as soon as a better one has been read back."""
         if self._leads:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,10 +122,11 @@ class Store:
             if most is not None and saved.step > most:
                 continue
             try:
-                proven(saved.path)
-                check_files(saved.path)
+                check_good(saved.path)
             except NotWhole as why:
                 passed.append(f"{saved.path.name}: {why}")
+                if saved.good:
+                    self._doomed.add(saved.path)
                 continue
             if but <= 0:
                 return saved, passed
@@ -130,10 +135,11 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
-    def write(self, step: int, tensors: Mapping[str, Tensor], host: Mapping[str, Any]) -> Path:
+    def write(self, step: int, tensors: Mapping[str, Tensor], host: Mapping[str, Any], own: Collection[str] = ()) -> Path:
         """Write a candidate. Every rank comes here; nothing of it stays if any of them fails.
 
-        Single numbers, of which an optimizer has hundreds, go with the host's part: DCP would make a kilobyte of each.
+        `own`: names of tensors that ranks may have different ones of, each. Single numbers, of which an optimizer has hundreds,
+        go with the host's part: DCP would make a kilobyte of each.
         """
         numbers = {name: t.clone() for name, t in tensors.items() if not t.dim()}
         tensors = {name: t for name, t in tensors.items() if name not in numbers}
@@ -141,6 +147,13 @@ class Store:
         partial = self.folder / f".step-{step:08d}.partial"
         files: dict[str, Any] = {}
         trouble = self._tried(lambda: self._clear(partial) if self._leads else None)
+        if not trouble and self._ranks.together:
+            mine: dict[str, str] = {}
+            trouble = self._tried(lambda: mine.update({name: sample_hash(tensors[name]) for name in _not_sharded(tensors, own)}))
+            said = self._gathered(mine)
+            # DCP writes one copy of what is not sharded, of whichever rank: the statistics of BatchNorm would change their rank.
+            different = [name for name in mine if any(other.get(name) != mine[name] for other in said)]
+            host = {**host, "own": {name: tensors[name].detach().cpu().clone() for name in different}}
         if not trouble:
             trouble = self._tried(lambda: self._write_tensors(partial, tensors))
         if not trouble:
@@ -206,6 +219,7 @@ class Store:
         turn = max((saved.turn for saved in earlier), default=0) + 1
         path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
         partial.rename(path)
+        self._doomed.discard(path)
         sync(self.folder)
         for saved in earlier:
             if not saved.good:
@@ -247,23 +261,33 @@ class Store:
         self._rotate()
 
     def abandon(self, since: int) -> None:
-        """Checkpoints of steps after `since` lie on a way that was given up."""
-        for saved in self.checkpoints() if self._leads else ():
-            if saved.step > since:
+        """Checkpoints of steps after `since` lie on a way that was given up. Where no earlier one is good, the first good one of
+        them stays until another is: a process that is killed now needs it."""
+        later = [saved for saved in self.checkpoints() if saved.step > since] if self._leads else []
+        spare = None
+        if any(saved.good for saved in later) and self.newest_good(since)[0] is None:
+            spare = next((saved for saved in reversed(later) if saved.good and _is_whole(saved.path)), None)
+        for saved in later:
+            if saved is spare:
+                self._doomed.add(saved.path)
+            else:
                 self._delete(saved)
 
     def _rotate(self) -> None:
         """Keep the last good ones. Before anything goes, the newest is read back: it must be worth relying on."""
-        good = [saved for saved in self.checkpoints() if saved.good]
-        stale = [saved for saved in self.checkpoints() if not saved.good and good and saved.order < good[0].order]
+        there = self.checkpoints()
+        good = [saved for saved in there if saved.good and saved.path not in self._doomed]
+        if not good:
+            return
+        stale = [saved for saved in there if saved.path in self._doomed or (not saved.good and saved.order < good[0].order)]
         old = good[self._keep :]
         if not old and not stale:
             return
         try:
-            proven(good[0].path)
-            check_files(good[0].path)
+            check_good(good[0].path)
         except NotWhole as why:
             log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
+            self._doomed.add(good[0].path)
             return
         for saved in (*old, *stale):
             self._delete(saved)
@@ -293,6 +317,9 @@ class Store:
         rank = self._ranks.rank if self._ranks.together else 0
         own = (saved.path / f"host-{rank}.pt").is_file()
         host = unpacked(saved.path / f"host-{rank if own else 0}.pt")
+        for name, tensor in host.pop("own", {}).items():
+            if name in tensors and tensors[name].shape == tensor.shape:
+                tensors[name] = tensor
         return {**tensors, **host.pop("numbers")}, host, own
 
 
@@ -311,6 +338,9 @@ def check_files(path: Path) -> None:
     manifest = _json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise NotWhole(f"format {manifest.get('format')!r}; this version reads {FORMAT}")
+    named = _NAME.fullmatch(path.name)
+    if named and manifest.get("step") != int(named[1]):
+        raise NotWhole(f"it is the checkpoint of step {manifest.get('step')!r} under another name")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise NotWhole(f"{MANIFEST} names no files")
@@ -330,6 +360,24 @@ def check_files(path: Path) -> None:
     with ThreadPoolExecutor(min(4, len(files))) as pool:
         for _ in pool.map(compare, files):
             pass
+
+
+def check_good(path: Path) -> None:
+    """Raises `NotWhole` where a checkpoint is not proven, or not what it was."""
+    proven(path)
+    check_files(path)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        check_good(path)
+    except NotWhole:
+        return False
+    return True
+
+
+def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
+    return [name for name in sorted(names) if name in tensors and not is_dtensor(tensors[name])]
 
 
 def crc32(path: Path) -> str:
