@@ -75,7 +75,7 @@ class Bench:
         plain, keeping = self.guard(), self.guard(**kept)
         self.block(plain, 3)
         # Memory is taken here; and the next copy is due early in a block, so that all of its cost falls into it.
-        self.block(keeping, 3 * steps + steps - steps // 10)
+        self.block(keeping, (1 if "disk" in kept else 3) * steps + steps - steps // 10)
         if keeping._recovery._saver is not None:
             keeping._recovery._saver.wait()
         without, with_one = [], []
@@ -107,9 +107,9 @@ class Bench:
     def rewind_seconds(self) -> dict[str, float]:
         """From a poisoned weight to the first step taken again."""
         found = {}
-        for name, kept in (("memory", {"every": 5}), ("disk", {"disk": 5, "background": False})):
+        for name, kept, steps in (("memory", {"every": 5}, 32), ("disk", {"disk": 10, "background": False}, 14)):
             guard = self.guard(**kept)  # type: ignore[arg-type]
-            self.block(guard, 32)  # all the memory it will use is taken by then
+            self.block(guard, steps)  # all the memory it will use is taken by then
             with torch.no_grad():
                 next(iter(self.model.parameters()))[0, 0] = float("nan")
             wait(self.device)
@@ -120,13 +120,10 @@ class Bench:
             found[name] = time.perf_counter() - start
             assert guard.incidents[0].action == ("rewound" if name == "memory" else "rolled-back"), guard.incidents
             guard.close()
-            self.clear()
         return found
 
     def resume_seconds(self) -> float:
-        guard = self.guard(disk=5, background=False)
-        self.block(guard, 12)
-        guard.close()
+        """From the checkpoint that was gone back to before."""
         fresh = self.guard(disk=5)
         wait(self.device)
         start = time.perf_counter()
@@ -153,7 +150,7 @@ def measure(device: str, rounds: int, steps: int) -> dict[str, Any]:
     add("copy to host memory", lambda: bench.extra(steps, rounds, every=steps))
     if device == "cuda":
         add("copy to device memory", lambda: bench.extra(steps, rounds, every=steps, to="device"))
-    long = 8 * steps if device == "cuda" else 4 * steps
+    long = 6 * steps if device == "cuda" else 4 * steps
     add("checkpoint, written in the background", lambda: bench.extra(long, rounds, disk=long))
     bench.clear()
     size = sum(t.nbytes for t in bench.guard()._recovery.state.tensors().values())

@@ -91,7 +91,15 @@ class Arena:
         for name, (device, dtype, shape) in plan.items.items():
             size, start = math.prod(shape) * dtype.itemsize, used[device]
             used[device] = start + _round_up(size)
-            self.views[name] = self.blocks[device][start : start + size].view(dtype).view(shape)
+            self.views[name] = _cut(self.blocks[device], start, size, dtype, shape)
+
+
+def _cut(block: Tensor, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A part of a block. In host memory it has a storage of its own size: what writes it to the disk need not copy it first."""
+    if block.device.type != "cpu" or not size:
+        return block[start : start + size].view(dtype).view(shape)
+    count = size // dtype.itemsize
+    return torch.frombuffer(block.numpy(), dtype=dtype, count=count, offset=start).view(shape)
 
 
 @dataclass(frozen=True)
