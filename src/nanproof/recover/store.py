@@ -74,6 +74,8 @@ class Store:
         self._lock: FolderLock | None = None
         self._doomed: set[Path] = set()
         """Marked good, but damaged or of a way that was given up: gone as soon as a better one has been read back."""
+        self._read_back: set[Path] = set()
+        """Good ones that this process found whole."""
         if self._leads:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +125,7 @@ class Store:
                 if saved.good:
                     self._doomed.add(saved.path)
                 continue
+            self._read_back.add(saved.path)
             if but <= 0:
                 return saved, passed
             but -= 1
@@ -209,6 +212,7 @@ class Store:
         path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
         partial.rename(path)
         self._doomed.discard(path)
+        self._read_back.discard(path)
         sync(self.folder)
         for saved in earlier:
             if not saved.good:
@@ -263,14 +267,13 @@ class Store:
                 self._delete(saved)
 
     def _rotate(self) -> None:
-        """Keep the last good ones. Before anything goes, the newest is read back: it must be worth relying on."""
+        """Keep the last good ones. Before anything goes, they are read back: they must be worth relying on."""
         there = self.checkpoints()
         good = [saved for saved in there if saved.good and saved.path not in self._doomed]
         if not good:
             return
         stale = [saved for saved in there if saved.path in self._doomed or (not saved.good and saved.order < good[0].order)]
-        old = good[self._keep :]
-        if not old and not stale:
+        if len(good) <= self._keep and not stale:
             return
         try:
             check_good(good[0].path)
@@ -278,8 +281,28 @@ class Store:
             log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
             self._doomed.add(good[0].path)
             return
-        for saved in (*old, *stale):
+        self._read_back.add(good[0].path)
+        kept = 0
+        for saved in good:
+            if kept >= self._keep:
+                self._delete(saved)
+            else:
+                kept += self._holds(saved)
+        for saved in stale:
             self._delete(saved)
+
+    def _holds(self, saved: Saved) -> bool:
+        """Whether it may count as good. One that an earlier process wrote is read once."""
+        if saved.path in self._read_back:
+            return True
+        try:
+            check_good(saved.path)
+        except NotWhole as why:
+            log.warning("nanproof: %s: %s. It does not count as good any more", saved.path, why)
+            self._doomed.add(saved.path)
+            return False
+        self._read_back.add(saved.path)
+        return True
 
     def _delete(self, saved: Saved) -> None:
         hidden = saved.path.with_name(f".{saved.path.name}.old")
