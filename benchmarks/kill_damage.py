@@ -248,13 +248,13 @@ def disks(seed: int) -> Tally:
     ]
     for name, start in ways:
         with tempfile.TemporaryDirectory() as home:
-            _trouble(tally, name, start(Path(home)), table[spec.steps], Path(home, "checkpoints"), spec)
+            _trouble(tally, name, start(Path(home)), table, Path(home, "checkpoints"), spec)
     with small_disk(700_000) as disk:
         if disk is None:
             tally.details["full disk: not tried, mounting is not allowed"] += 1
         else:
             child = Child(full_for_a_while, spec, disk, "small disk")
-            _trouble(tally, "full disk", child, table[spec.steps], disk / "checkpoints", spec)
+            _trouble(tally, "full disk", child, table, disk / "checkpoints", spec)
     with tempfile.TemporaryDirectory() as home:
         os.chmod(home, 0o755)
         folder = Path(home, "read-only")
@@ -267,7 +267,7 @@ def disks(seed: int) -> Tally:
     return tally
 
 
-def _trouble(tally: Tally, name: str, child: Child, digest: int, folder: Path, spec: Spec) -> None:
+def _trouble(tally: Tally, name: str, child: Child, table: dict[int, int], folder: Path, spec: Spec) -> None:
     said = child.end(120)
     tally.trials += 1
     tally.details[name] += 1
@@ -276,7 +276,7 @@ def _trouble(tally: Tally, name: str, child: Child, digest: int, folder: Path, s
         return
     report = said["finished"]
     (before, _), (during, lying), (after, later) = report["looks"]
-    tally.ended(report, digest, name)
+    tally.ended(report, table[spec.steps], name)
     if name != "folder gone for a while" and (len(during) < len(before) or during[-1] < before[-1]):
         tally.gone(f"{name}: good before {before}, during {during}")
     if lying or later:
@@ -285,6 +285,9 @@ def _trouble(tally: Tally, name: str, child: Child, digest: int, folder: Path, s
         tally.problems.append(f"{name}: nothing was said: {report['said']}")
     if len(after) < spec.keep or max(after) <= max(before):
         tally.gone(f"{name}: saving did not go on: {before} {during} {after}")
+    there = newest(good_on_disk(folder))
+    again = Child(life, spec, folder, Board(), None, 0).end(60)
+    tally.resumed(again.get("resumed", {"step": -1, "digest": 0, "said": again}), there, table, f"{name}: a new process")
 
 
 # -- two processes in one folder -----------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Spec:
     def policy(self) -> nanproof.Policy:
         return nanproof.Policy(
             diagnose="never",
-            snapshot_every={"poisoned": 0, "capped": 7, "own loop": 16}[self.kind],
+            snapshot_every={"poisoned": 0, "capped": 7, "own loop": 25}[self.kind],
             max_consecutive_skips=2,
             max_skip_rate=1.0,
             max_rollbacks=1000,
@@ -207,6 +207,7 @@ class Killer:
         self._board, self._plan = board, plan
         self._turns = dict.fromkeys(PHASES, 0)
         self._open_phases: list[list[Any]] = []
+        self._lock = threading.Lock()
 
     def install(self) -> None:
         for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "open"):
@@ -240,22 +241,31 @@ class Killer:
             plan = self._plan
             planned = plan is not None and plan.phase == phase and plan.turn == self._turns[phase]
             entry = [number, planned, 0]
-            self._open_phases.append(entry)
+            with self._lock:
+                self._open_phases = [*self._open_phases, entry]
             if phase == "going back":  # good ones of the way that is given up may go
                 self._board.write(Board.WENT_BACK, self._board.read(Board.WENT_BACK) + 1)
-                self._board.write(Board.PROMOTED, 0)
+                self._promise(0)
             try:
                 made = function(*args, **kwargs)
                 if phase == "promoting" and list(args[0].folder.glob(f"step-{args[1]:08d}*/good.json")):
-                    self._board.write(Board.PROMOTED, max(args[1], self._board.read(Board.PROMOTED)))
+                    self._promise(args[1])
                 return made
             finally:
                 if planned:  # fewer calls than planned, or none asked for
                     self._strike(number)
-                self._open_phases = [known for known in self._open_phases if known is not entry]
+                with self._lock:
+                    self._open_phases = [known for known in self._open_phases if known is not entry]
                 self._board.write(place, before)
 
         return phased
+
+    def _promise(self, step: int) -> None:
+        """From now on the checkpoint of this step must be there; 0: none needs to. What becomes good while the run goes back may
+        be given up at once."""
+        with self._lock:
+            going_back = any(PHASES[entry[0]] == "going back" for entry in self._open_phases)
+            self._board.write(Board.PROMOTED, 0 if going_back else max(step, self._board.read(Board.PROMOTED)))
 
     def _call(self) -> None:
         """A call to the disk is about to be made."""
@@ -352,7 +362,7 @@ def life(pipe: int, spec: Spec, folder: Path, board: Board, plan: Plan | None, p
     def stepped(step: int) -> None:
         nonlocal taken
         taken += 1
-        if taken >= poison_after > 0 and spec.kind != "capped" and _can_go_back(run):
+        if taken >= poison_after > 0 and step < spec.steps and spec.kind != "capped" and _can_go_back(run):
             taken = -(10**9)  # once a life
             run.poison()
 

@@ -47,6 +47,22 @@ def test_damaged_checkpoints_take_no_place_of_good_ones(tmp_path):
     fresh.close()
 
 
+def test_older_checkpoints_are_read_before_they_are_relied_on(tmp_path, caplog):
+    """One in the middle was damaged while nobody looked: the one behind it stays as long as it is needed."""
+    where = saved(tmp_path, 45, keep=3)
+    assert good(tmp_path) == ["step-00000020", "step-00000030", "step-00000040"]
+    (tmp_path / "step-00000030" / "host-0.pt").write_bytes(b"")
+    fresh = made(scheduler=True, checkpoints=where)
+    data = fresh.wrap(loader())
+    assert fresh.resume() == 40
+    train(fresh, data, 55)
+    assert good(tmp_path) == ["step-00000020", "step-00000030", "step-00000040", "step-00000050"]
+    assert "step-00000030: host-0.pt has 0 bytes" in caplog.text and "does not count as good" in caplog.text
+    train(fresh, data, 65)
+    assert good(tmp_path) == ["step-00000040", "step-00000050", "step-00000060"]
+    fresh.close()
+
+
 def test_going_back_in_memory_leaves_the_last_good_checkpoint(tmp_path):
     """The copy in memory is older than every checkpoint. A process that is killed right after going back must find one."""
     undisturbed = made(scheduler=True)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import nanproof
-from nanproof.recover.store import Store, packed
+from nanproof.recover.sealed import packed
+from nanproof.recover.store import Store
 from recover.runs import loader as rows
 from recover.runs import made, once, poison_unused_moment, same, train, weights
 from toys import batches, mse, net

@@ -28,9 +28,10 @@ from nanproof.recover.checkpoints import Checkpoints
 from nanproof.recover.data import Ticket, WrappedDataset, WrappedLoader, wrap
 from nanproof.recover.quarantine import FILE, Entry, Quarantine
 from nanproof.recover.saver import Saver
+from nanproof.recover.sealed import NotWhole, now
 from nanproof.recover.snapshots import Snapshot, Snapshots
 from nanproof.recover.state import Part, RunState, encode_random
-from nanproof.recover.store import NotWhole, Saved, Store, now
+from nanproof.recover.store import Saved, Store
 
 log = logging.getLogger("nanproof")
 

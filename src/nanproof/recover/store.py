@@ -14,19 +14,14 @@ process dies at, what has a plain name is whole, and `good.json` was written aft
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -37,23 +32,29 @@ from torch import Tensor
 from nanproof.core.files import FolderLock, reason, strict_json, sync, write_whole
 from nanproof.core.parameters import is_dtensor
 from nanproof.core.ranks import Ranks
-from nanproof.errors import NanproofError, RefusedFile, UsageError
+from nanproof.errors import NanproofError, UsageError
 from nanproof.recover.hashes import sample_hash
+from nanproof.recover.sealed import (
+    FORMAT,
+    GOOD,
+    MANIFEST,
+    NAME,
+    NotWhole,
+    check_good,
+    crc32,
+    is_whole,
+    now,
+    packed,
+    unpacked,
+)
 
 log = logging.getLogger("nanproof")
 
-FORMAT = 1
-MANIFEST, GOOD = "manifest.json", "good.json"
-_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _HIDDEN = re.compile(r"\.step-.*\.(?:partial|old)")
 
 
 class NotWritten(NanproofError):
     """A checkpoint could not be written."""
-
-
-class NotWhole(NanproofError):
-    """A checkpoint is not what its manifest says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class Store:
         self._lock: FolderLock | None = None
         self._doomed: set[Path] = set()
         """Marked good, but damaged or of a way that was given up: gone as soon as a better one has been read back."""
+        self._read_back: set[Path] = set()
+        """Good ones that this process found whole."""
         if self._leads:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +112,7 @@ class Store:
         """Every checkpoint, newest first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = _NAME.fullmatch(path.name)
+            match = NAME.fullmatch(path.name)
             if match and path.is_dir():
                 found.append(Saved(path, int(match[1]), int(match[2] or 1), (path / GOOD).is_file()))
         return sorted(found, key=lambda saved: saved.order, reverse=True)
@@ -128,6 +131,7 @@ class Store:
                 if saved.good:
                     self._doomed.add(saved.path)
                 continue
+            self._read_back.add(saved.path)
             if but <= 0:
                 return saved, passed
             but -= 1
@@ -220,6 +224,7 @@ class Store:
         path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
         partial.rename(path)
         self._doomed.discard(path)
+        self._read_back.discard(path)
         sync(self.folder)
         for saved in earlier:
             if not saved.good:
@@ -266,7 +271,7 @@ class Store:
         later = [saved for saved in self.checkpoints() if saved.step > since] if self._leads else []
         spare = None
         if any(saved.good for saved in later) and self.newest_good(since)[0] is None:
-            spare = next((saved for saved in reversed(later) if saved.good and _is_whole(saved.path)), None)
+            spare = next((saved for saved in reversed(later) if saved.good and is_whole(saved.path)), None)
         for saved in later:
             if saved is spare:
                 self._doomed.add(saved.path)
@@ -274,14 +279,13 @@ class Store:
                 self._delete(saved)
 
     def _rotate(self) -> None:
-        """Keep the last good ones. Before anything goes, the newest is read back: it must be worth relying on."""
+        """Keep the last good ones. Before anything goes, they are read back: they must be worth relying on."""
         there = self.checkpoints()
         good = [saved for saved in there if saved.good and saved.path not in self._doomed]
         if not good:
             return
         stale = [saved for saved in there if saved.path in self._doomed or (not saved.good and saved.order < good[0].order)]
-        old = good[self._keep :]
-        if not old and not stale:
+        if len(good) <= self._keep and not stale:
             return
         try:
             check_good(good[0].path)
@@ -289,8 +293,28 @@ class Store:
             log.warning("nanproof: %s: %s. No older checkpoint is deleted", good[0].path, why)
             self._doomed.add(good[0].path)
             return
-        for saved in (*old, *stale):
+        self._read_back.add(good[0].path)
+        kept = 0
+        for saved in good:
+            if kept >= self._keep:
+                self._delete(saved)
+            else:
+                kept += self._holds(saved)
+        for saved in stale:
             self._delete(saved)
+
+    def _holds(self, saved: Saved) -> bool:
+        """Whether it may count as good. One that an earlier process wrote is read once."""
+        if saved.path in self._read_back:
+            return True
+        try:
+            check_good(saved.path)
+        except NotWhole as why:
+            log.warning("nanproof: %s: %s. It does not count as good any more", saved.path, why)
+            self._doomed.add(saved.path)
+            return False
+        self._read_back.add(saved.path)
+        return True
 
     def _delete(self, saved: Saved) -> None:
         hidden = saved.path.with_name(f".{saved.path.name}.old")
@@ -308,89 +332,26 @@ class Store:
 
         from nanproof.recover.dcp import load, read_metadata
 
-        tensors = targets(read_metadata(saved.path))
+        rank = self._ranks.rank if self._ranks.together else 0
+        own = (saved.path / f"host-{rank}.pt").is_file()
+        tensors: dict[str, Tensor] = {}
+        host: dict[str, Any] = {}
+
+        def prepare() -> None:
+            tensors.update(targets(read_metadata(saved.path)))
+            host.update(unpacked(saved.path / f"host-{rank if own else 0}.pt"))
+
+        if trouble := self._tried(prepare):
+            raise NotWhole(trouble)
         options: dict[str, Any] = {"process_group": self._group}
         if "no_dist" in signature(theirs).parameters:
             options["no_dist"] = not self._ranks.together
         _hush()
         load(tensors, saved.path, **options)
-        rank = self._ranks.rank if self._ranks.together else 0
-        own = (saved.path / f"host-{rank}.pt").is_file()
-        host = unpacked(saved.path / f"host-{rank if own else 0}.pt")
         for name, tensor in host.pop("own", {}).items():
             if name in tensors and tensors[name].shape == tensor.shape:
                 tensors[name] = tensor
         return {**tensors, **host.pop("numbers")}, host, own
-
-
-def proven(path: Path) -> dict[str, Any]:
-    """The mark that makes a checkpoint good. Raises `NotWhole` where there is none, or it speaks of something else."""
-    if not (path / GOOD).is_file():
-        raise NotWhole("a candidate: not enough healthy steps followed it")
-    mark = _json(path / GOOD)
-    if mark.get("manifest") != crc32(path / MANIFEST):
-        raise NotWhole(f"{GOOD} speaks of another manifest")
-    return mark
-
-
-def check_files(path: Path) -> None:
-    """Read every file of a checkpoint and compare it with the manifest."""
-    manifest = _json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise NotWhole(f"format {manifest.get('format')!r}; this version reads {FORMAT}")
-    named = _NAME.fullmatch(path.name)
-    if named and manifest.get("step") != int(named[1]):
-        raise NotWhole(f"it is the checkpoint of step {manifest.get('step')!r} under another name")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not files:
-        raise NotWhole(f"{MANIFEST} names no files")
-
-    def compare(name: str) -> None:
-        if Path(name).name != name or not isinstance(files[name], dict):
-            raise NotWhole(f"{MANIFEST} names {name!r}")
-        try:
-            size = (path / name).stat().st_size
-            if size != files[name].get("bytes"):
-                raise NotWhole(f"{name} has {size} bytes instead of {files[name].get('bytes')}")
-            if crc32(path / name) != files[name].get("crc32"):
-                raise NotWhole(f"{name}: the checksum differs")
-        except OSError as error:
-            raise NotWhole(f"{name}: {error.strerror}") from error
-
-    with ThreadPoolExecutor(min(4, len(files))) as pool:
-        for _ in pool.map(compare, files):
-            pass
-
-
-def check_good(path: Path) -> None:
-    """Raises `NotWhole` where a checkpoint is not proven, or not what it was."""
-    proven(path)
-    check_files(path)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        check_good(path)
-    except NotWhole:
-        return False
-    return True
-
-
-def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
-    return [name for name in sorted(names) if name in tensors and not is_dtensor(tensors[name])]
-
-
-def crc32(path: Path) -> str:
-    """Eight hexadecimal digits. Reads with a buffer of its own, so that a large file stays out of memory."""
-    try:
-        value, buffer = 0, bytearray(min(32 << 20, max(1, path.stat().st_size)))
-        view = memoryview(buffer)
-        with open(path, "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
-                value = zlib.crc32(view[:size], value)
-    except OSError as error:
-        raise NotWhole(f"{path.name}: {error.strerror}") from error
-    return f"{value:08x}"
 
 
 def _hush() -> None:
@@ -412,55 +373,5 @@ def _without_their_checksums() -> Iterator[None]:
             change(before)
 
 
-def packed(host: Mapping[str, Any]) -> bytes:
-    """A host part as bytes, after making sure that it can be read back without executing anything."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(dict(host), buffer)
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True, map_location="cpu")
-    except Exception as error:
-        what = next(_unreadable(host, ""), "")
-        raise UsageError(
-            f"the state of {what or 'the run'} cannot be saved: it holds more than numbers, texts and tensors ({error})"[:400]
-        ) from error
-    return buffer.getvalue()
-
-
-def unpacked(path: Path) -> dict[str, Any]:
-    try:
-        host = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError as error:
-        raise NotWhole(f"{path.name}: {error.strerror}") from error
-    except Exception as error:
-        raise RefusedFile(path, f"it is more than tensors and plain values ({str(error).splitlines()[0][:200]})") from error
-    if not isinstance(host, dict) or host.get("version") != 1:
-        raise RefusedFile(path, "it is no host part of a checkpoint of this version")
-    return host
-
-
-def _unreadable(value: Any, name: str) -> Iterator[str]:
-    """The names of the parts that are no plain data."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _unreadable(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _unreadable(item, name)
-    elif not isinstance(value, (str, bytes, int, float, bool, type(None), Tensor)):
-        yield f"{name} ({type(value).__name__})"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise NotWhole(f"{path.name}: {error.strerror}") from error
-    except ValueError as error:
-        raise NotWhole(f"{path.name} is damaged") from error
-    if not isinstance(data, dict):
-        raise NotWhole(f"{path.name} is damaged")
-    return data
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
+    return [name for name in sorted(names) if name in tensors and not is_dtensor(tensors[name])]
