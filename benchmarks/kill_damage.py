@@ -142,7 +142,7 @@ def stopped(pipe: int, spec: Spec, folder: Path, steps: int) -> None:
     run = Run(spec, folder)
     run.data = run.guard.wrap(run.data)
     run.train(steps, lambda step: None)
-    run.guard._recovery.close()
+    run.guard._recovery.close(alone=False)
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------------------

@@ -180,16 +180,87 @@ def causes_table() -> str:
 def heal_table() -> str:
     """One line a cause: how many of its runs end healthy, and what was applied."""
     data = load("heal")
-    ways = ("plain", "guard", "heal")
+    ways = ("plain", "guard", "heal", "all")
     causes = sorted({case["cause"] for case in data["cases"]})
-    lines = ["| cause | runs | plain loop | guard | `heal=True` | what was applied |", "|---|---:|---:|---:|---:|---|"]
+    lines = [
+        "| cause | runs | plain loop | guard | `heal=True` | and `snapshot_every=4, salvage=True` | what was applied |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
     for cause in causes:
         mine = [case for case in data["cases"] if case["cause"] == cause]
         counts = " | ".join(str(sum(case[way]["healthy"] for case in mine)) for way in ways)
-        said = dict.fromkeys(text for case in mine for text in case["heal"]["remedies"])
+        said = dict.fromkeys(text for case in mine for way in ("heal", "all") for text in case[way]["remedies"])
         lines.append(f"| {cause} | {len(mine)} | {counts} | {'; '.join(said) or '-'} |")
     totals = " | ".join(f"**{sum(case[way]['healthy'] for case in data['cases'])}**" for way in ways)
     lines += [f"| **all** | **{len(data['cases'])}** | {totals} | |", "", f"torch {data['torch']}, {data['date']}."]
+    return "\n".join(lines)
+
+
+def heal_line() -> str:
+    cases = load("heal")["cases"]
+    plain, guard, heal, everything = (sum(case[way]["healthy"] for case in cases) for way in ("plain", "guard", "heal", "all"))
+    return (
+        f"Of the {len(cases)} runs of the zoo that go wrong or look as if, {plain} end healthy in a plain loop, "
+        f"{guard} under the guard, "
+        f"{heal} with `heal=True`, {everything} with copies to go back to as well: no person edited anything."
+    )
+
+
+def recovery_table() -> str:
+    """The extra time of one copy or save, and what that is of all steps at an interval."""
+    lines = ["| | extra time of one | every 50 steps | every 100 | every 500 | every 1000 |", "|---|---:|---:|---:|---:|---:|"]
+    notes = []
+    for name, where in (("recovery_gpu", "271 M Llama, batch 8 x 1024"), ("recovery_cpu", "7 M Llama, batch 8 x 128")):
+        data = load(name)
+        for row, found in data["rows"].items():
+            steps = found["extra steps"]
+            shares = " | ".join(f"{100 * steps / every:.2g} %" for every in (50, 100, 500, 1000))
+            lines.append(f"| {data['device']}: {row} | {found['extra ms']:.0f} ms, {steps:.2g} steps | {shares} |")
+        back, saving = data["seconds from a poisoned weight to training again"], data["seconds to save, training waiting"]
+        notes.append(
+            f"{data['device']}, {where}, a state of {data['state bytes'] / 1e9:.2g} GB, torch {data['torch']}, {data['date']}: "
+            f"a step takes {data['rows']['copy to host memory']['step ms']:.0f} ms; a save with training waiting {saving:.2g} s; "
+            f"from a poisoned weight to training again {back['memory']:.2g} s from memory, {back['disk']:.2g} s from the disk; "
+            f"`resume` {data['seconds to resume']:.2g} s. {data.get('notes', '')}".rstrip()
+        )
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
+
+
+def kills_table() -> str:
+    data = load("kills")
+    lines = [
+        "| | trials | resumed from a good one | ended bit-identical | good checkpoints lost | bad ones loaded |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, part in data["parts"].items():
+        resumed = f"{part['resumed_good']} of {part['resumes']}" if part["resumes"] else "-"
+        ends = f"{part['identical']} of {part['ends']}" if part["ends"] else "-"
+        lines.append(f"| {name} | {part['trials']} | {resumed} | {ends} | {part['lost']} | {part['bad_loads']} |")
+    inside = sum(count for what, count in data["parts"]["killed"]["details"].items() if what.startswith("inside"))
+    lines += [
+        "",
+        f"`make campaign`, {data['seconds']} s. SIGKILL at random moments and, {inside} times, inside an operation (resuming, "
+        "saving, promoting, rotating, deleting, going back); files cut, emptied, exchanged, with a flipped bit; a full tmpfs, a "
+        "file-size limit, a folder that vanishes. The end is compared with an undisturbed run over the same data. "
+        f"torch {data['torch']}, {data['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def poison_table() -> str:
+    data = load("poison")
+    lines = [
+        "| overwritten mid-run with NaN or Inf | runs | found and gone back | final loss within the spread | bit-identical |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, row in data["rows"].items():
+        lines.append(f"| {name} | {row['runs']} | {row['found']} | {row['within the spread']} | {row['bit-identical']} |")
+    low, high = data["spread"]
+    lines += [
+        "",
+        f"The spread is that of {data['seeds']} undisturbed seeds, {low:.4f} to {high:.4f}. "
+        f"torch {data['torch']}, {data['date']}.",
+    ]
     return "\n".join(lines)
 
 
@@ -202,6 +273,10 @@ BLOCKS = {
     "causes": causes_table,
     "scan": scan_table,
     "heal": heal_table,
+    "healed": heal_line,
+    "recovery": recovery_table,
+    "kills": kills_table,
+    "poison": poison_table,
 }
 
 

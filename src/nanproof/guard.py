@@ -175,7 +175,7 @@ class Guard:
     def wrap(self, data: Any) -> Any:
         """A dataset or loader that leaves out quarantined samples and, if it is a loader, knows its position: with it a resumed
         or rewound run goes on with exactly the batch that comes next. Iterate over what this returns, not over the original."""
-        wrapped = self._recovery.wrap(data)
+        wrapped = self._recovery.supply.wrap(data, self._runner.devices)
         self._examiner.keep_asking = True
         return wrapped
 
@@ -227,7 +227,7 @@ class Guard:
             self._stepper.close()
             self._journal.close()
             self._examiner.close()
-            self._recovery.close()
+            self._recovery.close(alone)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it before the states of model,
@@ -390,7 +390,7 @@ class Guard:
             return incident, False
         guilty = not ranks.together or incident.rank == ranks.rank
         rest = rest_of(attempt, incident.micro_batch, rows) if guilty else replace(attempt, parted=True, report=None)
-        known = self._recovery.knows(attempt) and bool(rows)
+        known = self._recovery.supply.knows(attempt) and bool(rows)
         if ranks.together:
             said = ranks.gather([rest is not None, known]).values()
             rest, known = rest if all(s[0] for s in said) else None, all(s[1] for s in said)
@@ -402,7 +402,7 @@ class Guard:
         if gradients is None or not gradients.all_finite:
             return incident, False
         said_more = ""
-        if known and guilty and (count := self._recovery.leave_out(attempt, incident)):
+        if known and guilty and (count := self._recovery.supply.leave_out(attempt, incident)):
             said_more = f"; {count} sample{'s' if count > 1 else ''} put into quarantine"
         if self.policy.salvage:
             self._runner.held.appendleft(rest)

@@ -85,7 +85,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     whole.sync()
     killed = made(tmp_path)
     train(killed, killed.wrap(loader()), 47)
-    killed._recovery.close()
+    killed._recovery.close(alone=False)
     fresh = made(tmp_path)
     data = fresh.wrap(loader(seed=99))
     torch.randn(3, device="cuda")
@@ -162,7 +162,7 @@ def test_fsdp2_on_one_device_saves_and_resumes(tmp_path):
 
             first = build()
             train(first, first.wrap(loader()), 26)
-            first._recovery.close()
+            first._recovery.close(alone=False)
             fresh = build()
             data = fresh.wrap(loader(seed=5))
             assert fresh.resume() == 20

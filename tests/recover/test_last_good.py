@@ -12,7 +12,7 @@ def saved(tmp_path, steps, **kwargs):
     where = nanproof.Checkpoints(tmp_path, **{"every": 10, "prove": 3, "background": False, **kwargs})
     guard = made(scheduler=True, checkpoints=where)
     train(guard, guard.wrap(loader()), steps)
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     return where
 
 

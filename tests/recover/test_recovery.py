@@ -98,7 +98,7 @@ def test_a_new_process_goes_on_bit_for_bit(optimizer, stop, tmp_path):
     where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
     killed = made(optimizer, scheduler=True, checkpoints=where)
     train(killed, killed.wrap(loader()), stop)
-    killed._recovery.close()  # what the end of a process does
+    killed._recovery.close(alone=False)  # what the end of a process does
     torch.manual_seed(999)
     fresh = made(optimizer, scheduler=True, checkpoints=where)
     data = fresh.wrap(loader(seed=12345))
@@ -116,7 +116,8 @@ def test_a_run_without_checkpoints_on_the_disk_starts_at_0(tmp_path):
         made().resume()
 
 
-def test_a_loop_of_ones_own_goes_back_and_resumes_too(tmp_path):
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_loop_of_ones_own_goes_back_and_resumes_too(lag, tmp_path):
     """Its schedule is advanced by the loop, after `guard.step`: going back and resuming both come out right."""
 
     def build():
@@ -140,7 +141,7 @@ def test_a_loop_of_ones_own_goes_back_and_resumes_too(tmp_path):
 
     def guarded(**kwargs):
         model, optimizer, scheduler = build()
-        policy = nanproof.Policy(diagnose="never", **kwargs.pop("policy", {}))
+        policy = nanproof.Policy(diagnose="never", lag=lag, **kwargs.pop("policy", {}))
         return nanproof.Guard(model, optimizer, scheduler=scheduler, policy=policy, **kwargs)
 
     undisturbed = guarded()
@@ -152,7 +153,7 @@ def test_a_loop_of_ones_own_goes_back_and_resumes_too(tmp_path):
     where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
     killed = guarded(checkpoints=where)
     loop(killed, killed.wrap(loader()), 47)
-    killed._recovery.close()
+    killed._recovery.close(alone=False)
     fresh = guarded(checkpoints=where)
     data = fresh.wrap(loader(seed=5))
     assert fresh.resume() == 40
@@ -211,11 +212,24 @@ def test_trouble_that_comes_back_at_the_same_place_is_stepped_over():
     assert all(torch.isfinite(t).all() for t in guard.model.parameters())
 
 
-def test_without_a_state_to_go_back_to_the_cap_halts():
-    guard = made(policy={"max_consecutive_skips": 2})
-    with pytest.raises(nanproof.TrainingHalted, match="3 steps in a row"):
-        for batch in [poison(b) for b in batches(10)]:
+@pytest.mark.parametrize("why", ["no state was kept", "none may be used"])
+def test_without_a_state_to_go_back_to_the_cap_halts(why):
+    """Also where the weights are broken: nobody claims to have gone anywhere."""
+    kept = {"snapshot_every": 2, "max_rollbacks": 0} if why == "none may be used" else {}
+    guard = made(policy={"max_consecutive_skips": 6, **kept})
+    with pytest.raises(nanproof.TrainingHalted, match="7 steps in a row"):
+        for i, batch in enumerate(batches(20)):
+            if i == 5:
+                poison_weight(guard)
             guard.train_step(batch)
+
+
+def test_a_state_that_cannot_be_copied_does_not_end_the_run(monkeypatch, caplog):
+    guard = made(policy={"snapshot_every": 5})
+    monkeypatch.setattr(guard._recovery.snapshots, "_copy", lambda *_: 1 / 0)
+    train(guard, loader(), 12)
+    assert guard._next == 12 and guard._recovery.snapshots.kept == []
+    assert caplog.text.count("cannot be copied") == 1
 
 
 def test_divergence_sends_the_run_back_and_can_be_told_not_to():

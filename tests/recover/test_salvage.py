@@ -145,7 +145,7 @@ def test_a_sample_in_quarantine_is_not_seen_again(tmp_path):
     assert [i.action for i in guard.incidents] == ["skipped"]
     assert "1 sample put into quarantine" in guard.incidents[0].message
     assert sorted(sizes)[:2] == [7, 7] and sizes[:6] == [8] * 6
-    [entry] = list(guard._recovery.quarantine)
+    [entry] = list(guard._recovery.supply.quarantine)
     assert (entry.index, entry.size, entry.cause) == (17, 48, "nonfinite-batch") and entry.hash
     assert entry.bundle == guard.incidents[0].bundle
     guard, sizes = run()
@@ -165,7 +165,7 @@ def test_a_bug_that_is_not_the_samples_fault_quarantines_nothing(tmp_path):
         for batch in guard.wrap(DataLoader(Rows(), 4)):
             guard.train_step(batch)
     guard.close()
-    assert len(guard._recovery.quarantine) == 0
+    assert len(guard._recovery.supply.quarantine) == 0
     assert sum(i.diagnosis is not None for i in guard.incidents) <= 3
 
 

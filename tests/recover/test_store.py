@@ -32,7 +32,7 @@ def saved(folder, steps=50, every=10, prove=3, keep=3, **kwargs):
             states[guard._next] = weights(guard)
 
     train(guard, guard.wrap(rows()), steps, look)
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     return states
 
 
@@ -48,7 +48,7 @@ def resumed(folder, **kwargs):
     guard = made(checkpoints=nanproof.Checkpoints(folder, **kwargs))
     step = guard.resume()
     state = weights(guard)
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     return step, state
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_is_saved_again_does_not_touch_the_good_one(tmp_path):
     data = guard.wrap(rows())
     assert guard.resume() == 20
     train(guard, data, 36)
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     assert "step-00000030-2" in names(tmp_path)
     step, state = resumed(tmp_path)
     assert step == 30 and same(state, states[30]) == []
@@ -154,7 +154,7 @@ def test_checkpoints_of_another_model_are_refused_before_anything_is_touched(tmp
     with pytest.raises(nanproof.UsageError, match=r"of another model: the model has no 4.weight.*is \(2, 16\) in the model"):
         guard.resume()
     assert same(weights(guard), before) == []
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
 
 
 def test_checksums_are_those_of_zlib(tmp_path):
@@ -292,7 +292,7 @@ def test_optimizer_state_that_is_no_tensor_survives(tmp_path):
     guard = build()
     for batch in batches(8):
         guard.train_step(batch)
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     fresh = build()
     assert fresh.resume() == 5
     assert [fresh.optimizer.state[p]["taken"] for p in fresh.model.parameters()] == [5] * 6

@@ -56,7 +56,7 @@ def both(rank, kind, folder):
     first = guarded(kind, folder)
     for batch in data[:25]:
         first.train_step(batch)
-    first._recovery.close()
+    first._recovery.close(alone=False)
     fresh = guarded(kind, folder)
     step = fresh.resume()
     at_20 = state(fresh)
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_one_process_is_spread_over_two_ranks(tmp_path):
         guard.train_step(batch)
         if i == 19:
             torch.save(state(guard), folder + ".at20")
-    guard._recovery.close()
+    guard._recovery.close(alone=False)
     for kind in ("ddp", "fsdp2"):
         shutil.copytree(folder, folder + kind)
         shutil.copy(folder + ".at20", folder + kind + ".at20")

@@ -28,7 +28,7 @@ def goes_on(rank, folder):
     train(whole, data, 30, lambda guard: at.update({guard._next: weights(guard)}))
     stopped, data = started(rank, folder)
     train(stopped, data, 27)
-    stopped._recovery.close()
+    stopped._recovery.close(alone=False)
     fresh, data = started(rank, folder)
     step = fresh.resume()
     early = same(weights(fresh), at[step])

@@ -19,24 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanproof.core.attempts import Attempt
-from nanproof.core.context import RandomState
 from nanproof.core.evidence import listed
+from nanproof.core.files import reason
 from nanproof.core.runner import Runner
+from nanproof.errors import NanproofError
 from nanproof.policy import Policy
-from nanproof.records import Incident
 from nanproof.recover.checkpoints import Checkpoints
-from nanproof.recover.data import Ticket, WrappedDataset, WrappedLoader, wrap
-from nanproof.recover.quarantine import FILE, Entry, Quarantine
+from nanproof.recover.rewarm import Rewarm
 from nanproof.recover.saver import Saver
-from nanproof.recover.sealed import NotWhole, now
+from nanproof.recover.sealed import NotWhole
 from nanproof.recover.snapshots import Snapshot, Snapshots
-from nanproof.recover.state import Part, RunState, encode_random
+from nanproof.recover.state import Part, RunState
 from nanproof.recover.store import Saved, Store
+from nanproof.recover.supply import Places, Supply
 
 log = logging.getLogger("nanproof")
 
-_REMEMBERED = 20_000
-"""Steps whose batches are remembered by number, for stepping over them."""
 _FORGIVEN = 200
 """Accepted steps after a rollback's incident until the next one counts as another."""
 
@@ -90,80 +88,32 @@ class Recovery:
             self._store = Store(checkpoints.folder, checkpoints.keep, self._ranks, _own_group(self._ranks))
             self._saver = Saver(self._store, checkpoints.background, self._ranks.together)
         home = run_dir if run_dir is not None else checkpoints.folder if checkpoints is not None else None
-        self.quarantine = Quarantine(None if home is None else Path(home) / FILE)
-        self._loaders: list[WrappedLoader] = []
-        self._positions: list[dict[str, Any]] = []
-        """Of a resumed run: where its loaders were, for those that are wrapped later."""
-        self._beginning: list[dict[str, Any]] = []
-        self._random: dict[str, Any] = {}
-        """Where loaders and random numbers were before the first step."""
-        self._tickets: dict[int, list[list[Ticket]]] = {}
+        self.supply = Supply(home, even=self._ranks.together)
         self._taken: list[_Taken] = []
         self._waiting: list[_Taken] = []
         """In a loop of the user's own: good, but the loop has not advanced its schedule yet."""
+        self._unscheduled: list[Snapshot] = []
+        """The same, good or not."""
         self._copying: Snapshot | None = None
         self._candidates: dict[int, int] = {}
         """Checkpoints that are not proven yet: healthy steps so far."""
         self._due_keep = self._due_save = False
         self._tries, self._last = 0, -1
-        self._rewarm_from: int | None = None
-        self._lowered: list[Any] = []
+        self._off = False
+        self._rewarm = Rewarm(runner.optimizer, policy.rewarm_steps)
 
     @property
     def on(self) -> bool:
         """Whether states are kept at all."""
         return self._policy.snapshot_every > 0 or self._store is not None
 
-    # -- data ------------------------------------------------------------------------------------------------------------------
-
-    def wrap(self, data: Any) -> WrappedLoader | WrappedDataset:
-        wrapped = wrap(data, self.quarantine, even=self._ranks.together)
-        if isinstance(wrapped, WrappedLoader) and all(wrapped is not known for known in self._loaders):
-            if len(self._loaders) < len(self._positions):
-                wrapped.load_state_dict(self._positions[len(self._loaders)])
-            self._loaders.append(wrapped)
-            self._beginning = [*self._beginning, wrapped.state_dict()]
-            self._random = encode_random(RandomState.now(self._runner.devices))
-        return wrapped
+    # -- while all is well -----------------------------------------------------------------------------------------------------
 
     def note_batches(self, attempt: Attempt) -> None:
         """A new step begins: which batches is it made of?"""
         if attempt.step == 0 and attempt.batches is not None and self._policy.snapshot_every:
             self._keep_beginning()
-        if not self._loaders:
-            return
-        self._tickets[attempt.step] = attempt.tickets = [loader.taken() for loader in self._loaders]
-        self._tickets.pop(attempt.step - _REMEMBERED, None)
-
-    def knows(self, attempt: Attempt) -> bool:
-        """Whether it can be told which samples a step is made of."""
-        return attempt.batches is not None and any(len(taken) == len(attempt.batches) for taken in attempt.tickets)
-
-    def leave_out(self, attempt: Attempt, incident: Incident) -> int:
-        """Put the samples that are to blame into quarantine; how many they were."""
-        assert attempt.batches is not None and incident.diagnosis is not None
-        entries = []
-        for loader, taken in zip(self._loaders, attempt.tickets, strict=True):
-            if len(taken) != len(attempt.batches):
-                continue
-            entries += [
-                Entry(
-                    index=sample.index,
-                    hash=sample.hash,
-                    size=loader.size,
-                    worker=sample.worker,
-                    workers=sample.workers,
-                    step=incident.step,
-                    cause=incident.diagnosis.cause,
-                    bundle=incident.bundle,
-                    at=now(),
-                )
-                for sample in loader.samples_of(taken[incident.micro_batch or 0], incident.diagnosis.samples)
-            ]
-        self.quarantine.add(entries)
-        return len(entries)
-
-    # -- while all is well -----------------------------------------------------------------------------------------------------
+        self.supply.note(attempt)
 
     def begin(self, attempt: Attempt) -> None:
         pass
@@ -174,27 +124,35 @@ class Recovery:
             self._copying.order_after()
             self._copying = None
         self.complete()
-        self._restore_rate()
-        if self._rewarm_from is not None:
-            share = (step - self._rewarm_from + 1) / (self._policy.rewarm_steps + 1)
-            if share >= 1:
-                self._rewarm_from = None
-            else:
-                self._lower_rate(max(share, 0.0))
+        self._rewarm.before_step(step)
 
     def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
-        self._restore_rate()
+        self._rewarm.restore()
 
     def _keep_beginning(self) -> None:
         """A run may go wrong before its first copy is due: the state it begins with is one to go back to as well."""
         host = self.state.host(0, self._runner.devices)
-        host["data"] = self._beginning
-        host["random"] = self._random or host["random"]
-        snapshot = self.snapshots.take(0, host)
+        host["data"] = self.supply.beginning
+        host["random"] = self.supply.random or host["random"]
+        snapshot = self._take(0, host)
         if snapshot is not None and snapshot.finite():
             snapshot.confirmed = True
             self.snapshots.keep(snapshot)
             self._copying = snapshot if snapshot.done else None
+
+    def _take(self, step: int, host: dict[str, Any]) -> Snapshot | None:
+        """A copy, if it can be made. That it cannot (tensors of an odd kind) is no reason for a run to die; of several ranks one
+        cannot go on without the others."""
+        if self._off:
+            return None
+        try:
+            return self.snapshots.take(step, host)
+        except Exception as error:
+            if self._ranks.together:
+                raise
+            self._off = True
+            log.warning("nanproof: the run's state cannot be copied, so nothing is kept or saved: %s", reason(error))
+            return None
 
     def stepped(self, next_step: int, own_loop: bool, settled: bool) -> str | None:
         """A step was dispatched; the next one is `next_step`. Returns what is broken, if a copy shows that something is.
@@ -209,9 +167,11 @@ class Recovery:
         if not (self._due_keep or self._due_save) or self._runner.held or not settled:
             return None
         host = self.state.host(next_step, self._runner.devices)
-        host["data"] = [loader.state_dict() for loader in self._loaders]
-        snapshot = self.snapshots.take(next_step, host)
+        host["data"] = self.supply.positions()
+        snapshot = self._take(next_step, host)
         if snapshot is not None:
+            if own_loop:
+                self._unscheduled.append(snapshot)
             self._copying = snapshot if snapshot.done else None
             self._taken.append(_Taken(snapshot, self._due_keep, self._due_save, own_loop))
         self._due_keep = self._due_save = False
@@ -249,7 +209,7 @@ class Recovery:
             snapshot.confirmed = True
             if taken.keep:
                 self.snapshots.keep(snapshot)
-            if taken.own_loop:
+            if taken.own_loop and "next_schedule" not in snapshot.host:
                 self._waiting.append(taken)
             else:
                 self._finish(taken)
@@ -258,8 +218,10 @@ class Recovery:
     def complete(self) -> None:
         """In a loop of the user's own the schedule advances between steps: now it has. A new process goes on from that; a run
         that goes back is in the middle of its loop, which will advance it."""
+        for snapshot in self._unscheduled:
+            snapshot.host["next_schedule"] = self.state.schedule()
+        self._unscheduled.clear()
         for taken in self._waiting:
-            taken.snapshot.host["next_schedule"] = self.state.schedule()
             self._finish(taken)
         self._waiting.clear()
 
@@ -287,27 +249,19 @@ class Recovery:
 
         None where there is no such state, or it has been tried often enough.
         """
-        if until <= self._last + _FORGIVEN and self._tries:
-            self._tries += 1
-        else:
-            self._tries = 1
-        if self.exhausted:
-            return None
-        source = self._source(most)
+        tries = self._tries + 1 if until <= self._last + _FORGIVEN else 1
+        source, tensors, host = self._good_state(most, tries - 1)
         if source is None:
             return None
+        self._tries = tries
+        if self.exhausted:
+            return None
         self._last = max(self._last, until) if self._tries > 1 else until
-        step = source.step
-        over = self._to_step_over(max(since - self._policy.rollback_margin, step), until) if blame_data or self._tries > 1 else []
-        if isinstance(source, Snapshot):
-            source.wait()
-            tensors, host = source.tensors(), source.host
-        else:
-            tensors, host, _ = self._load(source)
+        step, margin = source.step, self._policy.rollback_margin
+        over = self.supply.of_steps(max(since - margin, step), until, margin) if blame_data or self._tries > 1 else []
         self._put(tensors, host, over)
         self._give_up_after(step)
-        if self._policy.rewarm_steps:
-            self._rewarm_from = step
+        self._rewarm.start(step)
         count = max((len(batches) for batches in over), default=0)
         return Way(step, isinstance(source, Snapshot), self._tries, count, host["parts"]["heal"])
 
@@ -325,16 +279,27 @@ class Recovery:
         """A good state has been kept in memory."""
         return any(snapshot.confirmed for snapshot in self.snapshots.kept)
 
-    def _source(self, most: int) -> Snapshot | Saved | None:
-        """With every further try of the same trouble, an older state."""
-        older = self._tries - 1
-        memory = [s for s in reversed(self.snapshots.kept) if s.confirmed and s.step <= most]
+    def _good_state(self, most: int, older: int) -> tuple[Snapshot | Saved | None, Mapping[str, Tensor], dict[str, Any]]:
+        """The newest good state of up to step `most`, or one that is older by so many: with every further try of one trouble.
+        The oldest, where there are not that many."""
+        memory = (
+            [s for s in reversed(self.snapshots.kept) if s.confirmed and s.step <= most] if self._policy.max_rollbacks else []
+        )
         if older < len(memory):
-            return memory[older]
-        saved = self._newest_good(most, older - len(memory))
-        if saved is None and memory:
-            return memory[-1]
-        return saved if saved is not None or not older else self._newest_good(most, 0)
+            memory[older].wait()
+            return memory[older], memory[older].tensors(), memory[older].host
+        but = older - len(memory)
+        while self._policy.max_rollbacks and (saved := self._newest_good(most, but)) is not None:
+            try:
+                tensors, host, _ = self._load(saved)
+                return saved, tensors, host
+            except (NanproofError, OSError) as why:
+                log.warning("nanproof: passed over %s: %s", saved.path.name, why)
+                but += 1
+        if memory:
+            memory[-1].wait()
+            return memory[-1], memory[-1].tensors(), memory[-1].host
+        return self._good_state(most, 0) if older else (None, {}, {})
 
     def _newest_good(self, most: int | None, but: int) -> Saved | None:
         """The same on every rank: the first one looks, and tells the others."""
@@ -361,20 +326,20 @@ class Recovery:
         self.state.check({name: tuple(t.shape) for name, t in tensors.items()}, str(saved.path))
         return tensors, host, own
 
-    def _put(self, tensors: Mapping[str, Tensor], host: Mapping[str, Any], over: list[list[tuple[int, int]]]) -> None:
+    def _put(self, tensors: Mapping[str, Tensor], host: Mapping[str, Any], over: Places) -> None:
         """In a running loop: random numbers go back only together with the data, else data made from them would come again."""
-        rewindable = bool(self._loaders) and len(host.get("data", ())) == len(self._loaders)
+        rewindable = self.supply.fits(host["data"])
         self._runner.forget()
         self.state.put(tensors)
         self.state.put_host(host, random=rewindable)
         if rewindable:
-            for loader, position, batches in zip(self._loaders, host["data"], over or [[] for _ in self._loaders], strict=True):
-                loader.rewind(position, batches)
+            self.supply.rewind(host["data"], over)
 
     def _give_up_after(self, step: int) -> None:
         """What was kept of the way that was given up."""
         self.refused()
         self._waiting.clear()
+        self._unscheduled.clear()
         self._due_keep = self._due_save = False
         self._copying = None
         self.snapshots.drop(lambda s: s.step > step)
@@ -386,20 +351,7 @@ class Recovery:
         if self._store is not None and self._saver is not None:
             self._saver.wait()
             self._store.abandon(step)
-        for later in [s for s in self._tickets if s >= step]:
-            del self._tickets[later]
-
-    def _to_step_over(self, since: int, until: int) -> list[list[tuple[int, int]]]:
-        """(epoch, batch) of what the steps were made of, and of a margin after them, for each loader."""
-        found: list[set[tuple[int, int]]] = [set() for _ in self._loaders]
-        for step in range(since, until + 1):
-            for places, tickets in zip(found, self._tickets.get(step, ()), strict=False):
-                places.update((t.epoch, t.batch) for t in tickets)
-        for places in found:
-            if places:
-                epoch, last = max(places)
-                places.update((epoch, last + 1 + i) for i in range(self._policy.rollback_margin))
-        return [sorted(places) for places in found]
+        self.supply.forget_since(step)
 
     # -- a new process ---------------------------------------------------------------------------------------------------------
 
@@ -419,15 +371,12 @@ class Recovery:
             self.state.put_host(host, random=own)
             if "next_schedule" in host:
                 self.state.put_schedule(host["next_schedule"])
-            self._positions = list(host.get("data", ()))
             if not own or (self._ranks.world if self._ranks.together else 1) != self._world(saved):
                 log.warning(
                     "nanproof: %s was written by another number of ranks: every rank goes on from the data position of rank 0",
                     saved.path.name,
                 )
-            for loader, position in zip(self._loaders, self._positions, strict=False):
-                loader.load_state_dict(position)
-            self._tickets.clear()
+            self.supply.resume(host["data"])
             log.info("nanproof: resumed from %s", saved.path)
             return int(host["step"])
         return 0
@@ -435,35 +384,16 @@ class Recovery:
     def _world(self, saved: Saved) -> int:
         return len(list(saved.path.glob("host-*.pt")))
 
-    def close(self) -> None:
-        """Wait for the disk and let go of memory."""
-        self._restore_rate()
+    def close(self, alone: bool) -> None:
+        """Wait for the disk and let go of memory. `alone`: other ranks may not be coming to write their part, so not for them."""
+        self._rewarm.restore()
         try:
-            if self._saver is not None:
+            if self._saver is not None and not (alone and self._ranks.together):
                 self._saver.close()
         finally:
             if self._store is not None:
                 self._store.close()
             self.snapshots.close()
-
-    # -- the learning rate after a rollback ------------------------------------------------------------------------------------
-
-    def _lower_rate(self, share: float) -> None:
-        for group in self._runner.optimizer.param_groups:
-            rate = group["lr"]
-            self._lowered.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
-            if isinstance(rate, Tensor):
-                rate.mul_(share)
-            else:
-                group["lr"] = rate * share
-
-    def _restore_rate(self) -> None:
-        for group, rate in self._lowered:
-            if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
-        self._lowered.clear()
 
 
 def _own_group(ranks: Any) -> Any:
