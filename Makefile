@@ -23,16 +23,19 @@ format: .venv/ready
 bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside other tools
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python -W ignore benchmarks/explain.py
+	$(BIN)/python -W ignore benchmarks/recovery.py
 	$(BIN)/python benchmarks/scan.py --save
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
 	$(PYTHON) -W ignore benchmarks/explain.py
+	$(PYTHON) -W ignore benchmarks/recovery.py
 
-campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, and hundreds of kills
+campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, hundreds of kills, poisoned states
 	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
 	$(BIN)/python -W ignore benchmarks/healthy.py
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/kills.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/poison.py
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py
