@@ -180,4 +180,4 @@ if __name__ == "__main__":
     on = "cuda" if torch.cuda.is_available() else "cpu"
     found = measure(on, options.rounds, options.steps or (20 if on == "cuda" else 5))
     name = torch.cuda.get_device_name() if on == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    save(f"recover_{'gpu' if on == 'cuda' else 'cpu'}", name, found, options.out or RESULTS)
+    save(f"recovery_{'gpu' if on == 'cuda' else 'cpu'}", name, found, options.out or RESULTS)
