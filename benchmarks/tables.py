@@ -154,7 +154,7 @@ def scan_table() -> str:
     memory = max(kind["anonymous MiB above import"] for kind in kinds)
     lines += ["", f"Anonymous memory of a process that scans, above that of its imports: {memory:.0f} MiB."]
     lines.append(f"{data['device']}, torch {data['torch']}, {data['date']}. Medians of {kinds[0]['rounds']} alternating rounds.")
-    lines.append(f"Load average at the end: {data['load average']:.1f}; above the number of cores, others were at work too.")
+    lines.append(f"Load average at the end: {data['load average']:.1f}.")
     return "\n".join(lines)
 
 
