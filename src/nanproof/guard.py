@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.caps import SkipCaps
-from nanproof.core.checks import check_arguments, check_scalar
+from nanproof.core.checks import OwnLoop, check_arguments, check_scalar
 from nanproof.core.context import RandomState, settings
 from nanproof.core.evidence import bad_buffer, from_finding, listed
 from nanproof.core.inquest import Inquest
@@ -81,6 +81,7 @@ class Guard:
             checkpoints: `Checkpoints(folder)`: save the run's state now and then, for `resume` and for going back.
         """
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
+        run_dir = None if run_dir is None else Path(run_dir).absolute()
         self.model = model
         self.optimizer = bare_optimizer(optimizer)
         self.loss_fn = loss_fn
@@ -96,6 +97,7 @@ class Guard:
         self._runner = Runner(self._stepper, loss_fn, scheduler)
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
+        self._own_loop = OwnLoop(self.policy, scheduler)
         self._closed = False
         self._inquest = Inquest(self._runner)
         self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
@@ -119,6 +121,11 @@ class Guard:
         """Records of the last steps whose verdicts have reached the host, oldest first."""
         return list(self._history)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that comes next. It falls when the run goes back."""
+        return self._next
+
     def backward(self, loss: Tensor) -> None:
         """Replaces `loss.backward()`, scaled if there is a scaler. Optional in a loop of your own; it is what names a bad
         micro-batch by its loss, and what tells the other ranks of a bad loss whose gradients are finite."""
@@ -137,10 +144,7 @@ class Guard:
             check_scalar(loss, "step")
         elif not self._stepper.has_losses:
             raise UsageError("guard.step(): pass the loss, or use guard.backward(loss) instead of loss.backward()")
-        if self.scheduler is not None and self._next == 0:
-            log.warning(
-                "nanproof: guard.step does not advance Guard(scheduler=...), only train_step does: call its step yourself"
-            )
+        self._own_loop.look(self._next)
         if self._runner.held or any(attempt.batches is not None for attempt in self._runner.pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         self._follow_optimizer()
@@ -149,7 +153,7 @@ class Guard:
         self._next += 1
         self._runner.take(attempt, loss)
         self._catch_up(self._stepper.lag)
-        self._keep_state(own_loop=True)
+        self._broken(self._recovery.stepped(self._next, True, self._watch.settled))
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
         """One whole step: zero_grad, forward, backward, guarded optimizer step, scheduler. Returns the loss, detached.
@@ -169,7 +173,7 @@ class Guard:
         self._runner.run(attempt)
         assert attempt.report is not None
         self._catch_up(self._stepper.lag)
-        self._keep_state(own_loop=False)
+        self._broken(self._recovery.stepped(self._next, False, self._watch.settled))
         return attempt.report.loss
 
     def wrap(self, data: Any) -> Any:
@@ -196,7 +200,10 @@ class Guard:
         """Wait for the verdicts still under way, and train again on batches they held up. For before saving anything, or before
         a loop of your own after `train_step`; matters on CUDA only, where verdicts come two steps late."""
         self._runner.run_held()
+        backs = self._recovery.backs
         self._catch_up(0)
+        if self._recovery.backs > backs:
+            self._recovery.catch_up_schedule()
         self._recovery.complete()
 
     def close(self) -> None:
@@ -214,7 +221,10 @@ class Guard:
                         self._record(attempt, attempt.report, attempt.report.read())
                 self._runner.pending.clear()
             else:
+                taken = self._next
                 self.sync()
+                if self._next < taken:
+                    log.warning("nanproof: the last verdicts sent the run back: it ends at step %d of %d", self._next, taken)
         except TrainingHalted as halted:
             log.warning("nanproof: while closing: %s", halted)
         finally:
@@ -406,7 +416,8 @@ class Guard:
             said_more = f"; {count} sample{'s' if count > 1 else ''} put into quarantine"
         if self.policy.salvage:
             self._runner.held.appendleft(rest)
-            said_more += f"; the step is taken without {f'sample {few(rows)}' if rows else f'micro-batch {incident.micro_batch}'}"
+            what = f"sample {few(rows)} of the batch" if rows else f"micro-batch {incident.micro_batch}"
+            said_more += f"; the step is taken without {what}"
         return replace(incident, message=incident.message + said_more), self.policy.salvage
 
     def _back(
@@ -432,9 +443,6 @@ class Guard:
         same = (i.diagnosis for i in self.incidents if i.kind == incident.kind and i.diagnosis is not None)
         cause = incident.diagnosis or next(same, None)
         raise TrainingHalted(f"{why}. Last: {incident}" + (f". {cause}" if cause is not None else ""), incident)
-
-    def _keep_state(self, own_loop: bool) -> None:
-        self._broken(self._recovery.stepped(self._next, own_loop, self._watch.settled))
 
     def _broken(self, names: str | None) -> None:
         """A copy of the state was to be kept, and is not finite."""

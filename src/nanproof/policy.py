@@ -29,7 +29,8 @@ class Policy:
     """When the loss grows without end: go back to a good state if there is one, or only record it."""
 
     max_rollbacks: int = 3
-    """How often the same trouble may send the run back, each time to an older state; once more halts it."""
+    """How often trouble may send the run back, each time to an older state, until 200 steps have passed without any; once more
+    halts it. 0 never goes back."""
 
     rollback_margin: int = 2
     """Batches before and after the offending ones that are stepped over too. Needs a loader from `guard.wrap`."""
@@ -112,8 +113,9 @@ class Policy:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
             raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
-        if not isinstance(self.heal, bool):
-            raise UsageError(f"Policy(heal={self.heal!r}): True or False is needed")
+        for name in ("heal", "salvage"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"Policy({name}={getattr(self, name)!r}): True or False is needed")
         if self.heal and self.diagnose == "never":
             raise UsageError(
                 'Policy(heal=True, diagnose="never"): only what was diagnosed can be healed; use "first" or "always"'

@@ -339,3 +339,201 @@ def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):
     train(guard, loader(), 12)
     assert guard._recovery.snapshots.kept == []
     assert "no copy of the run's state is taken" in caplog.text
+
+
+def test_every_further_try_goes_back_to_an_older_state():
+    guard = made(policy={"snapshot_every": 10})
+    data = guard.wrap(loader())
+
+    def harm(guard):
+        if guard._next == 35:
+            poison_weight(guard)
+
+    with pytest.raises(nanproof.TrainingHalted):
+        train(guard, data, 60, harm)
+    assert [int(i.message.split("of step ")[1].split()[0].rstrip(",")) for i in guard.incidents[:3]] == [30, 20, 20]
+
+
+@pytest.mark.parametrize("how", ["no_grad", "data", "assign"])
+def test_a_teacher_that_follows_its_student_is_part_of_the_state(how, tmp_path):
+    """Frozen, and written in whatever way between steps."""
+
+    def build(**kwargs):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"q": net(0.0), "k": net(0.0)})
+        model["k"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model["q"].parameters(), lr=1e-2)
+        return nanproof.Guard(
+            model, optimizer, loss_fn=lambda m, b: mse(m["q"], b) + 0.1 * (m["q"](b[0]) - m["k"](b[0])).square().mean(), **kwargs
+        )
+
+    def follow(guard):
+        for q, k in zip(guard.model["q"].parameters(), guard.model["k"].parameters(), strict=True):
+            if how == "no_grad":
+                with torch.no_grad():
+                    k.mul_(0.9).add_(q, alpha=0.1)
+            elif how == "data":
+                k.data.mul_(0.9).add_(q.data, alpha=0.1)
+            else:
+                k.data = 0.9 * k.data + 0.1 * q.data
+
+    def run(guard, data, until):
+        for batch in data[guard.next_step : until]:
+            follow(guard)
+            guard.train_step(batch)
+
+    data = batches(30)
+    whole = build()
+    run(whole, data, 30)
+    where = nanproof.Checkpoints(tmp_path, every=5, prove=1, background=False)
+    killed = build(checkpoints=where)
+    run(killed, data, 17)
+    killed._recovery.close(alone=False)
+    fresh = build(checkpoints=where)
+    assert fresh.resume() == 15
+    run(fresh, data, 30)
+    assert same(weights(fresh), weights(whole)) == []
+
+
+def test_optimizer_state_that_came_later_goes_again():
+    """Going back to the beginning: an optimizer that fills its state at the first step, with plain numbers, fills it again."""
+
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1e-2, "seen": []})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+            for group in self.param_groups:
+                group["seen"].append(1)
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["step"], state["avg"] = 0, torch.zeros_like(p)
+                    state["step"] += 1
+                    state["avg"].lerp_(p.grad, 0.1)
+                    p.sub_(state["avg"], alpha=group["lr"] / state["step"])
+
+    def run(harm):
+        torch.manual_seed(0)
+        model = net()
+        guard = nanproof.Guard(
+            model, Plain(model.parameters()), loss_fn=mse, policy=nanproof.Policy(snapshot_every=8, diagnose="never")
+        )
+        train(guard, guard.wrap(loader()), 20, once(harm, poison_weight))
+        return guard
+
+    undisturbed = run(99)
+    for at in (5, 13):
+        guard = run(at)
+        assert len(guard.incidents) == 1
+        assert same(weights(guard), weights(undisturbed)) == []
+        assert guard.optimizer.param_groups[0]["seen"] == undisturbed.optimizer.param_groups[0]["seen"]
+        assert guard.optimizer.state["all"] == undisturbed.optimizer.state["all"] == {"count": 20}
+
+
+def test_a_loss_scale_goes_back_to_its_beginning():
+    def run(harm):
+        torch.manual_seed(0)
+        model = net(dropout=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        policy = nanproof.Policy(snapshot_every=20, diagnose="never")
+        guard = nanproof.Guard(model, optimizer, loss_fn=mse_fp16, scaler=scaler, policy=policy)
+        train(guard, guard.wrap(loader()), 12, once(4, lambda g: scaler._scale.fill_(math.inf)) if harm else None)
+        return guard
+
+    disturbed = run(True)
+    assert len(disturbed.incidents) == 1 and same(weights(disturbed), weights(run(False))) == []
+
+
+def test_buffers_that_change_their_shape_are_put_back():
+    """A memory that grows, and one that is made by the first forward."""
+
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+            self.register_buffer("memory", torch.zeros(1))
+            self.register_buffer("late", None)
+
+        def forward(self, x):
+            if self.training:
+                self.late = x.mean().detach().reshape(1) if self.late is None else self.late * 0.9
+                if len(self.memory) < 12:
+                    self.memory = torch.cat([self.memory, x.mean().detach().reshape(1)])
+            return self.inner(x) + self.memory.mean() * 0.1 + self.late * 0.1
+
+    def run(harm, **policy):
+        torch.manual_seed(0)
+        model = Remembers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        policy = nanproof.Policy(snapshot_every=4, diagnose="never", **policy)
+        guard = nanproof.Guard(model, optimizer, loss_fn=mse, policy=policy)
+
+        def poison(guard):
+            with torch.no_grad():
+                model.memory.fill_(math.nan)
+                model.inner.weight.fill_(math.nan)
+
+        train(guard, guard.wrap(loader()), 20, once(harm, poison))
+        return guard
+
+    undisturbed = run(99)
+    for at in (6, 15):
+        guard = run(at)
+        assert [i.action for i in guard.incidents] == ["rewound"]
+        assert same(weights(guard), weights(undisturbed)) == []
+
+
+def test_a_rate_that_climbs_goes_on_climbing_after_a_resume(tmp_path):
+    def build():
+        where = nanproof.Checkpoints(tmp_path, every=5, prove=1, background=False)
+        return made(checkpoints=where, policy={"rewarm_steps": 20})
+
+    guard = build()
+    train(guard, guard.wrap(loader()), 19, once(12, poison_weight))
+    guard._recovery.close(alone=False)
+    fresh = build()
+    data = fresh.wrap(loader())
+    assert fresh.resume() == 15
+    train(fresh, data, 19)
+    climbed = {r.step: r.lr for r in guard.history}
+    assert all(climbed[r.step] == r.lr for r in fresh.history) and fresh.history[-1].lr[0] < 1e-2
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_data_made_from_random_numbers_does_not_come_twice(lag):
+    """No wrapped loader: generators stay where the user's code left them."""
+    guard = made(policy={"snapshot_every": 5, "lag": lag}, dropout=0.0)
+    seen = []
+    for i in range(30):
+        x = torch.randn(8, 6)
+        seen.append(x)
+        if i == 13:
+            poison_weight(guard)
+        guard.train_step([x, x.sum(1)])
+    guard.sync()
+    assert guard.incidents[0].action == "rewound"
+    assert len({tuple(x.flatten().tolist()) for x in seen}) == 30
+
+
+def test_a_rollback_found_after_the_loop_leaves_the_schedule_right():
+    """In a loop of the user's own, with a lag: `sync` finds it after `scheduler.step()`."""
+    torch.manual_seed(0)
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    policy = nanproof.Policy(snapshot_every=10, lag=2, diagnose="never")
+    guard = nanproof.Guard(model, optimizer, scheduler=scheduler, policy=policy)
+    for i, batch in enumerate(guard.wrap(batches(15))):
+        if i == 14:
+            poison_weight(guard)
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        guard.backward(loss)
+        guard.step(loss)
+        scheduler.step()
+    guard.sync()
+    assert guard.next_step == 10 and scheduler.last_epoch == 10

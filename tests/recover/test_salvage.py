@@ -169,6 +169,36 @@ def test_a_bug_that_is_not_the_samples_fault_quarantines_nothing(tmp_path):
     assert sum(i.diagnosis is not None for i in guard.incidents) <= 3
 
 
+@pytest.mark.parametrize("how", ["two loaders", "read ahead", "another order", "augmented"])
+def test_nobody_is_blamed_where_the_batch_is_not_what_the_loader_gave(how, tmp_path):
+    data = Rows(48, bad=[17])
+
+    class Augmented(Rows):
+        def __getitem__(self, i):
+            return self.x[i] + 0.1 * torch.randn(6), self.y[i]
+
+    torch.manual_seed(0)
+    model = net()
+    loss_fn = (lambda m, b: mse(m, b[0]) + mse(m, b[1])) if how == "two loaders" else mse
+    guard = nanproof.Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn=loss_fn, run_dir=tmp_path)
+    source = DataLoader(Augmented(48, bad=[17]) if how == "augmented" else data, 8)
+    loader = guard.wrap(source)
+    if how == "two loaders":
+        for both in zip(loader, guard.wrap(DataLoader(Rows(48, seed=9), 8)), strict=True):
+            guard.train_step(both)
+    elif how == "read ahead":
+        batches_ = iter(loader)
+        now = next(batches_)
+        for later in batches_:
+            guard.train_step(now)
+            now = later
+    else:
+        for x, y in loader:
+            guard.train_step([x.flip(0), y.flip(0)] if how == "another order" else [x, y])
+    guard.close()
+    assert len(guard.incidents) == 1 and list(guard._recovery.supply.quarantine) == []
+
+
 Pair = namedtuple("Pair", "x y")
 
 

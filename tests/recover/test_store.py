@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import nanproof
+from nanproof.recover.scan import scan
 from nanproof.recover.sealed import packed
 from nanproof.recover.store import Store
 from recover.runs import loader as rows
@@ -64,9 +65,10 @@ def test_nothing_counts_as_good_that_is_not_finite(tmp_path):
     """Infinite second moments leave loss and gradients as they are: the scan is what finds them, and no checkpoint has them."""
     where = nanproof.Checkpoints(tmp_path, every=10, prove=0, keep=9, background=False)
     guard = made(checkpoints=where, policy={"at_cap": "halt"})
-    train(guard, guard.wrap(rows()), 50, once(25, poison_unused_moment))
-    assert good(tmp_path) == [10, 20]
-    assert [i.kind for i in guard.incidents] == ["nonfinite-weight"] * 3
+    with pytest.raises(nanproof.TrainingHalted, match="state is broken"):
+        train(guard, guard.wrap(rows()), 50, once(25, poison_unused_moment))
+    assert good(tmp_path) == [10, 20] and names(tmp_path) == ["step-00000010", "step-00000020"]
+    assert [i.kind for i in guard.incidents] == ["nonfinite-weight"]
     guard.close()
 
 
@@ -155,6 +157,61 @@ def test_checkpoints_of_another_model_are_refused_before_anything_is_touched(tmp
         guard.resume()
     assert same(weights(guard), before) == []
     guard._recovery.close(alone=False)
+
+
+def test_a_scan_reads_what_was_written(tmp_path):
+    """nanproof's own checkpoints, healthy and not: files without torch's checksums inside are whole all the same."""
+    saved(tmp_path, steps=25)
+    report = scan([tmp_path])
+    assert report.status == "clean"
+    assert sum(len(file.tensors) for c in report.checkpoints for file in c.files) > 40
+    assert [path.name for path in (good.path for good in report.last_good.values() if good)] == ["step-00000020"]
+
+
+def test_another_optimizer_or_scheduler_is_refused_before_anything_is_touched(tmp_path):
+    saved(tmp_path, steps=25)
+    for kwargs, says in (
+        ({"optimizer": "SGD-fused"}, "optimizer AdamW, and the guard has SGD"),
+        ({"scheduler": True}, "no scheduler"),
+    ):
+        guard = made(checkpoints=nanproof.Checkpoints(tmp_path), **kwargs)
+        before = weights(guard)
+        with pytest.raises(nanproof.UsageError, match=says):
+            guard.resume()
+        assert same(weights(guard), before) == []
+        guard._recovery.close(alone=False)
+
+
+def test_a_run_that_begins_anew_among_the_checkpoints_of_another_is_refused(tmp_path):
+    saved(tmp_path, steps=25)
+    guard = made(checkpoints=nanproof.Checkpoints(tmp_path))
+    with pytest.raises(nanproof.UsageError, match=r"earlier run: call guard\.resume"):
+        guard.train_step(batches(1)[0])
+    guard._recovery.close(alone=False)
+
+
+def test_folders_that_are_somebody_elses_are_left_alone(tmp_path):
+    for step in (5, 10):
+        (tmp_path / f"step-{step:08d}").mkdir()
+        (tmp_path / f"step-{step:08d}" / "model.pt").write_text("precious")
+    saved(tmp_path, steps=60, keep=1, prove=1)
+    assert len(list(tmp_path.glob("*/model.pt"))) == 2
+
+
+def test_two_guards_of_one_process_do_not_share_a_folder(tmp_path):
+    guard = made(checkpoints=nanproof.Checkpoints(tmp_path))
+    with pytest.raises(nanproof.UsageError, match="another guard of this process"):
+        made(checkpoints=nanproof.Checkpoints(tmp_path))
+    guard.close()
+    made(checkpoints=nanproof.Checkpoints(tmp_path)).close()
+
+
+def test_where_nothing_can_be_used_the_run_says_that_it_starts_anew(tmp_path, caplog):
+    saved(tmp_path, steps=25)
+    for path in tmp_path.glob("step-*/good.json"):
+        path.unlink()
+    assert resumed(tmp_path)[0] == 0
+    assert "can be used: the run starts from step 0" in caplog.text
 
 
 def test_checksums_are_those_of_zlib(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
+
+log = logging.getLogger("nanproof")
 
 
 def check_arguments(model: Any, max_norm: Any, policy: Any, scheduler: Any, checkpoints: Any) -> None:
@@ -38,3 +41,20 @@ def check_scalar(loss: Any, where: str) -> None:
         raise UsageError(f"guard.{where}: the loss must be a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
         raise UsageError(f"guard.{where}: the loss must be a scalar, not of shape {tuple(loss.shape)}; take its mean or sum")
+
+
+class OwnLoop:
+    """What a loop of the user's own cannot have, or has to do itself: said once."""
+
+    def __init__(self, policy: Policy, scheduler: Any) -> None:
+        self._policy, self._scheduler, self._seen = policy, scheduler, None
+
+    def look(self, step: int) -> None:
+        if step == 0 and (self._policy.salvage or self._policy.heal):
+            log.warning("nanproof: guard.step cannot run a step again: Policy(salvage=..., heal=...) acts in train_step only")
+        if step not in (0, 2) or self._scheduler is None:
+            return
+        now = getattr(self._scheduler, "last_epoch", None)
+        if step == 2 and now is not None and now == self._seen:
+            log.warning("nanproof: the schedule stands still: guard.step does not advance it, call scheduler.step() yourself")
+        self._seen = now

@@ -31,6 +31,7 @@ class Watcher(Protocol):
     def begin(self, attempt: Attempt) -> None: ...
     def before_step(self, step: int) -> None: ...
     def after_step(self, step: int, batches: tuple[Any, ...] | None) -> None: ...
+    def gave_up(self) -> None: ...
 
 
 class Runner:
@@ -84,7 +85,12 @@ class Runner:
         """The optimizer's part of a step, from the gradients that are there."""
         for watcher in self.watchers:
             watcher.before_step(attempt.step)
-        attempt.report = self.stepper.step(loss, again=attempt.batches is not None)
+        try:
+            attempt.report = self.stepper.step(loss, again=attempt.batches is not None)
+        except BaseException:
+            for watcher in self.watchers:
+                watcher.gave_up()
+            raise
         for watcher in self.watchers:
             watcher.after_step(attempt.step, attempt.batches)
         self.pending.append(attempt)
@@ -156,10 +162,13 @@ class Runner:
         self.held.clear()
         self._return_to_user()
 
-    def forget(self) -> None:
-        """Steps under way are no longer of interest: other weights have been loaded."""
+    def forget(self, keep_random: bool = False) -> None:
+        """Steps under way are no longer of interest: other weights have been loaded. `keep_random`: generators that the user's
+        own code drew from in between stay where it left them."""
         self.pending.clear()
         self.held.clear()
+        if keep_random and self._afterwards is not None:
+            self._afterwards.random.restore()
         self._afterwards = None
         self.stepper.forget()
         self.stepper.ranks.forget_gradients()

@@ -52,6 +52,12 @@ class LossScale:
         self._scaler._scale.copy_(saved["scale"])
         self._scaler._growth_tracker.copy_(saved["growth"])
 
+    def start_over(self) -> None:
+        """Back to before the first backward."""
+        if not self.untouched:
+            self._scaler._scale.fill_(self._scaler._init_scale)
+            self._scaler._growth_tracker.fill_(self._scaler._init_growth_tracker)
+
     @property
     def fixed(self) -> bool:
         """It hardly falls after an overflow: no scale that finds its level by itself."""

@@ -140,6 +140,10 @@ class Examiner:
         if weights is not None or pair is not None:
             self._looks[step] = weights, pair
 
+    def gave_up(self) -> None:
+        """The step raised instead."""
+        self._taking = False
+
     @_harmless
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An accepted step, in order: is something silently wrong?"""

@@ -67,17 +67,28 @@ def _chunk(path: Path, info: Any, dtype: torch.dtype, sizes: torch.Size) -> File
         archive = zipfile.ZipFile(_Part(file, info.offset, info.length))
         check_zip(archive, path, info.length)
         records = [record for record in archive.infolist() if "/data/" in record.filename]
-        order = next((archive.read(record) for record in archive.infolist() if record.filename.endswith("/byteorder")), b"little")
+        order = next((record for record in archive.infolist() if record.filename.endswith("/byteorder")), None)
         wanted = sizes.numel() * dtype.itemsize
-        if len(records) != 1 or records[0].file_size != wanted or order != b"little":
+        little = order is None or order.file_size == 6  # "little" or "big"; read past zipfile, since checksums may be left out
+        if order is not None and little:
+            file.seek(_start(file, info, order, order.file_size))
+            little = file.read(6) == b"little"
+        if len(records) != 1 or records[0].file_size != wanted or not little:
             raise UnreadableFile(f"{wanted} bytes of numbers were expected")
-        file.seek(info.offset + records[0].header_offset)
-        header = file.read(30)
-        name, extra = struct.unpack("<HH", header[26:30])
-        start = info.offset + records[0].header_offset + 30 + name + extra
-    if not header.startswith(ZIP) or start + wanted > info.offset + info.length:
+        return FileSpan(path, _start(file, info, records[0], wanted), wanted, dtype)
+
+
+def _start(file: Any, info: Any, record: zipfile.ZipInfo, size: int) -> int:
+    """Where a record's bytes begin in the file: after its own header, which may be longer than the archive's list says."""
+    file.seek(info.offset + record.header_offset)
+    header = file.read(30)
+    if not header.startswith(ZIP):
         raise UnreadableFile("its record lies outside of it")
-    return FileSpan(path, start, wanted, dtype)
+    name, extra = struct.unpack("<HH", header[26:30])
+    start: int = info.offset + record.header_offset + 30 + name + extra
+    if start + size > info.offset + info.length:
+        raise UnreadableFile("its record lies outside of it")
+    return start
 
 
 class _Part:

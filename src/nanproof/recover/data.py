@@ -35,7 +35,7 @@ from nanproof.recover.consumed import OnceSource, PlainSource, StatefulSource
 from nanproof.recover.datasets import WrappedDataset, WrappedMap, WrappedStream
 from nanproof.recover.feeds import Feed, MapSource, Opening, Source
 from nanproof.recover.generators import Plain, Start, common_kept
-from nanproof.recover.hashes import sample_hash
+from nanproof.recover.hashes import is_row, sample_hash
 from nanproof.recover.quarantine import Quarantine
 from nanproof.recover.streams import StreamSource
 from nanproof.recover.tickets import Sample, Ticket
@@ -212,6 +212,23 @@ class WrappedLoader:
             loop.until = max(loop.until, checked["epoch"])
             self._next_epoch = max(self._next_epoch, loop.until + 1)
             loop.pending = _Pending(checked, loop.until, rewound=True)
+
+    def confirmed(self, ticket: Ticket, rows: Collection[int], batch: Any) -> list[Sample]:
+        """The samples in these rows, if fetching them again gives what is in the batch. Else the rows are of something else (read
+        ahead, put in another order, augmented at random), and nobody is to be blamed. A stream cannot be asked again."""
+        if not isinstance(self._source, MapSource) or not self._source.batched or ticket.samples is None:
+            return self.samples_of(ticket, rows)
+        collate = self._source.loader.collate_fn
+        for row in rows:
+            index = ticket.samples[row].index if 0 <= row < len(ticket.samples) else None
+            try:
+                with common_kept():
+                    if index is None or not is_row(collate([self._source.dataset[index]]), batch, row, len(ticket.samples)):
+                        return []
+            except Exception as error:
+                log.debug("nanproof: sample %s could not be compared", index, exc_info=error)
+                return []
+        return self.samples_of(ticket, rows)
 
     def samples_of(self, ticket: Ticket, rows: Collection[int]) -> list[Sample]:
         """The samples in these rows of a batch, with their hashes where they can be had: a map-style sample is fetched again,

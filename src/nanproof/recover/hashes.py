@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.core.tree import tensors_in
+
 _DEEP = 64
 """Below this, only the kind of a value counts: a value that contains itself has no end."""
 
@@ -117,3 +119,18 @@ def _object(found: blake2b, value: Any, depth: int) -> None:
 def _is_numpy(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def is_row(single: Any, batch: Any, row: int, samples: int) -> bool:
+    """Whether a batch of one sample is that row of a larger batch: every tensor of it is found there, and there is one. NaN
+    equals NaN. Padding that the larger batch has more of does not count."""
+    rows = [t.detach()[row].cpu() for _, t in tensors_in(batch) if t.dim() and len(t) == samples]
+    wanted = [t.detach()[0].cpu() for _, t in tensors_in(single) if t.dim()]
+    return bool(wanted) and all(any(_begins(t, there) for there in rows) for t in wanted)
+
+
+def _begins(t: Tensor, there: Tensor) -> bool:
+    if t.dim() != there.dim() or t.dtype != there.dtype or any(a > b for a, b in zip(t.shape, there.shape, strict=True)):
+        return False
+    part = there[tuple(slice(0, size) for size in t.shape)]
+    return bool(torch.equal(t, part) or torch.allclose(t.double(), part.double(), 0, 0, equal_nan=True))

@@ -22,7 +22,7 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.evidence import listed
 from nanproof.core.files import reason
 from nanproof.core.runner import Runner
-from nanproof.errors import NanproofError
+from nanproof.errors import NanproofError, UsageError
 from nanproof.policy import Policy
 from nanproof.recover.checkpoints import Checkpoints
 from nanproof.recover.rewarm import Rewarm
@@ -80,7 +80,8 @@ class Recovery:
         self._runner, self._policy, self._checkpoints = runner, policy, checkpoints
         stepper = runner.stepper
         self._ranks = stepper.ranks
-        self.state = RunState(stepper, runner.scheduler, parts)
+        self._rewarm = Rewarm(runner.optimizer, policy.rewarm_steps)
+        self.state = RunState(stepper, runner.scheduler, {**parts, "rewarm": self._rewarm})
         self.snapshots = Snapshots(self.state, self._ranks, stepper.parameters.device, policy.snapshot_to == "device")
         self._store: Store | None = None
         self._saver: Saver | None = None
@@ -99,8 +100,12 @@ class Recovery:
         """Checkpoints that are not proven yet: healthy steps so far."""
         self._due_keep = self._due_save = False
         self._tries, self._last = 0, -1
-        self._off = False
-        self._rewarm = Rewarm(runner.optimizer, policy.rewarm_steps)
+        self._off = self._resumed = self._ever_good = False
+        self._kept_at = self._saved_at = 0
+        """The steps at which a copy was last due."""
+        self.backs = 0
+        """How often the run went back."""
+        self._later_schedule: dict[str, Any] | None = None
 
     @property
     def on(self) -> bool:
@@ -111,12 +116,28 @@ class Recovery:
 
     def note_batches(self, attempt: Attempt) -> None:
         """A new step begins: which batches is it made of?"""
-        if attempt.step == 0 and attempt.batches is not None and self._policy.snapshot_every:
-            self._keep_beginning()
+        if attempt.step == 0:
+            self._check_folder()
+            if attempt.batches is not None and self._policy.snapshot_every:
+                self._keep_beginning()
         self.supply.note(attempt)
+
+    def _check_folder(self) -> None:
+        """A run that begins anew must not find the good states of another, nor leave its own among them."""
+        if self._store is None or self._resumed:
+            return
+        said = self._ranks.gather([any(saved.good for saved in self._store.checkpoints())])
+        if any(s[0] for s in said.values()):
+            raise UsageError(
+                f"{self._store.folder} holds good checkpoints of an earlier run: call guard.resume() before the first step to go "
+                "on with it, or choose another folder"
+            )
 
     def begin(self, attempt: Attempt) -> None:
         pass
+
+    def gave_up(self) -> None:
+        self._rewarm.restore()
 
     def before_step(self, step: int) -> None:
         """The optimizer is about to write: what is being copied must be copied first, on the device."""
@@ -162,8 +183,10 @@ class Recovery:
         if not self.on:
             return None
         every = self._policy.snapshot_every
-        self._due_keep |= every > 0 and next_step % every == 0
-        self._due_save |= self._checkpoints is not None and next_step % self._checkpoints.every == 0
+        if every > 0 and next_step // every > self._kept_at // every:
+            self._due_keep, self._kept_at = True, next_step
+        if self._checkpoints is not None and next_step // self._checkpoints.every > self._saved_at // self._checkpoints.every:
+            self._due_save, self._saved_at = True, next_step
         if not (self._due_keep or self._due_save) or self._runner.held or not settled:
             return None
         host = self.state.host(next_step, self._runner.devices)
@@ -205,8 +228,8 @@ class Recovery:
             snapshot = taken.snapshot
             if not snapshot.finite():
                 self.snapshots.release(snapshot)
-                return listed(self._runner.stepper.broken_state()) or "a tensor"
-            snapshot.confirmed = True
+                return listed(self._runner.stepper.broken_state() or ["the loss scale, or a tensor of another rank"])
+            snapshot.confirmed = self._ever_good = True
             if taken.keep:
                 self.snapshots.keep(snapshot)
             if taken.own_loop and "next_schedule" not in snapshot.host:
@@ -260,6 +283,8 @@ class Recovery:
         step, margin = source.step, self._policy.rollback_margin
         over = self.supply.of_steps(max(since - margin, step), until, margin) if blame_data or self._tries > 1 else []
         self._put(tensors, host, over)
+        self.backs += 1
+        self._later_schedule = host.get("next_schedule")
         self._give_up_after(step)
         self._rewarm.start(step)
         count = max((len(batches) for batches in over), default=0)
@@ -276,8 +301,8 @@ class Recovery:
 
     @property
     def has_good(self) -> bool:
-        """A good state has been kept in memory."""
-        return any(snapshot.confirmed for snapshot in self.snapshots.kept)
+        """There has been a good state."""
+        return self._ever_good
 
     def _good_state(self, most: int, older: int) -> tuple[Snapshot | Saved | None, Mapping[str, Tensor], dict[str, Any]]:
         """The newest good state of up to step `most`, or one that is older by so many: with every further try of one trouble.
@@ -324,12 +349,13 @@ class Recovery:
         assert self._store is not None
         tensors, host, own = self._store.load(saved, self.state.targets)
         self.state.check({name: tuple(t.shape) for name, t in tensors.items()}, str(saved.path))
+        self.state.check_host(host, str(saved.path))
         return tensors, host, own
 
     def _put(self, tensors: Mapping[str, Tensor], host: Mapping[str, Any], over: Places) -> None:
         """In a running loop: random numbers go back only together with the data, else data made from them would come again."""
         rewindable = self.supply.fits(host["data"])
-        self._runner.forget()
+        self._runner.forget(keep_random=not rewindable)
         self.state.put(tensors)
         self.state.put_host(host, random=rewindable)
         if rewindable:
@@ -341,6 +367,7 @@ class Recovery:
         self._waiting.clear()
         self._unscheduled.clear()
         self._due_keep = self._due_save = False
+        self._kept_at = self._saved_at = step
         self._copying = None
         self.snapshots.drop(lambda s: s.step > step)
         for candidate, healthy in list(self._candidates.items()):
@@ -351,13 +378,21 @@ class Recovery:
         if self._store is not None and self._saver is not None:
             self._saver.wait()
             self._store.abandon(step)
+            said = self._ranks.gather([any(saved.step == step for saved in self._store.checkpoints())])
+            if not next(iter(said.values()))[0]:  # it could not be written, or is gone: it is due again
+                self._saved_at = step - 1
         self.supply.forget_since(step)
 
     # -- a new process ---------------------------------------------------------------------------------------------------------
 
+    def catch_up_schedule(self) -> None:
+        """The run went back after its own loop had advanced the schedule, and the loop will not do it again."""
+        if self._later_schedule is not None:
+            self.state.put_schedule(self._later_schedule)
+
     def resume(self) -> int:
         """Load the newest good checkpoint; 0 if there is none."""
-        but = 0
+        but, self._resumed, passed = 0, True, False
         while (saved := self._newest_good(None, but)) is not None:
             try:
                 tensors, host, own = self._load(saved)
@@ -377,9 +412,19 @@ class Recovery:
                     saved.path.name,
                 )
             self.supply.resume(host["data"])
-            log.info("nanproof: resumed from %s", saved.path)
+            self._kept_at = self._saved_at = int(host["step"])
+            passed = passed or but > 0 or saved.path != self._newest_there()
+            log.log(logging.WARNING if passed else logging.INFO, "nanproof: resumed from %s", saved.path)
             return int(host["step"])
+        if self._newest_there() is not None:
+            log.warning(
+                "nanproof: no checkpoint in %s can be used: the run starts from step 0", self._store and self._store.folder
+            )
         return 0
+
+    def _newest_there(self) -> Path | None:
+        there = self._store.checkpoints() if self._store is not None else []
+        return there[0].path if there else None
 
     def _world(self, saved: Saved) -> int:
         return len(list(saved.path.glob("host-*.pt")))

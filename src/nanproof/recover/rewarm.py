@@ -19,6 +19,12 @@ class Rewarm:
     def start(self, step: int) -> None:
         self._since = step if self._steps else None
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._since = state["since"] if self._steps else None
+
     def before_step(self, step: int) -> None:
         self.restore()
         if self._since is None:

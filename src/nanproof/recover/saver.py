@@ -34,7 +34,7 @@ class Saver:
         """Write a snapshot to the disk; `written` is told afterwards, whether it worked or not."""
         if self._jobs.unfinished_tasks and not self._slow:
             self._slow = True
-            log.warning("nanproof: the checkpoint before is still being written: training waits for the disk. Save less often")
+            log.warning("nanproof: the checkpoint before is still being written: training waits. Raise Checkpoints(every=...)")
         self.wait()
 
         snapshot.saving = True

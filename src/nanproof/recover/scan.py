@@ -34,10 +34,19 @@ def scan(
     it with the manifest.json of nanproof's own checkpoints. `progress` is called with the report of each file.
     """
     started = time.perf_counter()
-    found = [one for path in paths for one in _found(Path(path))]
+    found, missing = [], []
+    for path in map(Path, paths):
+        try:
+            found += _found(path)
+        except UsageError as error:
+            missing.append((path, error))
+    if missing and not found:
+        raise missing[0][1]
     with Workers(denormals) as workers:
-        reports = tuple(_Scanner(workers, denormals, checksums, progress).checkpoint(one) for one in found)
-    return ScanReport(reports, time.perf_counter() - started)
+        reports = [_Scanner(workers, denormals, checksums, progress).checkpoint(one) for one in found]
+    for path, why in missing:  # beside others that can be read
+        reports.append(CheckpointReport(path, path, None, (FileReport(path, "unreadable", str(why)),), None))
+    return ScanReport(tuple(reports), time.perf_counter() - started)
 
 
 def _found(path: Path) -> list[Found]:

@@ -143,7 +143,7 @@ class Snapshots:
         self._courier = Courier(device)
         self._free: list[Arena] = []
         self._lock = threading.Lock()
-        self._frozen: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._frozen: dict[str, tuple[Tensor, tuple[int, int], Tensor]] = {}
         self._streams: dict[torch.device, Any] = {}
         self._staged: tuple[Plan, Arena | None] | None = None
         self._said: int | None = None
@@ -255,13 +255,22 @@ class Snapshots:
         return self._staged[1]
 
     def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what nothing trains: made once, and again only if it was written."""
+        """Copies of what nothing trains: made once, and again if it was written. Only where that is most of the model, as under
+        adapters: a teacher that follows its student is written through `.data` too, which nothing counts."""
         found = {}
-        for name, p in self._state.frozen().items():
+        frozen = self._state.frozen()
+        size = sum(parts[name].nbytes for name in frozen)
+        if 2 * size < sum(t.nbytes for name, t in parts.items() if name.startswith("model.")):
+            return {}
+        for name, p in frozen.items():
             known = self._frozen.get(name)
-            if known is None or known[0] is not p or known[1] != p._version:
+            same = known is not None and known[0] is p and known[1] == (p._version, parts[name].data_ptr())
+            if same and known is not None and parts[name].device.type == "cpu":
+                same = torch.equal(known[2], parts[name])
+            if not same or known is None:
                 place = parts[name].device if self._on_device else torch.device("cpu")
-                known = self._frozen[name] = (p, p._version, parts[name].detach().to(place, copy=True))
+                written = p._version, parts[name].data_ptr()
+                known = self._frozen[name] = (p, written, parts[name].detach().to(place, copy=True))
             found[name] = known[2]
         return found
 

@@ -85,7 +85,9 @@ class RunState:
         optional = {f"model.{clean_name(name)}" for name in _not_persistent(inner)}
         live = {name: tuple(t.shape) for name, t in self._live() if not name.startswith(("optimizer.", "scaler.", "guard."))}
         missing = [name for name in live if name not in saved and name not in optional]
-        unknown = [name for name in saved if name.startswith(("model.", "foreign.")) and name not in live]
+        empty = {f"model.{clean_name(name)}" for name in _without_value(inner)}
+        known = live.keys() | empty
+        unknown = [name for name in saved if name.startswith(("model.", "foreign.")) and name not in known]
         other = [name for name, shape in live.items() if name not in optional and saved.get(name, shape) != shape]
         if missing or unknown or other:
             raise UsageError(f"{where} is of another model: {_difference(missing, unknown, other, live, saved)}")
@@ -109,6 +111,7 @@ class RunState:
 
     def put(self, saved: Mapping[str, Tensor]) -> None:
         """Copy tensors back, in place wherever there is a place. What `check` looks at has been looked at."""
+        self._put_buffers(saved)
         live = self.tensors()
         with torch.no_grad():
             for name, tensor in live.items():
@@ -117,9 +120,21 @@ class RunState:
                     _copy(tensor, value)
         self._put_optimizer(saved)
         scale = {name.removeprefix("scaler."): t for name, t in saved.items() if name.startswith("scaler.")}
-        if self._stepper.scale is not None and scale:
-            self._stepper.scale.put(scale)
+        if self._stepper.scale is not None:
+            if scale:
+                self._stepper.scale.put(scale)
+            else:
+                self._stepper.scale.start_over()
         self._stepper.buffers.refresh()
+
+    def _put_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        """Buffers that were made, or made anew in another shape, since or before."""
+        for path, owner in unwrap(self._stepper.model).named_modules():
+            for leaf, buffer in owner._buffers.items():
+                value = saved.get(f"model.{clean_name(f'{path}.{leaf}' if path else leaf)}")
+                if value is not None and (buffer is None or (buffer.shape != value.shape and not is_dtensor(buffer))):
+                    device = buffer.device if buffer is not None else self._stepper.parameters.device
+                    owner._buffers[leaf] = value.to(device, copy=True)
 
     def _put_optimizer(self, saved: Mapping[str, Tensor]) -> None:
         parameters, optimizer = self._stepper.parameters, self._stepper.optimizer
@@ -141,15 +156,13 @@ class RunState:
                     continue
                 on_host = key == "step" and not fused[id(p)]
                 optimizer.state[p][key] = placed(value, p, torch.device("cpu") if on_host else local(p).device)
-            if not optimizer.state.get(p, True):
-                del optimizer.state[p]
 
     # -- the host's part -------------------------------------------------------------------------------------------------------
 
     def host(self, step: int, devices: list[torch.device]) -> dict[str, Any]:
         """The rest of the state, at the moment `step` is the next to be taken."""
         parameters, states = self._stepper.parameters, self._stepper.optimizer.state
-        values = {}
+        values: dict[str, Any] = {}
         for name, p in zip(parameters.names, parameters.tensors, strict=True):
             rest = {k: copy.deepcopy(v) for k, v in states.get(p, {}).items() if not isinstance(v, Tensor)}
             if rest:
@@ -157,9 +170,11 @@ class RunState:
         return {
             "version": VERSION,
             "step": step,
+            "kinds": self._kinds(),
             "random": encode_random(RandomState.now(devices)),
             "schedule": self.schedule(),
             "optimizer": values,
+            "optimizer_more": {key: copy.deepcopy(value) for key, value in states.items() if isinstance(key, str)},
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
@@ -167,15 +182,42 @@ class RunState:
         """Settings, and the scheduler that sets them."""
         groups = [{k: v for k, v in group.items() if k not in _NOT_OF_THE_RUN} for group in settings(self._stepper.optimizer)]
         state = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
-        return {"groups": groups, "scheduler": state}
+        return {"groups": copy.deepcopy(groups), "scheduler": state}
+
+    def check_host(self, host: Mapping[str, Any], where: str) -> None:
+        """The same kind of optimizer and scheduler; raises before anything is touched."""
+        for what, now in self._kinds().items():
+            then = host["kinds"][what]
+            if then != now:
+                raise UsageError(
+                    f"{where} was saved with {'no ' + what if then is None else f'the {what} {then}'}, and the guard has "
+                    f"{'none' if now is None else now}. Build them as they were, or choose another folder"
+                )
+
+    def _kinds(self) -> dict[str, str | None]:
+        scheduler, scaler = self._scheduler, self._stepper.scale
+        return {
+            "optimizer": type(self._stepper.optimizer).__name__,
+            "scheduler": None if scheduler is None else type(scheduler).__name__,
+            "scaler": None if scaler is None else "GradScaler",
+        }
 
     def put_host(self, host: Mapping[str, Any], random: bool) -> None:
         """All of it but what the healer knows: in a run that goes back, that is not forgotten."""
         optimizer = self._stepper.optimizer
         named = dict(zip(self._stepper.parameters.names, self._stepper.parameters.tensors, strict=True))
-        for name, values in host["optimizer"].items():
-            if name in named:
-                optimizer.state[named[name]].update(copy.deepcopy(values))
+        for name, p in named.items():
+            values, state = host["optimizer"].get(name, {}), optimizer.state.get(p, {})
+            for key in [key for key, value in state.items() if not isinstance(value, Tensor) and key not in values]:
+                del state[key]
+            if values:
+                optimizer.state[p].update(copy.deepcopy(values))
+            elif p in optimizer.state and not state:
+                del optimizer.state[p]
+        for key in [key for key in optimizer.state if isinstance(key, str)]:
+            del optimizer.state[key]
+        more: dict[Any, Any] = copy.deepcopy(host.get("optimizer_more", {}))
+        optimizer.state.update(more)
         self.put_schedule(host["schedule"])
         for name, part in self._parts.items():
             if name in host["parts"] and name != "heal":
@@ -213,6 +255,13 @@ def rewrapped(part: Tensor, like: Any) -> Tensor:
 
 def _copy(place: Tensor, value: Tensor) -> None:
     local(place).copy_(local(value))
+
+
+def _without_value(module: torch.nn.Module) -> Iterator[str]:
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                yield f"{path}.{name}" if path else name
 
 
 def _not_persistent(module: torch.nn.Module) -> Iterator[str]:

@@ -19,12 +19,13 @@ import os
 import re
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Saved:
 class Store:
     """One run's folder of checkpoints. Of several ranks, the first one writes, renames and deletes; each brings its own part."""
 
+    _living: ClassVar[weakref.WeakValueDictionary[Path, Store]] = weakref.WeakValueDictionary()
+
     def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None) -> None:
         self.folder, self._keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
         self._lock: FolderLock | None = None
@@ -83,9 +86,16 @@ class Store:
         self._read_back: set[Path] = set()
         """Good ones that this process found whole."""
         if self._leads:
+            if (other := self._living.get(self.folder)) is not None and other._lock is not None:
+                raise UsageError(
+                    f"Checkpoints(folder={str(folder)!r}) is in use by another guard of this process: close that one first, or "
+                    "give this one a folder of its own"
+                )
+            self._living[self.folder] = self
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(self.folder, f"Checkpoints(folder={str(folder)!r})")
+                weakref.finalize(self, self._lock.release)
                 write_whole(self.folder / ".probe", "")
                 (self.folder / ".probe").unlink()
             except OSError as error:
@@ -113,14 +123,18 @@ class Store:
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = NAME.fullmatch(path.name)
-            if match and path.is_dir():
+            if match and _is_ours(path):
                 found.append(Saved(path, int(match[1]), int(match[2] or 1), (path / GOOD).is_file()))
         return sorted(found, key=lambda saved: saved.order, reverse=True)
 
     def newest_good(self, most: int | None = None, but: int = 0) -> tuple[Saved | None, list[str]]:
         """The newest good checkpoint of a step up to `most` whose checksums hold, after `but` others; and what was passed over,
         with the reasons."""
-        passed = []
+        passed = [
+            f"{path.name}: it has no {MANIFEST}: emptied, or not nanproof's"
+            for path in sorted(self.folder.glob("step-*"))
+            if NAME.fullmatch(path.name) and path.is_dir() and not _is_ours(path)
+        ]
         for saved in self.checkpoints():
             if most is not None and saved.step > most:
                 continue
@@ -375,3 +389,8 @@ def _without_their_checksums() -> Iterator[None]:
 
 def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
     return [name for name in sorted(names) if name in tensors and not is_dtensor(tensors[name])]
+
+
+def _is_ours(path: Path) -> bool:
+    """Others may name their folders like this too."""
+    return (path / MANIFEST).is_file() or (path / GOOD).is_file()

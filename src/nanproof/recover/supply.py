@@ -95,13 +95,16 @@ class Supply:
         return attempt.batches is not None and any(len(taken) == len(attempt.batches) for taken in attempt.tickets)
 
     def leave_out(self, attempt: Attempt, incident: Incident) -> int:
-        """Put the samples that are to blame into quarantine; how many they were."""
+        """Put the samples that are to blame into quarantine; how many they were. None where several loaders fill the batch, or
+        where it is not what the loader gave: an innocent one would be left out for good."""
         assert attempt.batches is not None and incident.diagnosis is not None
+        which, rows = incident.micro_batch or 0, incident.diagnosis.samples
         entries = []
-        for loader, taken in zip(self._loaders, attempt.tickets, strict=True):
+        filled = [(loader, taken) for loader, taken in zip(self._loaders, attempt.tickets, strict=True) if taken]
+        for loader, taken in filled if len(filled) == 1 else ():
             if len(taken) != len(attempt.batches):
                 continue
-            entries += [
+            entries = [
                 Entry(
                     index=sample.index,
                     hash=sample.hash,
@@ -113,7 +116,7 @@ class Supply:
                     bundle=incident.bundle,
                     at=now(),
                 )
-                for sample in loader.samples_of(taken[incident.micro_batch or 0], incident.diagnosis.samples)
+                for sample in loader.confirmed(taken[which], rows, attempt.batches[which])
             ]
         self.quarantine.add(entries)
         return len(entries)
