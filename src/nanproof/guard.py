@@ -412,8 +412,8 @@ class Guard:
         if gradients is None or not gradients.all_finite:
             return incident, False
         said_more = ""
-        if known and guilty and (count := self._recovery.supply.leave_out(attempt, incident)):
-            said_more = f"; {count} sample{'s' if count > 1 else ''} put into quarantine"
+        if known and guilty and (places := self._recovery.supply.leave_out(attempt, incident)):
+            said_more = f"; dataset index {few([i for i in places if i is not None])} put into quarantine"
         if self.policy.salvage:
             self._runner.held.appendleft(rest)
             what = f"sample {few(rows)} of the batch" if rows else f"micro-batch {incident.micro_batch}"

@@ -143,7 +143,7 @@ def test_a_sample_in_quarantine_is_not_seen_again(tmp_path):
 
     guard, sizes = run()
     assert [i.action for i in guard.incidents] == ["skipped"]
-    assert "1 sample put into quarantine" in guard.incidents[0].message
+    assert "dataset index 17 put into quarantine" in guard.incidents[0].message
     assert sorted(sizes)[:2] == [7, 7] and sizes[:6] == [8] * 6
     [entry] = list(guard._recovery.supply.quarantine)
     assert (entry.index, entry.size, entry.cause) == (17, 48, "nonfinite-batch") and entry.hash

@@ -52,7 +52,8 @@ def scan(
     else:
         from rich.console import Console
 
-        _print(Console(markup=False, highlight=False, emoji=False), report, everything)
+        width = None if sys.stdout.isatty() else 1000  # names stay whole for whoever searches in them
+        _print(Console(markup=False, highlight=False, emoji=False, width=width), report, everything)
     raise typer.Exit({"bad": 1, "refused": 2, "unreadable": 2}.get(report.status, 0))
 
 

@@ -109,7 +109,10 @@ def read_torch(path: Path) -> list[Stored]:
     """A file of torch.save, mapped into memory if it is of the zip format (torch 1.6 and later)."""
     try:
         with open(path, "rb") as file:
-            zipped = file.read(4) == ZIP
+            begins = file.read(4)
+            zipped = begins == ZIP
+            if not zipped and begins[:1] != b"\x80":  # how every pickle of torch.save begins
+                raise UnreadableFile("the file is empty" if not begins else "neither safetensors nor a file of torch.save")
             if zipped:
                 check_zip(zipfile.ZipFile(file), path, path.stat().st_size)
         with warnings.catch_warnings():

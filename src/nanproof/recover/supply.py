@@ -94,9 +94,9 @@ class Supply:
         """Whether it can be told which samples a step is made of."""
         return attempt.batches is not None and any(len(taken) == len(attempt.batches) for taken in attempt.tickets)
 
-    def leave_out(self, attempt: Attempt, incident: Incident) -> int:
-        """Put the samples that are to blame into quarantine; how many they were. None where several loaders fill the batch, or
-        where it is not what the loader gave: an innocent one would be left out for good."""
+    def leave_out(self, attempt: Attempt, incident: Incident) -> list[int | None]:
+        """Put the samples that are to blame into quarantine; their places in the dataset. None of them where several loaders
+        fill the batch, or where it is not what the loader gave: an innocent one would be left out for good."""
         assert attempt.batches is not None and incident.diagnosis is not None
         which, rows = incident.micro_batch or 0, incident.diagnosis.samples
         entries = []
@@ -119,4 +119,4 @@ class Supply:
                 for sample in loader.confirmed(taken[which], rows, attempt.batches[which])
             ]
         self.quarantine.add(entries)
-        return len(entries)
+        return [entry.index for entry in entries]
