@@ -38,9 +38,19 @@ class NonfiniteWeightsAtStart(Cause):
         if not bad or case.weights_broke or case.signal:
             return None
         frozen = "" if bad[0].tensor.requires_grad else ", which is frozen"
+        said = f"non-finite before the step: {_listed(bad)}{frozen}"
+        taken = [r.step for r in case.history if r.action != "skipped"]
+        fix = ""
+        if taken:
+            said += f"; up to step {taken[-1]} the steps were finite, so it came later"
+            fix = (
+                f"Find what else writes into {bad[0].name} or its optimizer state (.data, an average of weights, a callback): no "
+                "refused step did. Snapshots or checkpoints let the run go back by itself."
+            )
         return Match(
             confidence=0.96,
-            evidence=(f"non-finite before the step: {_listed(bad)}{frozen}",),
+            evidence=(said,),
+            fix=fix,
             phase="weights",
             where=bad[0].name,
             samples=(),
