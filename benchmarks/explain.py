@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanproof
-from model import Llama
+from model import llama
 from nanproof.core.context import Mode, RandomState
 from nanproof.explain.case import Case
 from nanproof.explain.diagnose import explain
@@ -82,15 +82,6 @@ EXPECTED = {
     "backward, in a layer": "sqrt-at-zero",
     "forward, in the loss": "zero-denominator",
 }
-
-
-def llama(device: str) -> tuple[Llama, Tensor]:
-    torch.manual_seed(0)
-    if device == "cuda":
-        model = Llama(hidden=1024, layers=16, heads=16, kv_heads=16, intermediate=2816, vocab=32000, length=1024).cuda()
-        return model, torch.randint(0, 32000, (8, 1024), device="cuda")
-    model = Llama(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=688, vocab=1000, length=128)
-    return model, torch.randint(0, 1000, (8, 128))
 
 
 def loss_of(fault: nn.Module, device: str) -> Callable[[nn.Module, Tensor], Tensor]:

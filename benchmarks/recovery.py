@@ -22,17 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import nanproof
-from model import Llama, next_token_loss
+from model import llama, next_token_loss
 from variants import RESULTS, save
-
-
-def llama(device: str) -> tuple[Llama, Tensor]:
-    torch.manual_seed(0)
-    if device == "cuda":
-        model = Llama(hidden=1024, layers=16, heads=16, kv_heads=16, intermediate=2816, vocab=32000, length=1024).cuda()
-        return model, torch.randint(0, 32000, (8, 1024), device="cuda")
-    model = Llama(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=688, vocab=1000, length=128)
-    return model, torch.randint(0, 1000, (8, 128))
 
 
 def autocast_loss(model: nn.Module, tokens: Tensor) -> Tensor:

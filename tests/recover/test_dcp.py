@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import pickle
 import shutil
 import subprocess
@@ -19,22 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from nanproof.errors import RefusedFile, UsageError
 from nanproof.recover.dcp import SafePlanner, SafeReader, load, read_metadata
+from recover.canary import Canary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Canary:
-    """Unpickling it makes a file: what must never happen."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def state():

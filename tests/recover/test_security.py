@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import struct
 import zipfile
@@ -17,22 +16,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from nanproof.errors import RefusedFile
 from nanproof.recover.dcp import load
 from nanproof.recover.scan import scan
+from recover.canary import Canary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Canary:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 @pytest.fixture

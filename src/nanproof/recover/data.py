@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 from nanproof.errors import UsageError
 from nanproof.recover.consumed import OnceSource, PlainSource, StatefulSource
 from nanproof.recover.datasets import WrappedDataset, WrappedMap, WrappedStream
-from nanproof.recover.feeds import Feed, MapSource, Opening, Source
+from nanproof.recover.feeds import Feed, MapSource, Opening, Source, size_of
 from nanproof.recover.generators import Plain, Start, common_kept
 from nanproof.recover.hashes import is_row, sample_hash
 from nanproof.recover.quarantine import Quarantine
@@ -146,12 +146,7 @@ class WrappedLoader:
     @property
     def size(self) -> int | None:
         """Samples in the dataset, if it has places."""
-        if not isinstance(self._source, MapSource):
-            return None
-        try:
-            return len(self._source.dataset)
-        except (TypeError, NotImplementedError):
-            return None
+        return size_of(self._source.dataset) if isinstance(self._source, MapSource) else None
 
     def taken(self) -> list[Ticket]:
         """The tickets of the batches that were handed out since the last call, or since a rewind."""
