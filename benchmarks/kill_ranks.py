@@ -85,7 +85,7 @@ def _run(
             plans[victim] = Plan(phase, 1 if phase in ("resuming", "going back") else chance.randint(1, 3), chance.randint(0, 30))
         for board in boards:
             board.wipe()
-        ranks = both(spec, home, folder, boards, plans, chance.choice([0, 6, 12]))
+        ranks = both(spec, home, folder, boards, plans, chance.choice([0, 12]))
         said: list[dict[str, Any]] = [{}, {}]
         timed = plans[victim] is None and not in_peace
         said[victim] = ranks[victim].end(chance.uniform(0.1, LONGEST) if timed else 120)
