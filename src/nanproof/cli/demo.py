@@ -11,6 +11,7 @@ import ast
 import json
 import logging
 import math
+import os
 import shutil
 import sysconfig
 import time
@@ -271,7 +272,7 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
         lines += [Text(), Text(f"why, from running step {first.step} again", style="bold")]
         lines.append(Padding(grid(rows(first.diagnosis)), (0, 0, 0, 2)))
         if first.bundle:
-            command = f"nanproof replay {first.bundle} --entry nanproof.cli.demo:entry"
+            command = f"nanproof replay {os.path.relpath(first.bundle)} --entry nanproof.cli.demo:entry"
             lines += [Text(), Text("again, in a fresh process:"), Text(command, overflow="fold")]
     lines.append(Text(f"records: {run_dir / 'steps.jsonl'}"))
     return Group(*lines)
