@@ -11,14 +11,10 @@ import torch
 from torch import nn
 
 import nanproof
-from recover.runs import Rows, once, same, train, weights
+from recover.runs import loader, once, poison_buffer, poison_unused_moment, poison_weight, same, train, weights
 from toys import mse, net, syncs_raise
 
 pytestmark = pytest.mark.gpu
-
-
-def loader(seed=7):
-    return torch.utils.data.DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
 def on_device(model, batch):
@@ -38,21 +34,8 @@ def made(tmp_path=None, scaler=False, **policy):
     )
 
 
-def poison_weight(guard):
-    with torch.no_grad():
-        guard.model[0].weight[0, 0] = math.nan
-
-
-def poison_second_moment(guard):
-    guard.optimizer.state[guard.model[0].weight]["exp_avg_sq"][0, 0] = math.inf
-
-
-def poison_buffer(guard):
-    guard.model[1].running_var[0] = math.nan
-
-
 @pytest.mark.parametrize("place", ["host", "device", "disk"])
-@pytest.mark.parametrize("harm", [poison_weight, poison_second_moment, poison_buffer])
+@pytest.mark.parametrize("harm", [poison_weight, poison_unused_moment, poison_buffer])
 def test_a_poisoned_run_ends_as_if_nothing_had_happened(harm, place, tmp_path):
     undisturbed = made()
     train(undisturbed, loader(), 60)

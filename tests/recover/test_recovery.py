@@ -537,3 +537,32 @@ def test_a_rollback_found_after_the_loop_leaves_the_schedule_right():
         scheduler.step()
     guard.sync()
     assert guard.next_step == 10 and scheduler.last_epoch == 10
+
+
+def test_nothing_is_promoted_while_a_jump_is_watched(tmp_path):
+    """Not even by a copy that was made before the jump and is written during it."""
+    where = nanproof.Checkpoints(tmp_path, every=10, prove=2, background=False)
+    guard = made(checkpoints=where, policy={"lag": 2})
+    train(guard, guard.wrap(loader()), 20)  # the copy of step 20 waits for its verdicts
+    recovery = guard._recovery
+    recovery._candidates[10] = 99
+    recovery.accepted(19, settled=False)
+    assert (tmp_path / "step-00000020").is_dir() and 10 in recovery._candidates
+    recovery.accepted(20, settled=True)
+    assert 10 not in recovery._candidates
+    guard._recovery.close(alone=False)
+
+
+def test_after_going_back_copies_are_made_again():
+    """Back at step 20, the copy of step 30 is gone with the way it was on: it is due once more."""
+    guard = made(policy={"snapshot_every": 10, "rollback_margin": 0})
+    times = []
+
+    def harm(guard):
+        if guard._next == 35 and len(times) < 2:
+            times.append(35)
+            poison_weight(guard)
+
+    train(guard, guard.wrap(loader()), 38, harm)
+    assert [i.action for i in guard.incidents] == ["rewound", "rewound"]
+    assert [s.step for s in guard._recovery.snapshots.kept] == [20, 30]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -56,6 +58,15 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error) if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}"
+
+
+def finish(jobs: queue.Queue[Any], worker: threading.Thread, pid: int) -> None:
+    """Let a thread that takes jobs from a queue do what is left, and end it with None."""
+    if os.getpid() != pid:
+        return  # a forked process has no such thread
+    jobs.put(None)
+    if worker is not threading.current_thread():
+        worker.join()
 
 
 class FolderLock:

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from nanproof.core.files import reason, strict_json, sync
+from nanproof.core.files import finish, reason, strict_json, sync
 
 log = logging.getLogger("nanproof")
 
@@ -78,7 +78,7 @@ class Shelf:
             )
             worker.start()
             # Also when the program ends: a run that dies of its bad step is the one whose bundle matters.
-            self._end = weakref.finalize(self, _finish, self._parcels, worker, os.getpid())
+            self._end = weakref.finalize(self, finish, self._parcels, worker, os.getpid())
         self._promised.add(parcel.name)
         self._parcels.put(parcel)
         return self.folder / parcel.name
@@ -90,14 +90,6 @@ class Shelf:
         self.closed = True
         if self._end is not None:
             self._end()
-
-
-def _finish(parcels: Parcels, worker: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # a forked process has no such thread
-    parcels.put(None)
-    if worker is not threading.current_thread():
-        worker.join()
 
 
 def _work(parcels: Parcels, folder: Path, keep: int) -> None:

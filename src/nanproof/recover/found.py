@@ -15,10 +15,10 @@ from pathlib import Path
 
 from nanproof.errors import RefusedFile
 from nanproof.recover.inside import METADATA, path_inside
+from nanproof.recover.sealed import MANIFEST
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
-MANIFEST = "manifest.json"
 MOST_INDEX = 1 << 28
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter|batch)[-_=]?(\d+)", re.IGNORECASE)
 _EPOCH = re.compile(r"epoch[-_=]?(\d+)", re.IGNORECASE)

@@ -202,7 +202,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
         torch.set_num_threads(self._threads_before)
 
-    def map(self, function: Callable[[Path], int], paths: Iterable[Path]) -> Iterator[int]:
+    def map(self, function: Callable[[Path], str], paths: Iterable[Path]) -> Iterator[str]:
         return self._pool.map(function, paths)
 
     def measure(self, tensors: Sequence[Sequence[FileSpan] | Tensor]) -> list[Measure]:

@@ -100,7 +100,10 @@ class Recovery:
         """Checkpoints that are not proven yet: healthy steps so far."""
         self._due_keep = self._due_save = False
         self._tries, self._last = 0, -1
-        self._off = self._resumed = self._ever_good = False
+        self._off = self._resumed = False
+        self._settled = True
+        self.has_good = False
+        """There has been a good state."""
         self._kept_at = self._saved_at = 0
         """The steps at which a copy was last due."""
         self.backs = 0
@@ -157,7 +160,7 @@ class Recovery:
         host["random"] = self.supply.random or host["random"]
         snapshot = self._take(0, host)
         if snapshot is not None and snapshot.finite():
-            snapshot.confirmed = True
+            snapshot.confirmed = self.has_good = True
             self.snapshots.keep(snapshot)
             self._copying = snapshot if snapshot.done else None
 
@@ -182,6 +185,7 @@ class Recovery:
         """
         if not self.on:
             return None
+        self._settled = settled
         every = self._policy.snapshot_every
         if every > 0 and next_step // every > self._kept_at // every:
             self._due_keep, self._kept_at = True, next_step
@@ -206,10 +210,11 @@ class Recovery:
             self._tries = 0
         if not self.on:
             return None
+        self._settled = settled
         for candidate in list(self._candidates):
             if step >= candidate:
                 self._candidates[candidate] += 1
-        self._prove(settled)
+        self._prove()
         return self._confirm(step)
 
     def refused(self) -> None:
@@ -229,7 +234,7 @@ class Recovery:
             if not snapshot.finite():
                 self.snapshots.release(snapshot)
                 return listed(self._runner.stepper.broken_state() or ["the loss scale, or a tensor of another rank"])
-            snapshot.confirmed = self._ever_good = True
+            snapshot.confirmed = self.has_good = True
             if taken.keep:
                 self.snapshots.keep(snapshot)
             if taken.own_loop and "next_schedule" not in snapshot.host:
@@ -252,12 +257,13 @@ class Recovery:
         if taken.save and self._saver is not None:
             self._candidates[taken.snapshot.step] = 0
             self._saver.save(taken.snapshot, self.snapshots.release)
-            self._prove(settled=True)
+            self._prove()
         elif not taken.keep:
             self.snapshots.release(taken.snapshot)
 
-    def _prove(self, settled: bool) -> None:
-        if self._saver is None or self._checkpoints is None or not settled:
+    def _prove(self) -> None:
+        """Not while a jump of the loss is being watched, whatever was copied before it."""
+        if self._saver is None or self._checkpoints is None or not self._settled:
             return
         for step, healthy in list(self._candidates.items()):
             if healthy >= self._checkpoints.prove:
@@ -273,12 +279,13 @@ class Recovery:
         None where there is no such state, or it has been tried often enough.
         """
         tries = self._tries + 1 if until <= self._last + _FORGIVEN else 1
+        if tries > self._policy.max_rollbacks:
+            self._tries = tries if self._policy.max_rollbacks else 0
+            return None
         source, tensors, host = self._good_state(most, tries - 1)
         if source is None:
             return None
         self._tries = tries
-        if self.exhausted:
-            return None
         self._last = max(self._last, until) if self._tries > 1 else until
         step, margin = source.step, self._policy.rollback_margin
         over = self.supply.of_steps(max(since - margin, step), until, margin) if blame_data or self._tries > 1 else []
@@ -299,22 +306,15 @@ class Recovery:
     def has_checkpoints(self) -> bool:
         return self._store is not None
 
-    @property
-    def has_good(self) -> bool:
-        """There has been a good state."""
-        return self._ever_good
-
     def _good_state(self, most: int, older: int) -> tuple[Snapshot | Saved | None, Mapping[str, Tensor], dict[str, Any]]:
         """The newest good state of up to step `most`, or one that is older by so many: with every further try of one trouble.
         The oldest, where there are not that many."""
-        memory = (
-            [s for s in reversed(self.snapshots.kept) if s.confirmed and s.step <= most] if self._policy.max_rollbacks else []
-        )
+        memory = [s for s in reversed(self.snapshots.kept) if s.confirmed and s.step <= most]
         if older < len(memory):
             memory[older].wait()
             return memory[older], memory[older].tensors(), memory[older].host
         but = older - len(memory)
-        while self._policy.max_rollbacks and (saved := self._newest_good(most, but)) is not None:
+        while (saved := self._newest_good(most, but)) is not None:
             try:
                 tensors, host, _ = self._load(saved)
                 return saved, tensors, host
@@ -383,16 +383,16 @@ class Recovery:
                 self._saved_at = step - 1
         self.supply.forget_since(step)
 
-    # -- a new process ---------------------------------------------------------------------------------------------------------
-
     def catch_up_schedule(self) -> None:
         """The run went back after its own loop had advanced the schedule, and the loop will not do it again."""
         if self._later_schedule is not None:
             self.state.put_schedule(self._later_schedule)
 
+    # -- a new process ---------------------------------------------------------------------------------------------------------
+
     def resume(self) -> int:
         """Load the newest good checkpoint; 0 if there is none."""
-        but, self._resumed, passed = 0, True, False
+        but, self._resumed = 0, True
         while (saved := self._newest_good(None, but)) is not None:
             try:
                 tensors, host, own = self._load(saved)
@@ -413,8 +413,9 @@ class Recovery:
                 )
             self.supply.resume(host["data"])
             self._kept_at = self._saved_at = int(host["step"])
-            passed = passed or but > 0 or saved.path != self._newest_there()
-            log.log(logging.WARNING if passed else logging.INFO, "nanproof: resumed from %s", saved.path)
+            # Worth a louder word where something newer was passed over.
+            level = logging.INFO if saved.path == self._newest_there() else logging.WARNING
+            log.log(level, "nanproof: resumed from %s", saved.path)
             return int(host["step"])
         if self._newest_there() is not None:
             log.warning(

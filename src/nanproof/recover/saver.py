@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from nanproof.core.files import reason
+from nanproof.core.files import finish, reason
 from nanproof.recover.snapshots import Snapshot
 from nanproof.recover.store import Store
 
@@ -83,17 +83,9 @@ class Saver:
             worker = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="nanproof-checkpoints")
             worker.start()
             # Also when the program ends without close. Not with several ranks: another one may never come to write its part.
-            self._end = weakref.finalize(self, _finish, self._jobs, worker, os.getpid())
+            self._end = weakref.finalize(self, finish, self._jobs, worker, os.getpid())
             self._end.atexit = not self._together
         self._jobs.put(job)
-
-
-def _finish(jobs: Jobs, worker: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # a forked process has no such thread
-    jobs.put(None)
-    if worker is not threading.current_thread():
-        worker.join()
 
 
 def _work(jobs: Jobs) -> None:

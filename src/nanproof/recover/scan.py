@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from nanproof.errors import NanproofError, RefusedFile, UsageError
 from nanproof.recover.formats import Stored, in_memory, read_file
-from nanproof.recover.found import INDEX, MANIFEST, SUFFIXES, Found, checkpoints, holds_no_weights, shards
+from nanproof.recover.found import INDEX, SUFFIXES, Found, checkpoints, holds_no_weights, shards
 from nanproof.recover.inside import METADATA, path_inside
 from nanproof.recover.measure import FileSpan, Measure, Workers, measure
 from nanproof.recover.report import CheckpointReport, FileReport, ScanReport, Status, TensorReport
+from nanproof.recover.sealed import MANIFEST, crc32
 
 Progress = Callable[[FileReport], None]
 
@@ -94,7 +94,7 @@ class _Scanner:
         checksums = None
         if self._checksums:
             files = sorted({file for report in reports for file in _files_of(report.path)})
-            checksums = dict(zip(files, (f"{crc:08x}" for crc in self._workers.map(crc32, files)), strict=True))
+            checksums = dict(zip(files, self._workers.map(crc32, files), strict=True))
         for folder in sorted({unit if unit.is_dir() else unit.parent for unit in found.units}):
             if (folder / MANIFEST).is_file() and found.path.is_dir():
                 for report in _against_manifest(folder, checksums):
@@ -205,14 +205,6 @@ def _files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.is_file() and (file.name == METADATA or file.suffix == ".distcp"))
 
 
-def crc32(path: Path) -> int:
-    found = 0
-    with open(path, "rb", buffering=0) as file:
-        while part := file.read(1 << 20):
-            found = zlib.crc32(part, found)
-    return found
-
-
 def _against_manifest(folder: Path, checksums: dict[Path, str] | None) -> list[FileReport]:
     """What of a manifest.json does not hold: files that are missing, of another size, or of another content."""
     manifest = folder / MANIFEST
@@ -230,7 +222,7 @@ def _against_manifest(folder: Path, checksums: dict[Path, str] | None) -> list[F
         elif path.stat().st_size != size:
             wrong.append(FileReport(path, "unreadable", f"{path.stat().st_size} bytes, and manifest.json says {size}"))
         elif checksums is not None and digits is not None:
-            have = checksums[path] = checksums.get(path) or f"{crc32(path):08x}"
+            have = checksums[path] = checksums.get(path) or crc32(path)
             if have != digits:
                 wrong.append(FileReport(path, "unreadable", f"crc32 {have}, and manifest.json says {digits}: it was changed"))
     return wrong

@@ -70,17 +70,13 @@ class Snapshot:
         """The copies as whole tensors, sharded ones as such."""
         return {n: rewrapped(t, self.sharded[n]) if n in self.sharded else t for n, t in self.copies.items()}
 
-    @property
-    def bytes(self) -> int:
-        return self.arena.bytes
-
 
 class Arena:
     """The memory of a snapshot: one block for each device that tensors come from, in host memory or on that device. Taken once,
     used again. Blocks of one plan are cut alike, wherever they lie."""
 
     def __init__(self, plan: Plan, on_device: bool) -> None:
-        self.plan, self.bytes = plan, plan.bytes
+        self.plan = plan
         self.blocks: dict[torch.device, Tensor] = {}
         for device, size in plan.sizes.items():
             self.blocks[device] = torch.empty(size, dtype=torch.uint8, device=device if on_device else "cpu")
@@ -250,7 +246,10 @@ class Snapshots:
         """Memory on the device for a copy on its way to the host, where there is plenty; decided once."""
         if self._staged is None or self._staged[0] != plan:
             self._staged = (plan, None)
-            if all(size < _free_memory(str(d)) / 4 for d, size in plan.sizes.items() if d.type == "cuda"):  # type: ignore[operator]
+            taken = {d: size for d, size in plan.sizes.items() if d.type == "cuda"}
+            if all(size < torch.cuda.mem_get_info(d)[0] / 4 for d, size in taken.items()):
+                places = " + ".join(f"{_size(size)} on {d}" for d, size in taken.items())
+                log.info("nanproof: %s more while a copy is on its way to the host", places)
                 self._staged = (plan, Arena(plan, on_device=True))
         return self._staged[1]
 
