@@ -13,7 +13,7 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "preflight", "guard", "cli"]
+LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "preflight", "guard", "integrations", "cli"]
 """A module imports from its own layer or an earlier one."""
 
 
@@ -31,6 +31,7 @@ def test_the_public_names():
         "UsageError",
         "diagnose",
         "preflight",
+        "protect",
     ]
     assert all(getattr(nanproof, name).__name__ == name for name in nanproof.__all__)
     assert set(dir(nanproof)) >= set(nanproof.__all__)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from nanproof.errors import NanproofError, TrainingHalted, UnsupportedError, UsageError
     from nanproof.explain.diagnose import diagnose
     from nanproof.guard import Guard
+    from nanproof.integrations import protect
     from nanproof.policy import Policy
     from nanproof.preflight import preflight
     from nanproof.records import Diagnosis, Incident, StepRecord
@@ -27,6 +28,7 @@ __all__ = [
     "UsageError",
     "diagnose",
     "preflight",
+    "protect",
 ]
 
 _HOME = {
@@ -42,6 +44,7 @@ _HOME = {
     "UsageError": "errors",
     "diagnose": "explain.diagnose",
     "preflight": "preflight",
+    "protect": "integrations",
 }
 
 

@@ -39,10 +39,10 @@ from nanproof.core.verdict import Reading
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
 from nanproof.policy import Policy
-from nanproof.records import Incident, StepRecord, few
+from nanproof.records import Incident, StepRecord
 from nanproof.recover.heal import Healer
 from nanproof.recover.recovery import Recovery
-from nanproof.recover.salvage import rest_of
+from nanproof.recover.salvage import Salvage
 from nanproof.recover.state import Part
 
 log = logging.getLogger("nanproof")
@@ -105,6 +105,7 @@ class Guard:
         self._runner.around = self._healer.living
         parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps, "heal": self._healer}
         self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
+        self._salvage = Salvage(self._runner, self._recovery.supply, self.policy.salvage)
         self._examiner.keep_asking = self.policy.salvage
         self._runner.watchers += [self._examiner, self._recovery]
         self._runner.on_error = self._report_exception
@@ -147,13 +148,9 @@ class Guard:
         self._own_loop.look(self._next)
         if self._runner.held or any(attempt.batches is not None for attempt in self._runner.pending):
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
-        self._follow_optimizer()
-        attempt = Attempt(self._next, None)
-        self._recovery.note_batches(attempt)
-        self._next += 1
+        attempt = self._new_attempt(None)
         self._runner.take(attempt, loss)
-        self._catch_up(self._stepper.lag)
-        self._broken(self._recovery.stepped(self._next, True, self._watch.settled))
+        self._after_step(attempt)
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
         """One whole step: zero_grad, forward, backward, guarded optimizer step, scheduler. Returns the loss, detached.
@@ -166,14 +163,10 @@ class Guard:
                 "guard.train_step() needs a loss function: Guard(model, optimizer, loss_fn=lambda model, batch: ...)"
             )
         self._runner.run_held()
-        self._follow_optimizer()
-        attempt = Attempt(self._next, (batch, *micro_batches), self._runner.mode())
-        self._recovery.note_batches(attempt)
-        self._next += 1
+        attempt = self._new_attempt((batch, *micro_batches))
         self._runner.run(attempt)
+        self._after_step(attempt)
         assert attempt.report is not None
-        self._catch_up(self._stepper.lag)
-        self._broken(self._recovery.stepped(self._next, False, self._watch.settled))
         return attempt.report.loss
 
     def wrap(self, data: Any) -> Any:
@@ -280,6 +273,20 @@ class Guard:
 
     # -- records ---------------------------------------------------------------------------------------------------------------
 
+    def _new_attempt(self, batches: tuple[Any, ...] | None) -> Attempt:
+        """The next step begins. None: it cannot be run again."""
+        self._follow_optimizer()
+        attempt = Attempt(self._next, batches, None if batches is None else self._runner.mode())
+        self._recovery.note_batches(attempt)
+        self._next += 1
+        return attempt
+
+    def _after_step(self, attempt: Attempt) -> None:
+        """A step was dispatched: take in the records that are due, and keep a copy of the state if one is."""
+        own_loop = attempt.batches is None
+        self._catch_up(self._stepper.lag)
+        self._broken(self._recovery.stepped(self._next, own_loop, self._watch.settled))
+
     def _catch_up(self, lag: int) -> None:
         """Consume the records older than `lag` steps: at the same step on every rank."""
         while len(self._runner.pending) > lag:
@@ -375,7 +382,7 @@ class Guard:
             self._report(incident)
             return False
         if not broken:
-            incident, taken = self._use_the_rest(attempt, incident)
+            incident, taken = self._salvage.use_the_rest(attempt, incident, self._inquest.one_rank)
             if taken:
                 self._report(incident)
                 return False
@@ -390,35 +397,6 @@ class Guard:
             self._halt(incident, cap)
         self._report(incident)
         return False
-
-    def _use_the_rest(self, attempt: Attempt, incident: Incident) -> tuple[Incident, bool]:
-        """Samples that alone are to blame go into quarantine, where it is known which they are. With `Policy.salvage` the step is
-        taken without them, before anything else."""
-        ranks, found = self._ranks, incident.diagnosis
-        rows = found.samples if found is not None else ()
-        if attempt.batches is None or (ranks.together and (incident.rank is None or not self._inquest.one_rank)):
-            return incident, False
-        guilty = not ranks.together or incident.rank == ranks.rank
-        rest = rest_of(attempt, incident.micro_batch, rows) if guilty else replace(attempt, parted=True, report=None)
-        known = self._recovery.supply.knows(attempt) and bool(rows)
-        if ranks.together:
-            said = ranks.gather([rest is not None, known]).values()
-            rest, known = rest if all(s[0] for s in said) else None, all(s[1] for s in said)
-        if rest is None or not (self.policy.salvage or known):
-            return incident, False
-        gradients = self._runner.replay(rest)
-        assert attempt.random is not None
-        attempt.random.restore()
-        if gradients is None or not gradients.all_finite:
-            return incident, False
-        said_more = ""
-        if known and guilty and (places := self._recovery.supply.leave_out(attempt, incident)):
-            said_more = f"; dataset index {few([i for i in places if i is not None])} put into quarantine"
-        if self.policy.salvage:
-            self._runner.held.appendleft(rest)
-            what = f"sample {few(rows)} of the batch" if rows else f"micro-batch {incident.micro_batch}"
-            said_more += f"; the step is taken without {what}"
-        return replace(incident, message=incident.message + said_more), self.policy.salvage
 
     def _back(
         self, incident: Incident, most: int, since: int, until: int, blame_data: bool, forget: bool = True

@@ -25,6 +25,12 @@ log = logging.getLogger("nanproof")
 LossFn = Callable[[nn.Module, Any], Tensor]
 
 
+def part_of(loss_fn: LossFn, loss: Tensor, parts: int) -> Tensor:
+    """What a micro-batch adds to the loss of its step: its share of the mean, unless the loss function is `weighted`, which says
+    that it has seen to that itself."""
+    return loss if parts == 1 or getattr(loss_fn, "weighted", False) else loss / parts
+
+
 class Watcher(Protocol):
     """Who looks on while steps are taken."""
 
@@ -59,23 +65,35 @@ class Runner:
 
     def run(self, attempt: Attempt) -> None:
         """Take a step; its record comes later."""
-        attempt.random = RandomState.now(self.devices)
-        for watcher in self.watchers:
-            watcher.begin(attempt)
-        lag = self.stepper.lag
-        attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if lag else None
-        self.stepper.buffers.begin()
+        self.open(attempt)
+        self.begin(attempt)
         try:
             self._forward_backward(attempt)
             self.take(attempt, None)
         except BaseException as error:
             self.give_up()
+            assert attempt.random is not None
             attempt.random.restore()
             if not self.on_error(attempt, error):
                 raise
             self.run(attempt)
             return
-        if lag:
+        self.done(attempt)
+
+    def open(self, attempt: Attempt) -> None:
+        """Before the forward: note what the step depends on."""
+        attempt.random = RandomState.now(self.devices)
+        attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if self.stepper.lag else None
+        self.stepper.buffers.begin()
+
+    def begin(self, attempt: Attempt) -> None:
+        """The batches of the step are known."""
+        for watcher in self.watchers:
+            watcher.begin(attempt)
+
+    def done(self, attempt: Attempt) -> None:
+        """After the optimizer: with a lag the step counts as accepted until its verdict comes."""
+        if self.stepper.lag:
             attempt.random_after = RandomState.now(self.devices)
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -104,7 +122,7 @@ class Runner:
                 with self.stepper.ranks.accumulate(last=i == parts - 1):
                     loss = self.loss_fn(self.model, own_copy(batch))
                     check_scalar(loss, "loss_fn")
-                    self.stepper.backward(loss if parts == 1 else loss / parts, scaled)
+                    self.stepper.backward(part_of(self.loss_fn, loss, parts), scaled)
 
     def replay(self, attempt: Attempt) -> Gradients | None:
         """Run forward and backward of a refused step again, from the same state and at a loss scale of 1. None if that raises:

@@ -34,6 +34,8 @@ class Report:
     """What a step left for the host to read when the device has got that far."""
 
     loss: Tensor
+    total: Tensor
+    """The norm of all gradients, before clipping."""
     losses: list[Tensor]
     """One scalar a backward, of this rank."""
     probes: list[Tensor]
@@ -99,13 +101,22 @@ class Stepper:
         self._notice_cleared_gradients()
         loss = loss.reshape(())
         own = loss.detach()
-        seed = self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
+        seed = self._seed(loss)
         if self.scale is not None and scaled:
             scale = self.scale.value().to(loss.device, non_blocking=True)
             seed = scale if seed is None else seed * scale
             loss = loss.float()
         loss.backward(gradient=seed)
         self._losses.append(own)
+
+    def note_loss(self, loss: Tensor) -> Tensor | None:
+        """Before a backward that somebody else does: what its loss is. Returns what it has to start from on several ranks."""
+        self._notice_cleared_gradients()
+        self._losses.append(loss.detach().reshape(()))
+        return self._seed(loss)
+
+    def _seed(self, loss: Tensor) -> Tensor | None:
+        return self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
 
     def forget(self) -> None:
         """Clear gradients and what was noted of backwards since the last step."""
@@ -169,7 +180,7 @@ class Stepper:
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
         self._note_left()
-        return Report(own, losses, probes, parameters.names, present, lr, read)
+        return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read)
 
     def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Tensor, Callable[[], Reading]]:
         """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later."""

@@ -20,6 +20,7 @@ class Verdict:
     HEAD: ClassVar[int] = 14
     """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad; what was
     usual before this step: means and deviations of norm and loss, size of the loss; and whether the step was held."""
+    TOTAL: ClassVar[int] = 1
     WEIGHTS_BAD: ClassVar[int] = 7
 
     skip: Tensor

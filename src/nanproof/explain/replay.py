@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanproof.core.context import Mode, RandomState
 from nanproof.core.keepers import BufferKeeper
 from nanproof.core.parameters import clean_name, local, unwrap
+from nanproof.core.runner import part_of
 from nanproof.core.tree import map_tensors, own_copy, tensors_in
 from nanproof.explain.attributes import restore_attributes, saved_attributes
 
@@ -207,7 +208,7 @@ class Replay:
                     total = 0.0
                     for batch in parts:
                         loss = self.loss_fn(self.model, own_copy(batch))
-                        loss = loss.reshape(()) / len(parts) if len(parts) > 1 else loss.reshape(())
+                        loss = part_of(self.loss_fn, loss.reshape(()), len(parts))
                         total += float(loss.detach())
                         backward = backward and (backward_of_bad or math.isfinite(total))
                         if before_backward is not None:

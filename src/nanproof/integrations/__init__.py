@@ -1,0 +1,47 @@
+"""protect: one call for the trainers people already use. Each has a file of its own here; none is imported before it is needed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanproof.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanproof.integrations.loop import LoopGuard
+    from nanproof.policy import Policy
+
+_ADAPTERS = {
+    "transformers.trainer": ("transformers", "protect_trainer"),
+    "lightning.pytorch.trainer.trainer": ("lightning", "protect_trainer"),
+    "pytorch_lightning.trainer.trainer": ("lightning", "protect_trainer"),
+    "lightning.fabric.fabric": ("lightning", "protect_fabric"),
+    "lightning_fabric.fabric": ("lightning", "protect_fabric"),
+    "accelerate.accelerator": ("accelerate", "protect_accelerator"),
+    "deepspeed.runtime.engine": ("deepspeed", "protect_engine"),
+}
+"""The module that defines a class, and who protects its objects."""
+
+
+def protect(
+    trainer: Any, *, policy: Policy | None = None, run_dir: str | Path | None = "auto", checkpoints: Any = None
+) -> LoopGuard:
+    """Guard a trainer's run. Call it before training begins; returns the guard, whose `incidents` and `history` fill as it runs.
+
+    Args:
+        trainer: a Trainer of transformers or TRL, of Lightning, a Fabric, an Accelerator, a DeepSpeed engine.
+        policy: what to do when; see `Policy`.
+        run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's own folder if it has one.
+        checkpoints: `Checkpoints(folder)`, to go back to when the trainer's own are not enough.
+    """
+    for kind in type(trainer).__mro__:
+        if kind.__module__ in _ADAPTERS:
+            name, function = _ADAPTERS[kind.__module__]
+            adapter = import_module(f"nanproof.integrations.{name}")
+            guard: LoopGuard = getattr(adapter, function)(trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+            return guard
+    raise UsageError(
+        f"protect({type(trainer).__name__}): not a trainer that nanproof knows (transformers, TRL, Lightning, Accelerate, "
+        "DeepSpeed). For a loop of your own, use nanproof.Guard(model, optimizer)"
+    )

@@ -1,0 +1,178 @@
+"""LoopGuard: a guard for a loop that somebody else runs.
+
+A trainer does forward and backward itself, in its own order, with its own contexts. The guard is told of every micro-batch and
+of every loss, and takes the optimizer's step. Given a loss function that does again what the trainer did with a micro-batch, a
+refused step can be run again: it is explained, and steps held behind it are taken later, as with `train_step`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.core.attempts import Attempt
+from nanproof.core.runner import LossFn
+from nanproof.core.stepper import Report
+from nanproof.core.verdict import Reading
+from nanproof.errors import UsageError
+from nanproof.guard import Guard
+from nanproof.policy import Policy
+from nanproof.records import Incident, StepRecord
+
+UNKNOWN: Final = object()
+"""A micro-batch that cannot be run again."""
+
+
+class LoopGuard(Guard):
+    """What `protect` returns. It begins with the trainer's loop; until then it has seen nothing."""
+
+    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+        self.policy = policy if policy is not None else Policy()
+        self.incidents: list[Incident] = []
+        self.started = False
+        self.refused_so_far = 0
+        """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
+        self._run_dir, self._checkpoints = run_dir, checkpoints
+        self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
+        self._next = 0
+        self._closed = True
+        self._open: Attempt | None = None
+        self._taken: Attempt | None = None
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss_fn: LossFn | None = None,
+        max_norm: float | str | None = 1.0,
+        scaler: Any = None,
+        scheduler: Any = None,
+        step: int = 0,
+    ) -> None:
+        """The loop begins, at this step; a second time, if need be.
+
+        Args:
+            loss_fn: the loss of one micro-batch as backward gets it: divided for accumulation, not scaled. None: no step can be
+                run again.
+            scheduler: one that the guard advances after accepted steps; None where the loop does that.
+        """
+        self.close()
+        incidents, history = self.incidents, self._history
+        if loss_fn is not None:
+            loss_fn = _Weighted(loss_fn)
+        super().__init__(
+            model,
+            optimizer,
+            loss_fn=loss_fn,
+            max_norm=max_norm,
+            scaler=scaler,
+            scheduler=scheduler,
+            policy=self.policy,
+            run_dir=self._run_dir,
+            checkpoints=self._checkpoints,
+        )
+        while history and history[-1].step >= step:
+            history.pop()
+        self.incidents, self._history, self._next = incidents, history, step
+        self._open = self._taken = None
+        self.started = True
+
+    @property
+    def path(self) -> str:
+        """As of `Guard`; "not started" before the loop begins."""
+        return super().path if self.started else "not started"
+
+    @property
+    def open(self) -> bool:
+        """A step has begun and was not taken."""
+        return self._open is not None
+
+    def micro_batch(self, batch: Any) -> None:
+        """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run again."""
+        self._check_open("micro_batch")
+        self.finish()
+        if self._open is None:
+            self._runner.run_held()
+            self._open = self._new_attempt(())
+            self._runner.open(self._open)
+        if batch is UNKNOWN or self.loss_fn is None:
+            self._open.batches = None
+        elif self._open.batches is not None:
+            self._open.batches = (*self._open.batches, batch)
+
+    def note_loss(self, loss: Tensor) -> Tensor | None:
+        """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None."""
+        return self._stepper.note_loss(loss)
+
+    def take(self) -> Tensor:
+        """In place of clipping and of the optimizer's step. Returns the norm of the gradients before clipping, on the device."""
+        attempt = self._open
+        if attempt is None or not self._stepper.has_losses:
+            raise UsageError("the optimizer is to step, but the guard was told of no forward and backward since its last step")
+        self._open = None
+        if attempt.batches is not None:
+            self._runner.begin(attempt)
+        self._runner.take(attempt, None)
+        self._taken = attempt
+        assert attempt.report is not None
+        return attempt.report.total
+
+    def finish(self) -> None:
+        """After the loop's own business with a step: its schedule, and the verdicts that are due."""
+        attempt, self._taken = self._taken, None
+        if attempt is None:
+            return
+        if attempt.batches is not None:
+            self._runner.done(attempt)
+        self._after_step(attempt)
+
+    def abandon(self) -> None:
+        """What was accumulated so far is dropped; the step that began is not taken."""
+        if self._open is not None:
+            self._open = None
+            self._next -= 1
+            self._runner.give_up()
+
+    def raised(self, error: BaseException) -> None:
+        """The loop's forward or backward raised: note what it was, and drop the step."""
+        attempt = self._open
+        if attempt is not None:
+            if attempt.batches is not None:
+                self._runner.begin(attempt)
+            self._report_exception(attempt, error)
+            self.abandon()
+
+    def sync(self) -> None:
+        """As of `Guard`."""
+        self.finish()
+        super().sync()
+
+    def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
+        self.refused_so_far += reading.refused
+        return super()._record(attempt, report, reading)
+
+    def _back(
+        self, incident: Incident, most: int, since: int, until: int, blame_data: bool, forget: bool = True
+    ) -> Incident | None:
+        """The state goes back. The loop cannot: its count of steps and its data go on."""
+        at = self._next
+        back = super()._back(incident, most, since, until, blame_data, forget)
+        self._next = at
+        return back
+
+
+class _Weighted:
+    """A loss function that returns what a micro-batch adds to its step, not the mean over it."""
+
+    weighted = True
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._loss_fn(model, batch)
