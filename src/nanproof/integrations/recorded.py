@@ -1,0 +1,148 @@
+"""RootRecorder: what a raw loop gives its model, so that a bad step can be run again although nobody handed over its batch.
+
+A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own output (the output itself,
+its `loss`, its first item), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
+batch, and calling the model again is the loss function. Where the loss was made of something else, that is said, and the step
+cannot be run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.errors import UsageError
+
+_LONGEST = 4
+"""Divisions and multiplications between the model's loss and that of backward."""
+
+Op = tuple[str, float]
+"""("/", 2.0) or ("*", 0.5)"""
+
+
+class RootRecorder:
+    """Notes the calls of a model that trains. One that evaluates, under no_grad, goes by unnoticed."""
+
+    def __init__(self, model: nn.Module, begin: Callable[[Any], None]) -> None:
+        """
+        Args:
+            model: the module that the loop calls, with all its wrappers.
+            begin: told of the batch just before each forward: `LoopGuard.micro_batch`.
+        """
+        self._model = weakref.ref(model)
+        self._begin = begin
+        self._calls: list[dict[str, Any]] = []
+        """Since the last backward. Of those in eval mode only the last."""
+        self._told = True
+        """Whether `begin` knows of the last call."""
+        self._losses: list[tuple[Any, Tensor]] = []
+        """What the last call returned that could be its loss, and how to get at it."""
+        self._again = False
+        owner = weakref.ref(self)  # functions, not methods: a copy of the model must not copy the recorder with it
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder = owner()
+            if recorder is not None and recorder._counts(module):
+                recorder._note(module, args, kwargs)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            recorder = owner()
+            if recorder is not None and recorder._counts(module):
+                recorder._losses = list(_candidates(output))
+
+        self._hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+
+    def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
+        """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
+        `then` is what the framework itself still does to the loss."""
+        calls, self._calls = self._calls, []
+        losses, self._losses = self._losses, []
+        told, self._told = self._told, True
+        if len(calls) != 1:
+            return False
+        for where, found in losses:
+            ops = _between(found, loss)
+            if ops is not None:
+                calls[0]["loss"] = [where, *ops, *(op for op in then if op[1] != 1)]
+                if not told:
+                    self._begin(calls[0])
+                return True
+        return False
+
+    def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
+        """Call the model again, and do with its output what the loop did."""
+        self._again = True
+        try:
+            return call_again(model, batch)
+        finally:
+            self._again = False
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._calls, self._losses = [], []
+
+    def _counts(self, module: nn.Module) -> bool:
+        return not self._again and torch.is_grad_enabled() and module is self._model()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = {"args": args, "kwargs": dict(kwargs), "loss": None}
+        if not self._told:
+            self._calls.pop()
+        self._calls.append(batch)
+        # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
+        self._told = module.training
+        if self._told:
+            self._begin(batch)
+
+
+def call_again(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a recorded call: a loss function for `nanproof replay` too."""
+    if not isinstance(batch, Mapping) or not batch.get("loss"):
+        raise UsageError("call_again(): this is no recorded call of a model, or its loss was not the model's own")
+    where, *ops = batch["loss"]
+    output = model(*batch["args"], **batch["kwargs"])
+    loss: Tensor = output if where is None else getattr(output, where[1:]) if str(where).startswith(".") else output[where]
+    for op, number in ops:
+        loss = loss / number if op == "/" else loss * number
+    return loss
+
+
+def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:
+    """(where, scalar) for what could be a loss: None is the output itself, ".loss" an attribute, else a key or an index."""
+    found: list[tuple[Any, Any]] = []
+    if isinstance(output, Tensor):
+        found.append((None, output))
+    elif isinstance(output, Mapping):
+        found.append(("loss", output.get("loss")))
+    else:
+        found.append((".loss", getattr(output, "loss", None)))
+        if isinstance(output, (tuple, list)) and output:
+            found.append((0, output[0]))
+    for where, value in found:
+        if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+            yield where, value
+
+
+def _between(found: Tensor, loss: Tensor) -> list[Op] | None:
+    """How one became the other, in divisions and multiplications by numbers; None if in another way. Asks the graph, so that
+    nothing has to be read from the device."""
+    ops: list[Op] = []
+    if loss is found:
+        return ops
+    (node, output), end = (loss.grad_fn, loss.output_nr), (found.grad_fn, found.output_nr)
+    while node is not None and len(ops) <= _LONGEST:
+        if (node, output) == end:
+            return ops[::-1]
+        op = {"DivBackward0": "/", "MulBackward0": "*"}.get(node.name())
+        others = [n for n, _ in node.next_functions[1:] if n is not None]
+        other = getattr(node, "_saved_other", None)
+        if op is None or others or not isinstance(other, Tensor) or other.dim() or other.device.type != "cpu":
+            return None
+        ops.append((op, float(other)))
+        node, output = node.next_functions[0]
+    return None
