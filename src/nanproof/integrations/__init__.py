@@ -1,4 +1,4 @@
-"""protect: one call for the trainers people already use. Each has a file of its own here; none is imported before it is needed."""
+"""protect: one call for the trainers people already use. Each has a file here; none is imported before it is needed."""
 
 from __future__ import annotations
 

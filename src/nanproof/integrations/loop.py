@@ -7,6 +7,7 @@ refused step can be run again: it is explained, and steps held behind it are tak
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +37,8 @@ class LoopGuard(Guard):
         self.started = False
         self.refused_so_far = 0
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
+        self.accepted_so_far = 0
+        """Steps that were taken, of those that the host knows of."""
         self._run_dir, self._checkpoints = run_dir, checkpoints
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
@@ -92,6 +95,11 @@ class LoopGuard(Guard):
         """A step has begun and was not taken."""
         return self._open is not None
 
+    @property
+    def settled(self) -> bool:
+        """No jump of the loss is being watched."""
+        return self._watch.settled
+
     def micro_batch(self, batch: Any) -> None:
         """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run again."""
         self._check_open("micro_batch")
@@ -108,6 +116,11 @@ class LoopGuard(Guard):
     def note_loss(self, loss: Tensor) -> Tensor | None:
         """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None."""
         return self._stepper.note_loss(loss)
+
+    def clip_to(self, max_norm: float | None) -> None:
+        """The norm to clip to from now on; None or infinity does not clip."""
+        if self._stepper.max_norm != "auto":
+            self._stepper.max_norm = max_norm if max_norm is not None and 0 < max_norm < math.inf else None
 
     def take(self) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients before clipping, on the device."""
@@ -154,6 +167,7 @@ class LoopGuard(Guard):
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
+        self.accepted_so_far += not reading.refused
         return super()._record(attempt, report, reading)
 
     def _back(

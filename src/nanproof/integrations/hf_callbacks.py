@@ -1,0 +1,283 @@
+"""Callbacks of the Trainer that people know by name. Those that look at gradients and losses are views on a guard: what they
+report was seen before clipping, and cost nothing extra.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from nanproof.core.evidence import listed
+from nanproof.errors import UsageError
+from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.recorded import call_again
+from nanproof.policy import Policy
+from nanproof.records import ABSENT, StepRecord
+
+log = logging.getLogger("nanproof")
+
+
+class NanproofCallback(TrainerCallback):
+    """The part of the protection that a callback can give: a bad step does not reach weights or moments, it is recorded, and,
+    where the model computes its own loss, run again and explained.
+
+    A callback cannot get between the trainer and its clipping, its running loss and its schedule. So gradients are seen after
+    clipping (a NaN has spread to every parameter by then), one NaN spoils the logged loss for the rest of the run, and the
+    schedule advances on a refused step. `nanproof.protect(trainer)` has none of these limits.
+    """
+
+    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+        # Without a lag: what the trainer does to the loss is not known, so no step may be taken again, only looked at.
+        policy = replace(policy if policy is not None else Policy(), lag=0)
+        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self._patches = Patches()
+        self._hooks: list[Any] = []
+        self._again = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model and optimizer are there: begin."""
+        log.warning(
+            "nanproof: NanproofCallback sees gradients after clipping, and leaves loss average and schedule to the Trainer; "
+            "nanproof.protect(trainer) does all of it"
+        )
+        self.on_train_end(args, state, control)
+        self._patches.set(args, "logging_nan_inf_filter", False)
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self.guard.start(model, optimizer, loss_fn=self._loss_again, max_norm=None, step=state.global_step)
+        self._patches.wrap(optimizer, "step", self._step)
+        self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True), model.register_forward_hook(self._after)]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._counts(module):
+            self.guard.micro_batch({"args": args, "kwargs": dict(kwargs), "loss": ["loss"]})
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._counts(module):
+            return
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is None:
+            raise UsageError(
+                "NanproofCallback: the model does not return its loss (label smoothing, compute_loss_func), and a callback sees "
+                "no other; use nanproof.protect(trainer)"
+            )
+        self.guard.note_loss(loss)
+
+    def _counts(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled() and not self._again
+
+    def _loss_again(self, model: nn.Module, batch: Any) -> Tensor:
+        self._again = True
+        try:
+            return call_again(model, batch)
+        finally:
+            self._again = False
+
+    def _step(self, original: Callable[..., Any], closure: Any = None) -> None:
+        if self.guard.open:
+            self.guard.take()
+        else:
+            original(closure)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.guard.finish()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._patches.undo()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.guard.close()
+
+
+class GuardView(TrainerCallback):
+    """Looks at the records of the guard that protects this trainer."""
+
+    def __init__(self) -> None:
+        self.guard: LoopGuard | None = None
+        """Set by `nanproof.protect(trainer)`."""
+        self._seen = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.guard is None:
+            raise UsageError(f"{type(self).__name__} reads the records of a guard: call nanproof.protect(trainer) before train()")
+        self._seen = state.global_step - 1
+
+    def metrics(self) -> dict[str, float]:
+        """What joins the trainer's next log."""
+        return {}
+
+    def _new(self) -> Iterator[StepRecord]:
+        assert self.guard is not None
+        new = []
+        for record in reversed(self.guard.history):
+            if record.step <= self._seen:
+                break
+            new.append(record)
+        for record in reversed(new):
+            self._seen = record.step
+            yield record
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSummary:
+    """The gradients of one step, before clipping."""
+
+    step: int
+    mean: float
+    max: float
+    min: float
+    nan: int
+    """Parameters whose norm is NaN."""
+    inf: int
+    bad: tuple[str, ...]
+    """Their names."""
+
+    @classmethod
+    def of(cls, record: StepRecord) -> GradientSummary:
+        there = [(name, norm) for name, norm in zip(record.names, record.norms, strict=True) if norm != ABSENT]
+        finite = [norm for _, norm in there if math.isfinite(norm)]
+        return cls(
+            record.step,
+            sum(finite) / len(finite) if finite else math.nan,
+            max(finite, default=math.nan),
+            min(finite, default=math.nan),
+            sum(math.isnan(norm) for _, norm in there),
+            sum(math.isinf(norm) for _, norm in there),
+            tuple(name for name, norm in there if not math.isfinite(norm)),
+        )
+
+
+class GradientMonitorCallback(GuardView):
+    """Norms of the gradients of every parameter, before clipping: mean, largest, smallest, and which were NaN or Inf."""
+
+    def __init__(self, check_every_n_steps: int = 1, log_every_n_steps: int = 50, halt_on_nan: bool = False) -> None:
+        super().__init__()
+        _positive(check_every_n_steps=check_every_n_steps, log_every_n_steps=log_every_n_steps)
+        self.check_every_n_steps, self.log_every_n_steps, self.halt_on_nan = check_every_n_steps, log_every_n_steps, halt_on_nan
+        self.last: GradientSummary | None = None
+        """Of the step that was looked at last."""
+        self.bad_steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for record in self._new():
+            if record.step % self.check_every_n_steps:
+                continue
+            self.last = found = GradientSummary.of(record)
+            if found.nan or found.inf:
+                self.bad_steps += 1
+                log.warning(
+                    "nanproof: step %d: gradients of %d parameters are NaN, of %d Inf: %s", found.step, found.nan, found.inf,
+                    listed(found.bad),
+                )  # fmt: skip
+                control.should_training_stop |= self.halt_on_nan
+            elif record.step % self.log_every_n_steps == 0:
+                log.info(
+                    "nanproof: step %d: gradient norms mean %.3g, max %.3g, min %.3g",
+                    found.step,
+                    found.mean,
+                    found.max,
+                    found.min,
+                )
+
+    def metrics(self) -> dict[str, float]:
+        if self.last is None:
+            return {}
+        return {
+            "nanproof/grad_norm_mean": self.last.mean,
+            "nanproof/grad_norm_max": self.last.max,
+            "nanproof/grad_norm_min": self.last.min,
+            "nanproof/bad_gradient_steps": self.bad_steps,
+        }
+
+
+GradientMonitoringCallback = GradientMonitorCallback
+
+
+class LossCheckCallback(GuardView):
+    """Is the loss a number, and is there anything to learn from? NaN and Inf; and exactly 0 with no gradient, which is what a
+    batch without a supervised token looks like."""
+
+    def __init__(self, halt_on_nan: bool = False) -> None:
+        super().__init__()
+        self.halt_on_nan = halt_on_nan
+        self.nonfinite: list[int] = []
+        """Steps whose loss was NaN or Inf."""
+        self.empty: list[int] = []
+        """Steps whose loss and gradients were exactly 0."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for record in self._new():
+            if not math.isfinite(record.loss):
+                self.nonfinite.append(record.step)
+                log.warning("nanproof: step %d: the loss is %s", record.step, record.loss)
+                control.should_training_stop |= self.halt_on_nan
+            elif record.loss == 0 and record.grad_norm == 0:
+                self.empty.append(record.step)
+                log.warning(
+                    "nanproof: step %d: loss and gradients are exactly 0: no token of the batch is supervised?", record.step
+                )
+
+    def metrics(self) -> dict[str, float]:
+        return {"nanproof/nonfinite_losses": len(self.nonfinite), "nanproof/empty_losses": len(self.empty)}
+
+
+class ActivationMonitorCallback(TrainerCallback):
+    """The largest output of every module, and which are not finite, every so many steps.
+
+    Hooks are there on those steps only, and one read of the device a look.
+    """
+
+    def __init__(self, check_every_n_steps: int = 50, modules: Callable[[str, nn.Module], bool] | None = None) -> None:
+        _positive(check_every_n_steps=check_every_n_steps)
+        self.check_every_n_steps = check_every_n_steps
+        self._wanted = modules if modules is not None else lambda name, module: not any(True for _ in module.children())
+        self.last: dict[str, float] = {}
+        """Largest absolute output by module, of the last look; NaN or Inf where there is one."""
+        self._seen: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.check_every_n_steps == 0:
+            model: nn.Module = kwargs["model"]
+            for name, module in model.named_modules():
+                if self._wanted(name, module):
+                    self._hooks.append(module.register_forward_hook(self._look_at(name)))
+
+    def _look_at(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
+                largest = first.detach().abs().amax().float()
+                before = self._seen.get(name)
+                self._seen[name] = largest if before is None else torch.maximum(before, largest)
+
+        return hook
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._seen:
+            values = torch.stack([value.to(args.device) for value in self._seen.values()]).tolist()
+            self.last = dict(zip(self._seen, values, strict=True))
+            bad = [name for name, value in self.last.items() if not math.isfinite(value)]
+            if bad:
+                log.warning("nanproof: step %d: outputs that are not finite: %s", state.global_step - 1, listed(bad))
+        self._seen.clear()
+
+
+def _positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"{name}={number}: a number of steps of 1 or more is needed")

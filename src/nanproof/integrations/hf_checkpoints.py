@@ -1,0 +1,145 @@
+"""The Trainer's own checkpoints, and which of them can be trusted.
+
+A checkpoint is a candidate when it is saved, good once enough healthy steps have followed, suspect if what came shows that the
+trouble had begun before it. Rotation never deletes the newest good one; resuming passes over suspect and broken ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from nanproof.core.files import strict_json, write_whole
+from nanproof.errors import NanproofError
+from nanproof.integrations.loop import LoopGuard
+from nanproof.recover.scan import scan
+
+log = logging.getLogger("nanproof")
+
+_MARK = "nanproof.json"
+_STATE = "nanproof.pt"
+
+
+@dataclass(slots=True)
+class _Candidate:
+    folder: Path
+    step: int
+    accepted_before: int
+
+
+class TrainerCheckpoints:
+    """What becomes of the checkpoints of one run."""
+
+    def __init__(self, guard: LoopGuard, limit: int | None, prove: int = 20) -> None:
+        self._guard, self.limit, self._prove = guard, limit, prove
+        self._candidates: list[_Candidate] = []
+        self._seen = len(guard.incidents)
+        self._folder: Path | None = None
+
+    def saved(self, folder: Path, writes: bool) -> None:
+        """The trainer saves into this folder, between steps. `writes`: this process is the one that does."""
+        state = self._guard.state_dict()
+        if not writes:
+            return
+        self._folder = folder.parent
+        torch.save(state, folder / _STATE)
+        _mark(folder, "candidate", self._guard.next_step)
+        self._candidates.append(_Candidate(folder, self._guard.next_step, self._guard.accepted_so_far))
+
+    def look(self) -> None:
+        """After a step: which candidates have proved good, which have not."""
+        new, self._seen = self._guard.incidents[self._seen :], len(self._guard.incidents)
+        for incident in new:
+            if incident.kind in ("divergence", "nonfinite-weight") or incident.action in ("rewound", "rolled-back", "halted"):
+                for candidate in [c for c in self._candidates if c.step > incident.step - self._prove]:
+                    self._candidates.remove(candidate)
+                    _mark(candidate.folder, "suspect", candidate.step)
+        if not self._guard.settled:
+            return
+        for candidate in [c for c in self._candidates if self._guard.accepted_so_far - c.accepted_before >= self._prove]:
+            self._candidates.remove(candidate)
+            _mark(candidate.folder, "good", candidate.step)
+
+    def rotate(self, best: str | None, only_best: bool = False) -> None:
+        """Delete what is over the limit, oldest first; never the newest, the best, or the newest good one."""
+        if self.limit is None or self.limit <= 0 or self._folder is None:
+            return
+        there = _checkpoints(self._folder)
+        good = [folder for folder in there if _state(folder) == "good"]
+        keep = {*there[len(there) if only_best and best is not None else -1 :], *good[-1:]}
+        keep |= {folder for folder in there if best is not None and folder.resolve() == Path(best).resolve()}
+        over = len(there) - max(self.limit, 1)
+        for folder in there:
+            if over > 0 and folder not in keep:
+                shutil.rmtree(folder, ignore_errors=True)
+                over -= 1
+
+    @staticmethod
+    def newest_usable(output_dir: str | None) -> str | None:
+        """The newest checkpoint that is whole, finite and not suspect; what is passed over is logged."""
+        for folder in reversed(_checkpoints(Path(output_dir))) if output_dir else ():
+            if _state(folder) == "suspect":
+                log.warning("nanproof: passed over %s: the run had gone wrong before it", folder.name)
+                continue
+            bad = _broken(folder)
+            if bad:
+                log.warning("nanproof: passed over %s: %s", folder.name, bad)
+                continue
+            return str(folder)
+        return None
+
+    @staticmethod
+    def load_guard(guard: LoopGuard, folder: str | Path) -> None:
+        """What the guard knew when this checkpoint was saved, if it was there."""
+        path = Path(folder) / _STATE
+        if not path.is_file():
+            return
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            guard.load_state_dict(state)
+        except Exception as error:  # a run is not kept from resuming by this
+            log.warning("nanproof: %s could not be read, the guard begins anew: %s", path, error)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Oldest first, by their step."""
+    found = []
+    for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
+def _mark(folder: Path, state: str, step: int) -> None:
+    if folder.is_dir():
+        write_whole(folder / _MARK, strict_json({"version": 1, "state": state, "step": step}))
+
+
+def _state(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / _MARK).read_text())["state"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _broken(folder: Path) -> str:
+    """What is wrong with the files of a checkpoint; "" if nothing is. Files that hold no tensors are not looked at."""
+    try:
+        report = scan([folder])
+    except (NanproofError, OSError) as error:
+        return str(error)
+    for file in (file for checkpoint in report.checkpoints for file in checkpoint.files):
+        if file.status == "bad":
+            return f"{file.path.name} holds NaN or Inf in {next(tensor.name for tensor in file.tensors if tensor.bad)}"
+        if file.status == "unreadable":
+            return f"{file.path.name}: {file.why}"
+    return ""

@@ -1,0 +1,40 @@
+"""Methods replaced on single objects, and put back: how an adapter gets in between without a subclass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Patches:
+    """What was replaced, in order."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, bool, Any]] = []
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls of `owner.name(...)` become `wrapper(original, ...)`. Returns the original."""
+        original: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self.set(owner, name, replaced)
+        return original
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """An attribute that has another value for a while."""
+        own = name in vars(owner)
+        self._undo.append((owner, name, own, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Everything as it was."""
+        while self._undo:
+            owner, name, own, before = self._undo.pop()
+            if own:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)

@@ -1,0 +1,415 @@
+"""The Trainer of transformers, and everything built on it: guarded from the outside, one object at a time.
+
+The Trainer's loop stays its own. Between it and the optimizer stand a few methods replaced on this one trainer while it trains:
+what it gives to backward is noted, clipping becomes part of the guarded step, the schedule waits for the verdict, and the
+log says what happened. What the forward was given is kept by reference, so that a refused step can be run again through the
+trainer's own `training_step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from nanproof.errors import UnsupportedError, UsageError
+from nanproof.integrations.hf_callbacks import (
+    ActivationMonitorCallback,
+    GradientMonitorCallback,
+    GradientMonitoringCallback,
+    GuardView,
+    LossCheckCallback,
+    NanproofCallback,
+)
+from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
+from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.versions import check_version
+from nanproof.policy import Policy
+
+__all__ = [
+    "ActivationMonitorCallback",
+    "GradientMonitorCallback",
+    "GradientMonitoringCallback",
+    "LossCheckCallback",
+    "NanproofCallback",
+    "protect_trainer",
+]
+
+log = logging.getLogger("nanproof")
+
+
+def protect_trainer(
+    trainer: Trainer, *, policy: Policy | None = None, run_dir: str | Path | None = "auto", checkpoints: Any = None
+) -> LoopGuard:
+    """Guard what this trainer trains. Call it before `trainer.train()`; what it returns fills as the run goes on."""
+    check_version("transformers")
+    check_version("accelerate")
+    there = getattr(trainer, "nanproof", None)
+    if there is not None:
+        raise UsageError("protect(trainer): this trainer is protected already; its guard is trainer.nanproof")
+    missing = [
+        name for name in ("_prepare_inputs", "training_step", "callback_handler", "accelerator") if not hasattr(trainer, name)
+    ]
+    if missing:
+        raise UnsupportedError(f"protect(trainer): this version of transformers has no Trainer.{missing[0]}")
+    if run_dir == "auto":
+        run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
+    guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+    _Watch(trainer, guard)
+    trainer.nanproof = guard  # type: ignore[attr-defined]
+    return guard
+
+
+class MicroBatch(dict[str, Any]):
+    """What one forward of the trainer was given."""
+
+    num_items_in_batch: Any = None
+    accumulation: int = 1
+
+
+class _Watch(TrainerCallback):
+    """Stands between one trainer and its optimizer."""
+
+    def __init__(self, trainer: Trainer, guard: LoopGuard) -> None:
+        self.trainer, self.guard = trainer, guard
+        self._patches = Patches()
+        self._losses = _HonestLoss()
+        self._checkpoints: TrainerCheckpoints | None = None
+        self._resumed_from: str | Path | None = None
+        self._norm: Tensor | None = None
+        self._again: list[Tensor] | None = None
+        """Not None while a step is run again: where its loss goes."""
+        self._num_items: Any = None
+        self._inside = False
+        self._training_step: Callable[..., Tensor] = trainer.training_step
+        # Right behind the callback that decides what is due: everyone else's see a settled state.
+        trainer.callback_handler.callbacks.insert(1, self)
+        Patches().wrap(trainer, "train", self._train)
+
+    # -- the run ---------------------------------------------------------------------------------------------------------------
+
+    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = TrainerCheckpoints.newest_usable(self.trainer.args.output_dir) or True
+        self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
+        try:
+            result = original(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        return result
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model, optimizer and schedule are there: begin."""
+        self._patches.undo()  # a run that was begun again with a smaller batch
+        trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
+        optimizer = trainer.optimizer
+        assert optimizer is not None
+        self._refuse_what_cannot_be_guarded()
+        schedule = self._take_schedule()
+        guard.start(
+            trainer.model_wrapped,
+            optimizer,
+            loss_fn=self._loss_again,
+            max_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
+            scaler=getattr(accelerator, "scaler", None),
+            scheduler=schedule,
+            step=state.global_step,
+        )
+        if self._resumed_from is not None:
+            TrainerCheckpoints.load_guard(guard, self._resumed_from)
+        self._losses = _HonestLoss()
+        self._losses.begin(state.global_step)
+        self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
+        wrap = self._patches.wrap
+        self._patches.set(args, "logging_nan_inf_filter", False)
+        if args.save_total_limit is not None:
+            self._patches.set(args, "save_total_limit", None)
+        self._training_step = wrap(trainer, "training_step", self._step)
+        wrap(trainer, "_prepare_inputs", self._prepared)
+        wrap(trainer, "log", self._log)
+        wrap(trainer, "save_model", self._save_model)
+        wrap(trainer, "evaluate", self._settled)
+        wrap(accelerator, "backward", self._backward)
+        wrap(accelerator, "clip_grad_norm_", self._clip)
+        wrap(optimizer, "step", self._optimizer_step)
+        for view in self._views:
+            view.guard = guard
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The trainer has done its part of the step."""
+        self.guard.finish()
+        assert self._checkpoints is not None
+        self._checkpoints.look()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What may follow (the last log, the best model) is of a settled state."""
+        self.guard.sync()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._checkpoints is not None
+        if args.should_save:
+            self._checkpoints.rotate(state.best_model_checkpoint)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Nothing stays replaced; the guard's last records are in."""
+        self._patches.undo()
+        state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
+        if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
+            self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
+        self.guard.__exit__(type(error) if error is not None else None, error, None)
+
+    @property
+    def _views(self) -> list[GuardView]:
+        return [cb for cb in self.trainer.callback_handler.callbacks if isinstance(cb, GuardView)]
+
+    def _refuse_what_cannot_be_guarded(self) -> None:
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            raise UnsupportedError(
+                "protect(trainer): DeepSpeed takes the step itself; protect its engine, "
+                "nanproof.protect(trainer.model_wrapped), or train without it"
+            )
+        optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
+        if optimizer in ("Lomo", "AdaLomo"):
+            raise UnsupportedError(f"protect(trainer): {optimizer} updates weights inside backward, so no step can be refused")
+
+    def _take_schedule(self) -> Any:
+        """The schedule advances with accepted steps. One that goes by a metric stays the trainer's."""
+        trainer = self.trainer
+        schedule = trainer.lr_scheduler
+        if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not _steps_alone(schedule):
+            return None
+        waits = _Waits(schedule)
+        self._patches.set(trainer, "lr_scheduler", waits)
+        self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
+        return schedule
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        original: Callable[..., Tensor],
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        first = not self.guard.open
+        self._inside, self._num_items = True, num_items_in_batch
+        try:
+            loss = original(model, inputs, num_items_in_batch, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            self.guard.abandon()
+            raise
+        except BaseException as error:
+            self.guard.raised(error)
+            raise
+        finally:
+            self._inside = False
+        return self._losses.of(loss, first)
+
+    def _prepared(self, original: Callable[..., Any], inputs: Any) -> Any:
+        if self._again is not None:
+            return inputs
+        prepared = original(inputs)
+        if self._inside:
+            batch = MicroBatch(prepared if isinstance(prepared, Mapping) else {"inputs": prepared})
+            batch.num_items_in_batch = self._num_items
+            batch.accumulation = self.trainer.current_gradient_accumulation_steps
+            self.guard.micro_batch(batch)
+        return prepared
+
+    def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
+        if self._again is not None:
+            self._again.append(loss)
+            return
+        if self._inside and self.guard.open:
+            seed = self.guard.note_loss(loss.detach())
+            if seed is not None:
+                kwargs["gradient"] = seed
+        original(loss, **kwargs)
+
+    def _clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        if not self.guard.open or norm_type != 2:
+            return original(parameters, max_norm, norm_type)
+        self.guard.clip_to(max_norm)
+        # Filled when the step is taken; the trainer reads it when it logs.
+        self._norm = torch.zeros((), device=self.trainer.args.device)
+        return self._norm
+
+    def _optimizer_step(self, original: Callable[..., Any], closure: Any = None) -> None:
+        if not self.guard.open:
+            original(closure)
+            return
+        if not self.trainer.accelerator.sync_gradients:
+            return
+        total = self.guard.take()
+        self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]  # what the schedule looks for, to see that steps and it come in turn
+        if self._norm is not None:
+            self._norm.copy_(total)
+            self._norm = None
+
+    def _loss_again(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """What the trainer's own `training_step` would give to backward for this micro-batch."""
+        if not isinstance(batch, MicroBatch):
+            raise UsageError("the trainer's loss needs a micro-batch as the guard recorded it")
+        losses: list[Tensor] = []
+        inputs: Any = batch["inputs"] if set(batch) == {"inputs"} and not isinstance(batch["inputs"], Tensor) else batch
+        with self._undisturbed(), _current_accumulation(self.trainer, batch.accumulation):
+            self._again = losses
+            try:
+                self._training_step(model, inputs, batch.num_items_in_batch)
+            finally:
+                self._again = None
+        if len(losses) != 1:
+            raise UsageError(f"this trainer's training_step calls backward {len(losses)} times: its steps cannot be run again")
+        return losses[0]
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """What the trainer counts and collects on the way (metrics, tokens) is counted once."""
+        attributes = vars(self.trainer)
+        before = {name: value for name, value in attributes.items() if _plain(value)}
+        attributes.update({name: _copied(value) for name, value in before.items()})
+        try:
+            yield
+        finally:
+            attributes.update(before)
+
+    # -- what is said, what is saved -------------------------------------------------------------------------------------------
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and "learning_rate" in logs:
+            self.guard.sync()  # the trainer has just waited for the device
+            self._losses.correct(logs, self.trainer, self.guard)
+            logs["nanproof/skipped"] = self.guard.refused_so_far
+            logs["nanproof/incidents"] = len(self.guard.incidents)
+            for view in self._views:
+                logs.update(view.metrics())
+        elif "train_loss" in logs:
+            self._losses.correct_total(logs, self.trainer)
+        original(logs, *args, **kwargs)
+
+    def _settled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.guard.sync()
+        return original(*args, **kwargs)
+
+    def _save_model(self, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        self.guard.sync()
+        result = original(output_dir, *args, **kwargs)
+        if output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR) and self._checkpoints is not None:
+            self._checkpoints.saved(Path(output_dir), self.trainer.args.should_save)
+        return result
+
+
+class _HonestLoss:
+    """Keeps a bad loss out of the trainer's running sum, which it would spoil for ever, and knows how many were left out."""
+
+    def __init__(self) -> None:
+        self._bad: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._begun = self._told = self._left_out = 0
+
+    def begin(self, step: int) -> None:
+        self._begun = self._told = step
+
+    def of(self, loss: Tensor, first: bool) -> Tensor:
+        """What to add for this micro-batch. The first bad one of a step takes back what the step has added so far."""
+        bad = ~torch.isfinite(loss)
+        if first or self._bad is None or self._sum is None:
+            value = torch.where(bad, torch.zeros_like(loss), loss)
+            self._sum = value
+        else:
+            value = torch.where(bad | self._bad, -self._sum, loss)
+            self._sum = self._sum + value
+            bad = bad | self._bad
+        self._bad = bad
+        return value
+
+    def correct(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
+        """The mean of the window, over the steps whose loss was finite; NaN if there was none."""
+        since, now = self._told, trainer.state.global_step
+        self._told = now
+        bad = [r for r in guard.history if since <= r.step < now and r.action == "skipped"]
+        if not bad:
+            return
+        # Every rank comes here: all of them know of a refused step.
+        count = torch.tensor(float(sum(not math.isfinite(r.loss) for r in bad)), device=trainer.args.device)
+        left_out = float(trainer.accelerator.reduce(count, "sum")) / trainer.accelerator.num_processes
+        self._left_out += left_out
+        steps = now - since
+        logs["loss"] = logs["loss"] * steps / (steps - left_out) if left_out < steps else math.nan
+
+    def correct_total(self, logs: dict[str, float], trainer: Trainer) -> None:
+        steps = trainer.state.global_step - self._begun
+        if self._left_out and steps:
+            left = steps - self._left_out
+            logs["train_loss"] = logs["train_loss"] * steps / left if left > 0 else math.nan
+
+
+class _Waits:
+    """A schedule that the trainer may ask anything, but does not advance: the guard does, with accepted steps."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._schedule)
+
+
+def _steps_alone(schedule: Any) -> bool:
+    """Whether it advances without being given a metric."""
+    return type(schedule).__name__ != "GreedyLR"
+
+
+@contextmanager
+def _current_accumulation(trainer: Trainer, steps: int) -> Iterator[None]:
+    before = trainer.current_gradient_accumulation_steps
+    trainer.current_gradient_accumulation_steps = steps
+    try:
+        yield
+    finally:
+        trainer.current_gradient_accumulation_steps = before
+
+
+def _plain(value: Any, depth: int = 0) -> bool:
+    """Numbers, and containers that a trainer collects them in."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return True
+    return type(value).__name__ in ("dict", "list", "deque", "defaultdict") and depth < 3
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    if depth >= 3:
+        return value
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _copied(item, depth + 1)
+        return copied
+    if isinstance(value, deque):
+        return copy.copy(value)
+    if isinstance(value, list):
+        return [_copied(item, depth + 1) for item in value]
+    return value
