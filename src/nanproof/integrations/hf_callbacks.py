@@ -52,6 +52,7 @@ class NanproofCallback(TrainerCallback):
         self.on_train_end(args, state, control)
         self._patches.set(args, "logging_nan_inf_filter", False)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._optimizer = optimizer
         self.guard.start(model, optimizer, loss_fn=self._loss_again, max_norm=None, step=state.global_step)
         self._patches.wrap(optimizer, "step", self._step)
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True), model.register_forward_hook(self._after)]
@@ -84,6 +85,7 @@ class NanproofCallback(TrainerCallback):
     def _step(self, original: Callable[..., Any], closure: Any = None) -> None:
         if self.guard.open:
             self.guard.take()
+            self._optimizer._opt_called = True  # what the schedule looks for
         else:
             original(closure)
 

@@ -69,12 +69,15 @@ class TrainerCheckpoints:
             _mark(candidate.folder, "good", candidate.step)
 
     def rotate(self, best: str | None, only_best: bool = False) -> None:
-        """Delete what is over the limit, oldest first; never the newest, the best, or the newest good one."""
+        """Delete what is over the limit, oldest first; never the newest, the best, the newest good one, or the one that is next
+        to prove good."""
         if self.limit is None or self.limit <= 0 or self._folder is None:
             return
         there = _checkpoints(self._folder)
         good = [folder for folder in there if _state(folder) == "good"]
-        keep = {*there[len(there) if only_best and best is not None else -1 :], *good[-1:]}
+        newer = there[there.index(good[-1]) + 1 :] if good else there
+        proving = [folder for folder in newer if _state(folder) == "candidate"]
+        keep = {*there[len(there) if only_best and best is not None else -1 :], *good[-1:], *proving[:1]}
         keep |= {folder for folder in there if best is not None and folder.resolve() == Path(best).resolve()}
         over = len(there) - max(self.limit, 1)
         for folder in there:
