@@ -34,7 +34,7 @@ def test_a_bad_batch_leaves_no_trace(tmp_path, settings):
     bad = range(3 * step, 4 * step)
     rows = tiny.feature_rows(8 * step, {bad[1]: math.nan})
     trainer, guard = train(tmp_path / "a", tiny.Regression(), rows, **settings)
-    clean, _ = train(tmp_path / "b", tiny.Regression(), without(tiny.feature_rows(8 * step), bad), **settings)
+    clean, other = train(tmp_path / "b", tiny.Regression(), without(tiny.feature_rows(8 * step), bad), **settings)
     assert tiny.same(tiny.weights(trainer.model), tiny.weights(clean.model))
     assert trainer.lr_scheduler.state_dict() == clean.lr_scheduler.state_dict()
     [incident] = guard.incidents
@@ -42,13 +42,23 @@ def test_a_bad_batch_leaves_no_trace(tmp_path, settings):
     assert guard.path.startswith("device")
     told = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [math.isnan(entry["loss"]) for entry in told] == [i == 3 for i in range(8)]
-    assert told[-1]["nanproof/skipped"] == 1
+    # fp16 refuses a few more on both sides, while the loss scale finds its size.
+    assert told[-1]["nanproof/skipped"] == guard.refused_so_far == other.refused_so_far + 1
 
 
 def test_a_language_model_in_half_precision(tmp_path):
-    """bf16 and dropout over a Llama: the same weights as without the batch, the cause found on the device."""
-    trainer, guard = train(tmp_path / "a", tiny.llama(), tiny.token_rows(40, BAD), bf16=True, logging_steps=20)
-    clean, _ = train(tmp_path / "b", tiny.llama(), without(tiny.token_rows(40), BAD), bf16=True, logging_steps=20)
+    """bf16 and dropout over a Llama: the same weights as without the batch, the cause found on the device. Attention is eager:
+    the backward of the fused kernels adds in any order."""
+
+    def run(name, rows):
+        model = tiny.llama()
+        model.set_attn_implementation("eager")
+        return train(tmp_path / name, model, rows, bf16=True, logging_steps=20)
+
+    trainer, guard = run("a", tiny.token_rows(40, BAD))
+    clean, _ = run("b", without(tiny.token_rows(40), BAD))
+    again, _ = run("c", without(tiny.token_rows(40), BAD))
+    assert tiny.same(tiny.weights(again.model), tiny.weights(clean.model)), "not reproducible even without a bad batch"
     assert tiny.same(tiny.weights(trainer.model), tiny.weights(clean.model))
     [incident] = guard.incidents
     assert (incident.step, incident.diagnosis.cause) == (3, "no-supervised-targets")

@@ -60,6 +60,24 @@ def test_with_protection_the_batch_leaves_no_trace(tmp_path):
     assert [record.step for record in guard.history] == list(range(8))
 
 
+@pytest.mark.parametrize("logging_steps", [1, 3, 100])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_with_a_lag_steps_behind_the_bad_one_are_taken_again(tmp_path, logging_steps, accumulation):
+    """As on CUDA, where verdicts come two steps late: held, then taken through the trainer's own training step."""
+    size, made = 4 * accumulation, []
+    bad = range(3 * size, 4 * size)
+    for name, rows in (("a", token_rows(10 * size, bad)), ("b", without(token_rows(10 * size), bad))):
+        trainer = make_trainer(
+            tmp_path / name, llama(), rows, logging_steps=logging_steps, gradient_accumulation_steps=accumulation
+        )
+        guard = nanproof.protect(trainer, policy=Policy(lag=2))
+        trainer.train()
+        made.append((weights(trainer.model), trainer.lr_scheduler.state_dict(), guard))
+    assert same(made[0][0], made[1][0]) and made[0][1] == made[1][1]
+    assert [i.step for i in made[0][2].incidents] == [3]
+    assert [record.step for record in made[0][2].history] == list(range(10))
+
+
 def test_a_batch_without_a_label_is_explained(tmp_path):
     """The failure behind many a `loss 0.0`: the cause has its name, and its fix was verified on the bad step."""
     trainer = make_trainer(tmp_path, llama(), token_rows(32, BAD))

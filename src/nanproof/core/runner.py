@@ -163,6 +163,9 @@ class Runner:
 
     def run_held(self) -> None:
         """Train on the good batches that were held behind a bad one. One that raises is dropped, the others stay held."""
+        if not self.held:
+            self._return_to_user()
+            return
         while self.held:
             attempt = self.held.popleft()
             assert attempt.mode is not None
@@ -173,6 +176,7 @@ class Runner:
             except BaseException:
                 self._return_to_user()
                 raise
+        self.stepper.forget()  # a loop that clears its gradients after a step has done so already
         self._return_to_user()
 
     def drop_held(self) -> None:

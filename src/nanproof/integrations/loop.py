@@ -39,6 +39,8 @@ class LoopGuard(Guard):
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
         self.accepted_so_far = 0
         """Steps that were taken, of those that the host knows of."""
+        self.spoiled: deque[tuple[int, list[Tensor]]] = deque(maxlen=1024)
+        """Steps whose loss was not finite, and the losses of their micro-batches: what a trainer's average must leave out."""
         self._run_dir, self._checkpoints = run_dir, checkpoints
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
         self._next = 0
@@ -168,6 +170,8 @@ class LoopGuard(Guard):
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
         self.accepted_so_far += not reading.refused
+        if reading.refused and not math.isfinite(reading.loss):
+            self.spoiled.append((attempt.step, report.losses))
         return super()._record(attempt, report, reading)
 
     def _back(

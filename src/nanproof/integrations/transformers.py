@@ -84,7 +84,7 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: Trainer, guard: LoopGuard) -> None:
         self.trainer, self.guard = trainer, guard
         self._patches = Patches()
-        self._losses = _HonestLoss()
+        self._losses = _HonestLoss(0)
         self._checkpoints: TrainerCheckpoints | None = None
         self._resumed_from: str | Path | None = None
         self._norm: Tensor | None = None
@@ -130,8 +130,7 @@ class _Watch(TrainerCallback):
         )
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
-        self._losses = _HonestLoss()
-        self._losses.begin(state.global_step)
+        self._losses = _HonestLoss(state.global_step)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
         self._patches.set(args, "logging_nan_inf_filter", False)
@@ -208,7 +207,6 @@ class _Watch(TrainerCallback):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        first = not self.guard.open
         self._inside, self._num_items = True, num_items_in_batch
         try:
             loss = original(model, inputs, num_items_in_batch, *args, **kwargs)
@@ -220,7 +218,7 @@ class _Watch(TrainerCallback):
             raise
         finally:
             self._inside = False
-        return self._losses.of(loss, first)
+        return self._losses.of(loss)
 
     def _prepared(self, original: Callable[..., Any], inputs: Any) -> Any:
         if self._again is not None:
@@ -248,7 +246,7 @@ class _Watch(TrainerCallback):
             return original(parameters, max_norm, norm_type)
         self.guard.clip_to(max_norm)
         # Filled when the step is taken; the trainer reads it when it logs.
-        self._norm = torch.zeros((), device=self.trainer.args.device)
+        self._norm = torch.empty((), device=self.trainer.args.device)
         return self._norm
 
     def _optimizer_step(self, original: Callable[..., Any], closure: Any = None) -> None:
@@ -317,48 +315,47 @@ class _Watch(TrainerCallback):
 
 
 class _HonestLoss:
-    """Keeps a bad loss out of the trainer's running sum, which it would spoil for ever, and knows how many were left out."""
+    """Keeps a bad loss out of the trainer's running sum, which it would spoil for ever, and out of the averages made of it."""
 
-    def __init__(self) -> None:
-        self._bad: Tensor | None = None
-        self._sum: Tensor | None = None
-        self._begun = self._told = self._left_out = 0
-
-    def begin(self, step: int) -> None:
+    def __init__(self, step: int) -> None:
         self._begun = self._told = step
+        self._steps, self._sum = 0.0, 0.0
+        """What all averages so far left out."""
 
-    def of(self, loss: Tensor, first: bool) -> Tensor:
-        """What to add for this micro-batch. The first bad one of a step takes back what the step has added so far."""
-        bad = ~torch.isfinite(loss)
-        if first or self._bad is None or self._sum is None:
-            value = torch.where(bad, torch.zeros_like(loss), loss)
-            self._sum = value
-        else:
-            value = torch.where(bad | self._bad, -self._sum, loss)
-            self._sum = self._sum + value
-            bad = bad | self._bad
-        self._bad = bad
-        return value
+    @staticmethod
+    def of(loss: Tensor) -> Tensor:
+        """What to add to the running sum for a micro-batch."""
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
     def correct(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
         """The mean of the window, over the steps whose loss was finite; NaN if there was none."""
         since, now = self._told, trainer.state.global_step
         self._told = now
-        bad = [r for r in guard.history if since <= r.step < now and r.action == "skipped"]
-        if not bad:
+        if not any(since <= record.step < now and record.action == "skipped" for record in guard.history):
             return
-        # Every rank comes here: all of them know of a refused step.
-        count = torch.tensor(float(sum(not math.isfinite(r.loss) for r in bad)), device=trainer.args.device)
-        left_out = float(trainer.accelerator.reduce(count, "sum")) / trainer.accelerator.num_processes
-        self._left_out += left_out
-        steps = now - since
-        logs["loss"] = logs["loss"] * steps / (steps - left_out) if left_out < steps else math.nan
+        # Every rank comes here: all of them know of a refused step, though the loss may have been one rank's.
+        spoiled = [
+            torch.stack([self.of(loss.float()) for loss in losses]).sum() for step, losses in guard.spoiled if step >= since
+        ]
+        guard.spoiled.clear()
+        counted = torch.zeros(2, device=trainer.args.device)
+        for loss in spoiled:
+            counted += torch.stack([torch.ones_like(loss), loss])
+        steps, total = (trainer.accelerator.reduce(counted, "sum") / trainer.accelerator.num_processes).tolist()
+        self._steps, self._sum = self._steps + steps, self._sum + total
+        logs["loss"] = _mean_without(logs["loss"], now - since, steps, total)
 
     def correct_total(self, logs: dict[str, float], trainer: Trainer) -> None:
-        steps = trainer.state.global_step - self._begun
-        if self._left_out and steps:
-            left = steps - self._left_out
-            logs["train_loss"] = logs["train_loss"] * steps / left if left > 0 else math.nan
+        """The same for the whole run."""
+        if self._steps:
+            logs["train_loss"] = _mean_without(
+                logs["train_loss"], trainer.state.global_step - self._begun, self._steps, self._sum
+            )
+
+
+def _mean_without(mean: float, count: int, steps: float, total: float) -> float:
+    """A mean over `count`, without so many of them that add up to `total`."""
+    return (mean * count - total) / (count - steps) if steps < count else math.nan
 
 
 class _Waits:
