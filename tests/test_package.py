@@ -13,7 +13,7 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "preflight", "guard", "integrations", "cli"]
+LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "numerics", "preflight", "guard", "integrations", "cli"]
 """A module imports from its own layer or an earlier one."""
 
 
