@@ -279,10 +279,29 @@ def test_signals_of_rewards():
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, 3.0, 1.0])
     found = Signals.of_rewards(rewards, 2).read()
     spread = math.sqrt(0.5)
-    assert found == pytest.approx(
-        {"group_std_mean": (spread + 0 + 2 * spread) / 3, "group_std_min": 0.0, "zero_advantage_share": 1 / 3}
-    )
+    wanted = {"group_std_mean": (spread + 0 + 2 * spread) / 3, "group_std_min": 0.0, "zero_advantage_share": 1 / 3}
+    assert found == pytest.approx(wanted | {"reward_nonfinite": 0})
     assert Signals().read() == {}
+
+
+def test_a_reward_that_is_not_finite_is_counted_and_its_group_left_out():
+    """One reward function that fails does not hide the other groups; where none is left, there is nothing to say."""
+    found = Signals.of_rewards(torch.tensor([0.0, 2.0, INF, 1.0, 7.0, 7.0]), 2).read()
+    assert found == pytest.approx(
+        {"group_std_mean": math.sqrt(2) / 2, "group_std_min": 0.0, "zero_advantage_share": 0.5, "reward_nonfinite": 1}
+    )
+    found = Signals.of_rewards(torch.tensor([NAN, 2.0]), 2).read()
+    assert found.pop("reward_nonfinite") == 1 and all(math.isnan(x) for x in found.values())
+
+
+def test_ratios_of_sequences_are_by_the_mean_of_their_tokens():
+    new, old, mask = (
+        torch.tensor([[-1.0, -4.0], [-2.0, NAN]]),
+        torch.tensor([[-2.0, -2.0], [-5.0, 0.0]]),
+        torch.tensor([[1, 1], [1, 0]]),
+    )
+    found = Signals.of_tokens(new, mask, old=old, level="sequence").read()
+    assert found == pytest.approx({"ratio_max": math.exp(3), "ratio_min": math.exp((1 - 2) / 2)})
 
 
 def test_signals_without_an_old_policy_say_a_ratio_of_1():

@@ -130,6 +130,8 @@ class Signals:
     group_std_min: Tensor | None = None
     zero_advantage_share: Tensor | None = None
     """Share of the groups whose rewards are all equal."""
+    reward_nonfinite: Tensor | None = None
+    """How many rewards are not finite; their groups are left out of the three above."""
     ratio_max: Tensor | None = None
     ratio_min: Tensor | None = None
     sampler_ratio_max: Tensor | None = None
@@ -145,10 +147,13 @@ class Signals:
     def of_rewards(cls, rewards: Tensor, group_size: int) -> Signals:
         """Of the rewards of whole groups, one after the other."""
         groups = group_advantages(rewards, group_size, scale="none")
+        whole = rewards.isfinite().view(-1, group_size).all(1)
+        count = whole.sum()
         return cls(
-            group_std_mean=groups.std.mean(),
-            group_std_min=groups.std.amin(),
-            zero_advantage_share=groups.zero_groups / groups.std.numel(),
+            group_std_mean=torch.where(whole, groups.std, 0.0).sum() / count,
+            group_std_min=_extremes(groups.std, whole)[0],
+            zero_advantage_share=groups.zero_groups / count,
+            reward_nonfinite=(~rewards.isfinite()).sum(),
         )
 
     @classmethod
@@ -161,14 +166,19 @@ class Signals:
         ref: Tensor | None = None,
         sampler: Tensor | None = None,
         entropy: Tensor | None = None,
+        level: Literal["token", "sequence"] = "token",
     ) -> Signals:
         """Of log-probabilities per token. `old`: of the policy that is being improved (None: `new` itself); `ref`: of the
-        reference; `sampler`: as the sampling engine reported them. Nothing here waits for the device."""
+        reference; `sampler`: as the sampling engine reported them; `level`: whether the loss takes ratios of tokens, or of whole
+        sequences by the mean of their log-ratios. Nothing here waits for the device."""
         new = new.detach()
         keep = _keep(mask, new, "Signals").expand_as(new)
         found: dict[str, Tensor] = {}
         old = new if old is None else old.detach()
-        found["ratio_min"], found["ratio_max"] = _extremes(_exp(log_ratio(new, old, keep)), keep)
+        change, counted = log_ratio(new, old, keep), keep
+        if level == "sequence":
+            change, counted = masked_mean(change, keep, -1), keep.any(-1)
+        found["ratio_min"], found["ratio_max"] = _extremes(_exp(change), counted)
         if ref is not None:
             divergence = kl(new, ref.detach(), keep)
             found["kl_mean"], found["kl_max"] = masked_mean(divergence, keep), _extremes(divergence, keep)[1]
