@@ -108,12 +108,30 @@ def with_tool(folder, fall=0.0, **kwargs):
     return trainer
 
 
-def test_a_token_that_does_not_count_cannot_break_the_loss(tmp_path):
-    """The log-probability of what a tool said has fallen by 120. Stock TRL: NaN at once. Protected: nothing happens."""
-    trainer = with_tool(tmp_path / "plain", fall=120)
+def spoiled(folder, who):
+    """A run whose policy, reference or old policy is far off at what a tool said, and nowhere else."""
+    trainer = with_tool(folder, fall=120.0 if who == "policy" else 0.0)
+    if who == "reference":
+        with torch.no_grad():
+            trainer.ref_model.lm_head.weight[TOOL, 0] = -INF
+
+    def scored(original, inputs):
+        batch = original(inputs)
+        batch["old_per_token_logps"][batch["tool_mask"] == 0] = NAN
+        return batch
+
+    if who == "old":
+        Patches().wrap(trainer, "_generate_and_score_completions", scored)
+    return trainer
+
+
+@pytest.mark.parametrize("who", ["policy", "reference", "old"])
+def test_a_token_that_does_not_count_cannot_break_the_loss(who, tmp_path):
+    """Log-probabilities of what a tool said: fallen by 120, or -inf, or NaN. Stock TRL: NaN at once. Protected: nothing happens."""
+    trainer = spoiled(tmp_path / "plain", who)
     trainer.train()
     assert not tiny.finite(trainer) and tiny.logged(trainer, "loss") == [0.0] * 6
-    guarded = with_tool(tmp_path / "guarded", fall=120)
+    guarded = spoiled(tmp_path / "guarded", who)
     guard = protect(guarded)
     guarded.train()
     assert guard.incidents == [] and tiny.finite(guarded)
@@ -328,14 +346,17 @@ def test_signals_are_gathered_without_waiting_for_the_device():
     assert len(window.read()) == 13
 
 
-def test_a_version_of_trl_without_the_names_is_refused(tmp_path):
+def test_a_version_of_trl_without_the_names_is_refused(tmp_path, caplog):
     """A clear error, before anything is replaced; and a warning where a kernel computes the loss out of reach."""
     trainer = tiny.grpo(tmp_path)
     check(trainer)
     check(object())
-    liger = copy.copy(trainer)
-    liger.args, liger.compute_liger_loss = copy.copy(trainer.args), lambda: None
-    liger.args.use_liger_kernel = True
+    assert caplog.text == ""
+    older = copy.copy(trainer)
+    older.args, older.compute_liger_loss = copy.copy(trainer.args), lambda: None
+    older.args.use_liger_kernel = True
+    check(older)
+    assert "masked tokens are left as they are" in caplog.text
     trainer._compute_loss = lambda model, batch, extra: None
     with pytest.raises(UnsupportedError, match=r"GRPOTrainer._compute_loss takes \(model, batch\)"):
         extend(trainer, Patches(), lambda: False)
