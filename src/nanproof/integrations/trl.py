@@ -82,7 +82,8 @@ class _Extension:
 
     def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool]) -> None:
         self._trainer, self._replaying = trainer, replaying
-        self._window = Window()
+        self._window: Window | None = Window()
+        """None when signals cannot be had; training goes on without."""
         self._batch: tuple[dict[str, Any], Tensor] | None = None
         """The batch whose loss is being computed, and which of its tokens count."""
         patches.wrap(trainer, "_compute_loss", self._loss)
@@ -95,16 +96,12 @@ class _Extension:
         if inputs.get("tool_mask") is not None:
             mask = mask * inputs["tool_mask"]
         keep = mask.bool()
-        neutral = {name: _neutral(inputs[name], keep) for name in LOG_PROBS if inputs.get(name) is not None}
+        neutral = {name: _neutral(inputs.get(name), keep) for name in LOG_PROBS if name in inputs}
         self._batch = inputs, keep
-        # A running sum for the adaptive entropy bonus: the one book of TRL that is a tensor, which the adapter does not restore.
-        entropy_so_far = getattr(self._trainer, "_entropy_window_stats", None)
         try:
             return original(model, {**inputs, **neutral}, *args, **kwargs)
         finally:
             self._batch = None
-            if self._replaying() and hasattr(self._trainer, "_entropy_window_stats"):
-                self._trainer._entropy_window_stats = entropy_so_far
 
     def _log_probs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The policy's log-probabilities for the loss. Those of the old policy and of the reference, which TRL computes with the
@@ -114,37 +111,46 @@ class _Extension:
             return found
         inputs, keep = self._batch
         log_probs, entropies, *rest = found
-        if self._counts():
-            self._window.add(
-                Signals.of_tokens(
-                    log_probs,
-                    keep,
-                    old=inputs.get("old_per_token_logps"),
-                    ref=inputs.get("ref_per_token_logps"),
-                    sampler=inputs.get("sampling_per_token_logps"),
-                    entropy=entropies,
-                    level=getattr(self._trainer, "importance_sampling_level", "token"),
-                )
+        self._note(
+            lambda: Signals.of_tokens(
+                log_probs,
+                keep,
+                old=inputs.get("old_per_token_logps"),
+                ref=inputs.get("ref_per_token_logps"),
+                sampler=inputs.get("sampling_per_token_logps"),
+                entropy=entropies,
+                level=getattr(self._trainer, "importance_sampling_level", "token"),
             )
-        return (_neutral(log_probs, keep), None if entropies is None else _neutral(entropies, keep), *rest)
+        )
+        return (_neutral(log_probs, keep), _neutral(entropies, keep), *rest)
 
     def _rewards(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One row per completion of all ranks, group after group, and one column per reward function."""
         rewards = original(*args, **kwargs)
-        size = self._trainer.num_generations
-        if self._counts() and size > 1:
-            weighted = (rewards * self._trainer.reward_weights.to(rewards.device)).nansum(1)
+
+        def signals() -> Signals:
+            weights = self._trainer.reward_weights.to(rewards.device, non_blocking=True)
             # TRL takes NaN for "not scored" and leaves it out. What no function scored has no reward.
-            self._window.add(Signals.of_rewards(torch.where(rewards.isnan().all(1), torch.nan, weighted), size))
+            scored = torch.where(rewards.isnan().all(1), torch.nan, (rewards * weights).nansum(1))
+            return Signals.of_rewards(scored, self._trainer.num_generations)
+
+        self._note(signals)
         return rewards
 
+    def _note(self, signals: Callable[[], Signals]) -> None:
+        """Of training, once for every batch. Nothing here waits for the device."""
+        if self._window is None or not self._trainer.model.training or self._replaying():
+            return
+        try:
+            self._window.add(signals())
+        except Exception as error:
+            self._window = None
+            log.warning("nanproof: no more nanproof/rl/... in the logs, because they cannot be computed here: %r", error)
+
     def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._trainer.model.training:
+        if self._window is not None and self._trainer.model.training:
             logs.update({f"nanproof/rl/{name}": value for name, value in self._window.read().items()})
         return original(logs, *args, **kwargs)
-
-    def _counts(self) -> bool:
-        return bool(self._trainer.model.training) and not self._replaying()
 
 
 class Window:
@@ -178,9 +184,9 @@ class Window:
         return {name: x for name, x in numbers.items() if x == x}
 
 
-def _neutral(x: Tensor, keep: Tensor) -> Tensor:
-    """0 where a token does not count, in the value and in the gradient."""
-    return torch.where(keep, x, 0.0)
+def _neutral(x: Any, keep: Tensor) -> Any:
+    """0 where a token does not count, in the value and in the gradient. What is not one number per token stays as it is."""
+    return torch.where(keep, x, 0.0) if isinstance(x, Tensor) and x.shape == keep.shape else x
 
 
 def _is_grpo(trainer: Any) -> bool:
