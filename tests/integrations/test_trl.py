@@ -18,7 +18,7 @@ from integrations.tiny_trl import BAD, TOOL
 from nanproof.errors import UnsupportedError
 from nanproof.integrations import protect
 from nanproof.integrations.patches import Patches
-from nanproof.integrations.trl import Window, check, extend
+from nanproof.integrations.trl import Window, check_grpo, extend_grpo
 from nanproof.numerics.rl import Signals
 
 NAN, INF = math.nan, math.inf
@@ -147,7 +147,7 @@ def test_where_nothing_overflows_the_run_is_the_same_bit_for_bit(loss_type, leve
     plain = with_tool(tmp_path / "plain", **kwargs)
     plain.train()
     extended = with_tool(tmp_path / "extended", **kwargs)
-    extend(extended, Patches(), lambda: False)
+    extend_grpo(extended, Patches(), lambda: False)
     extended.train()
     mine, stock = tiny.weights(extended), tiny.weights(plain)
     assert all(torch.equal(mine[name], stock[name]) for name in stock)
@@ -198,7 +198,7 @@ def recorded(folder, **kwargs):
     """A run with the extension, and what went into its losses."""
     trainer = with_tool(folder, **kwargs)
     record = Recording(trainer)
-    extend(trainer, Patches(), lambda: False)
+    extend_grpo(trainer, Patches(), lambda: False)
     trainer.train()
     return trainer, record.batches
 
@@ -268,7 +268,7 @@ def test_the_signals_of_rewards_are_those_of_a_loop(tmp_path):
 
     kwargs = {"per_device_train_batch_size": 8, "num_generations": 2, "reward_weights": [1.0, 0.5], "max_steps": 4}
     trainer = tiny.grpo(tmp_path, reward=[sampled, partly], **kwargs)
-    extend(trainer, Patches(), lambda: False)
+    extend_grpo(trainer, Patches(), lambda: False)
     trainer.train()
     assert len(calls) == 4
     shares = []
@@ -289,7 +289,7 @@ def test_the_signals_of_rewards_are_those_of_a_loop(tmp_path):
 def test_evaluation_neither_logs_signals_nor_takes_those_of_training(tmp_path):
     kwargs = {"max_steps": 4, "logging_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     trainer = tiny.grpo(tmp_path, evaluate=2, **kwargs)
-    extend(trainer, Patches(), lambda: False)
+    extend_grpo(trainer, Patches(), lambda: False)
     trainer.train()
     history = trainer.state.log_history
     assert all("nanproof/rl/entropy" not in logs for logs in history if "eval_loss" in logs)
@@ -350,17 +350,17 @@ def test_signals_are_gathered_without_waiting_for_the_device():
 def test_a_version_of_trl_without_the_names_is_refused(tmp_path, caplog):
     """A clear error, before anything is replaced; and a warning where a kernel computes the loss out of reach."""
     trainer = tiny.grpo(tmp_path)
-    check(trainer)
-    check(object())
+    check_grpo(trainer)
+    check_grpo(object())
     assert caplog.text == ""
     older = copy.copy(trainer)
     older.args, older.compute_liger_loss = copy.copy(trainer.args), lambda: None
     older.args.use_liger_kernel = True
-    check(older)
+    check_grpo(older)
     assert "masked tokens are left as they are" in caplog.text
     trainer._compute_loss = lambda model, batch, extra: None
     with pytest.raises(UnsupportedError, match=r"GRPOTrainer._compute_loss takes \(model, batch\)"):
-        extend(trainer, Patches(), lambda: False)
+        extend_grpo(trainer, Patches(), lambda: False)
     trainer._compute_loss = None
     with pytest.raises(UnsupportedError, match="is missing"):
         protect(trainer)
@@ -370,7 +370,7 @@ def test_signals_that_cannot_be_computed_do_not_end_the_run(tmp_path, monkeypatc
     """Said once; masked tokens are looked after all the same."""
     monkeypatch.setattr(Signals, "of_tokens", lambda *_, **__: 1 / 0)
     trainer = with_tool(tmp_path, fall=120)
-    extend(trainer, Patches(), lambda: False)
+    extend_grpo(trainer, Patches(), lambda: False)
     trainer.train()
     assert tiny.finite(trainer) and caplog.text.count("cannot be computed here: ZeroDivisionError") == 1
     assert not any(key.startswith("nanproof/rl") for logs in trainer.state.log_history for key in logs)
@@ -379,5 +379,5 @@ def test_signals_that_cannot_be_computed_do_not_end_the_run(tmp_path, monkeypatc
 def test_a_trainer_of_another_kind_is_left_alone(tmp_path):
     trainer = tiny.sft(tmp_path)
     before = dict(vars(trainer))
-    extend(trainer, Patches(), lambda: False)
+    extend_grpo(trainer, Patches(), lambda: False)
     assert vars(trainer) == before and tiny.TOKENIZER.convert_tokens_to_ids("w28") == BAD

@@ -34,7 +34,7 @@ from nanproof.integrations.hf_callbacks import (
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
-from nanproof.integrations.trl import check, extend
+from nanproof.integrations.trl import check_grpo, extend_grpo
 from nanproof.integrations.versions import check_version
 from nanproof.policy import Policy
 
@@ -64,7 +64,7 @@ def protect_trainer(
     ]
     if missing:
         raise UnsupportedError(f"protect(trainer): this version of transformers has no Trainer.{missing[0]}")
-    check(trainer)
+    check_grpo(trainer)
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
     guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
@@ -138,7 +138,7 @@ class _Watch(TrainerCallback):
         self._patches.set(args, "logging_nan_inf_filter", False)
         if args.save_total_limit is not None:
             self._patches.set(args, "save_total_limit", None)
-        extend(trainer, self._patches, replaying=lambda: self._again is not None)
+        extend_grpo(trainer, self._patches, replaying=lambda: self._again is not None)
         self._training_step = wrap(trainer, "training_step", self._step)
         wrap(trainer, "_prepare_inputs", self._prepared)
         wrap(trainer, "log", self._log)

@@ -47,15 +47,15 @@ _COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """How a signal is carried from one batch to the next; the others are averaged. fmax and fmin pass over NaN, but keep Inf."""
 
 
-def extend(trainer: Any, patches: Patches, replaying: Callable[[], bool]) -> None:
+def extend_grpo(trainer: Any, patches: Patches, replaying: Callable[[], bool]) -> None:
     """To be called when training begins, before the adapter replaces methods of its own. Does nothing to a trainer that is not
     a GRPOTrainer. `replaying` says whether a step is being run again, which must not be counted twice."""
     if _is_grpo(trainer):
-        check(trainer)
+        check_grpo(trainer)
         _Extension(trainer, patches, replaying)
 
 
-def check(trainer: Any) -> None:
+def check_grpo(trainer: Any) -> None:
     """TRL's private names are where they were; says what will not work."""
     if not _is_grpo(trainer):
         return
