@@ -110,7 +110,7 @@ def with_tool(folder, fall=0.0, **kwargs):
 
 def spoiled(folder, who):
     """A run whose policy, reference or old policy is far off at what a tool said, and nowhere else."""
-    trainer = with_tool(folder, fall=120.0 if who == "policy" else 0.0)
+    trainer = with_tool(folder, fall=120.0 if who == "policy" else 0.0, max_steps=2)
     if who == "reference":
         with torch.no_grad():
             trainer.ref_model.lm_head.weight[TOOL, 0] = -INF
@@ -130,7 +130,7 @@ def test_a_token_that_does_not_count_cannot_break_the_loss(who, tmp_path):
     """Log-probabilities of what a tool said: fallen by 120, or -inf, or NaN. Stock TRL: NaN at once. Protected: nothing."""
     trainer = spoiled(tmp_path / "plain", who)
     trainer.train()
-    assert not tiny.finite(trainer) and tiny.logged(trainer, "loss") == [0.0] * 6
+    assert not tiny.finite(trainer) and tiny.logged(trainer, "loss") == [0.0] * 2
     guarded = spoiled(tmp_path / "guarded", who)
     guard = protect(guarded)
     guarded.train()
@@ -142,7 +142,7 @@ def test_a_token_that_does_not_count_cannot_break_the_loss(who, tmp_path):
     ("loss_type", "level"), [("grpo", "token"), ("dapo", "sequence"), ("cispo", "token"), ("vespo", "token")]
 )
 def test_where_nothing_overflows_the_run_is_the_same_bit_for_bit(loss_type, level, tmp_path):
-    kwargs = {"loss_type": loss_type, "importance_sampling_level": level, "max_steps": 3}
+    kwargs = {"loss_type": loss_type, "importance_sampling_level": level, "max_steps": 2}
     kwargs |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     plain = with_tool(tmp_path / "plain", **kwargs)
     plain.train()
