@@ -103,9 +103,10 @@ def lora(model):
         (None, {"max_grad_norm": 0.0}),
         (None, {"optim": "adafactor"}),
         (None, {"optim": "sgd"}),
+        (None, {"torch_compile": True, "torch_compile_backend": "eager"}),
         (lora, {}),
     ],
-    ids=["bf16", "label-smoothing", "checkpointing", "no-clipping", "adafactor", "sgd", "lora"],
+    ids=["bf16", "label-smoothing", "checkpointing", "no-clipping", "adafactor", "sgd", "compiled", "lora"],
 )
 def test_the_batch_leaves_no_trace_whatever_the_settings(tmp_path, wrap, settings):
     """The same in half precision, with smoothed labels, checkpointed activations, other optimizers, adapters."""
