@@ -115,6 +115,15 @@ class LoopGuard(Guard):
         elif self._open.batches is not None:
             self._open.batches = (*self._open.batches, batch)
 
+    @property
+    def max_norm(self) -> float | str | None:
+        """The norm that gradients are clipped to, from the next step on."""
+        return self._stepper.max_norm
+
+    @max_norm.setter
+    def max_norm(self, norm: float | str | None) -> None:
+        self._stepper.max_norm = norm
+
     def note_loss(self, loss: Tensor) -> Tensor | None:
         """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None."""
         return self._stepper.note_loss(loss)
@@ -153,6 +162,12 @@ class LoopGuard(Guard):
             self._next -= 1
             self._runner.give_up()
 
+    def withdraw(self) -> None:
+        """No step has begun after all; gradients and buffers stay as they are."""
+        if self._open is not None:
+            self._open = None
+            self._next -= 1
+
     def raised(self, error: BaseException) -> None:
         """The loop's forward or backward raised: note what it was, and drop the step."""
         attempt = self._open
@@ -163,9 +178,14 @@ class LoopGuard(Guard):
             self.abandon()
 
     def sync(self) -> None:
-        """As of `Guard`."""
+        """As of `Guard`. Between the micro-batches of a step it does not wait: running held steps would clear the gradients."""
         self.finish()
-        super().sync()
+        if self._open is None:
+            super().sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `Guard`; a step that has begun does not count."""
+        return {**super().state_dict(), "step": self._next - self.open}
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
