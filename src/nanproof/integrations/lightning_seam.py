@@ -1,0 +1,301 @@
+"""Where a guard takes hold of Lightning's Trainer: a few methods of one strategy and one precision plugin are stood in for while
+a fit lasts, on the objects, never on the classes.
+
+    strategy.on_train_batch_start   the last thing before the forward: a step begins
+    strategy.training_step          what it raises is looked into
+    strategy.backward               the loss, as backward gets it
+    plugin.optimizer_step           Lightning runs forward and backward in a closure in here; then the guard takes the step
+    plugin.clip_gradients           the norm to clip to is noted; the guard clips
+    trainer.save_checkpoint         waits for the verdicts still under way
+
+Private to Lightning: `plugin._after_closure`, which calls the hooks between backward and step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.core.tree import own_copy
+from nanproof.errors import NanproofError, UnsupportedError
+from nanproof.integrations.lightning_replay import Rerun, StepSchedules, TrainingStep
+from nanproof.integrations.loop import UNKNOWN, LoopGuard
+
+log = logging.getLogger("nanproof")
+_TESTED = ((2, 4), (3, 0))
+"""From this version of Lightning up to, and without, that one."""
+_KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
+
+
+class StandIns(ExitStack):
+    """Functions put over methods of single objects, until closed."""
+
+    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the method that was there."""
+        method: Callable[..., Any] = getattr(owner, name)
+        own = vars(owner).get(name)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not function:
+                return  # somebody stands in for the stand-in
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, function)
+        self.callback(undo)
+        return method
+
+
+class Seam:
+    """One fit with automatic optimization, while it lasts."""
+
+    def __init__(self, trainer: Any, guard: LoopGuard, max_norm: Any) -> None:
+        """`max_norm`: what the user asked of the guard; `...` where the trainer's own setting counts."""
+        self.trainer, self.guards = trainer, [guard]
+        self.module: Any = trainer.lightning_module
+        self.strategy: Any = trainer.strategy
+        self.plugin: Any = trainer.precision_plugin
+        self.norms: list[Tensor | None] = [None]
+        """The norm before clipping of every guard's last step, on the device."""
+        self._max_norm = max_norm
+        self._stand_ins = StandIns()
+        self.schedules: StepSchedules | None = None
+        self._rerun: Rerun | None = None
+        self._losses = 0
+        """Backwards since the last step."""
+        check(trainer)
+
+    def start(self, step: int) -> None:
+        """Start the guard, and stand in for the methods above."""
+        self.schedules = StepSchedules(self.trainer, self.module)
+        self._stand_ins.callback(self.schedules.give_back)
+        self._rerun = Rerun(self.strategy, self.module)
+        self.guards[0].start(
+            self.strategy.model,
+            self.trainer.optimizers[0],
+            loss_fn=self._rerun,
+            max_norm=self.asked_norm(),
+            scaler=getattr(self.plugin, "scaler", None),
+            scheduler=self.schedules,
+            step=step,
+        )
+        self.stand_in()
+
+    def asked_norm(self) -> Any:
+        if self._max_norm is not ...:
+            return self._max_norm
+        return self.trainer.gradient_clip_val or None
+
+    def stand_in(self) -> None:
+        replace = self._stand_ins.put
+        self._batch_start = replace(self.strategy, "on_train_batch_start", self.on_train_batch_start)
+        self._training_step = replace(self.strategy, "training_step", self.training_step)
+        self._backward = replace(self.strategy, "backward", self.backward)
+        self._optimizer_step = replace(self.plugin, "optimizer_step", self.optimizer_step)
+        replace(self.plugin, "clip_gradients", self.clip_gradients)
+        self._save = replace(self.trainer, "save_checkpoint", self.save_checkpoint)
+
+    def let_go(self) -> None:
+        """Everything is Lightning's own again."""
+        self._stand_ins.close()
+
+    def sync(self) -> None:
+        """Wait for the verdicts under way."""
+        for guard in self.guards:
+            guard.sync()
+
+    # -- what stands in --------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        answer = self._batch_start(batch, batch_idx)
+        guard, parts = self.guards[0], self.trainer.accumulate_grad_batches
+        if guard.open and batch_idx % parts == 0:
+            guard.abandon()  # Lightning will clear the gradients: the step was never taken
+        if batch_idx == 0 and self.schedules is not None:
+            self.schedules.taken = 0
+        if not guard.open:
+            self._losses = 0
+        assert self._rerun is not None
+        guard.micro_batch(TrainingStep(own_copy(batch), batch_idx, parts) if self._rerun.possible else UNKNOWN)
+        return answer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._rerun is not None
+        self._rerun.takes_index = len(args) > 1
+        return self._watched(lambda: self._training_step(*args, **kwargs))
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._losses += 1
+        seed = self.guards[0].note_loss(closure_loss)
+        # Times 1, or times NaN where this rank's loss is bad: unlike `gradient=`, it fits a `backward` of the module's own.
+        seeded = closure_loss if seed is None else closure_loss * seed
+        return self._watched(lambda: self._backward(seeded, optimizer, *args, **kwargs))
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        no_arguments(kwargs)
+        guard = self.guards[0]
+        result = closure()
+        self.plugin._after_closure(model, optimizer)
+        # `training_step` returned None: Lightning steps with what was accumulated before, if anything, but not with a scaler.
+        if not self._losses or (result is None and getattr(self.plugin, "scaler", None) is not None):
+            guard.abandon()
+        else:
+            self.norms[0] = guard.take()
+            guard.finish()
+        self._losses = 0
+        return result
+
+    def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Also where the module's own code asks for it."""
+        refuse_value_clipping(clip_val, gradient_clip_algorithm)
+        if self._max_norm is ...:
+            self.of(optimizer).max_norm = float(clip_val) if clip_val and clip_val > 0 else None
+
+    def of(self, optimizer: Any) -> LoopGuard:
+        return self.guards[0]
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.sync()
+        self._save(*args, **kwargs)
+
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        """Look into what is raised inside of a step."""
+        try:
+            return run()
+        except NanproofError:
+            raise
+        except Exception as error:
+            self.guards[0].raised(error)
+            raise
+
+
+class ManualSeam(Seam):
+    """One fit with manual optimization: a guard for each optimizer. What `training_step` does between its steps is its own
+    affair, so none of them can be run again; they are refused and attributed all the same."""
+
+    def __init__(self, trainer: Any, guards: list[LoopGuard], max_norm: Any) -> None:
+        super().__init__(trainer, guards[0], max_norm)
+        self.guards = guards
+        self.norms = [None] * len(guards)
+        self._optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
+        self._fresh: list[Tensor] = []
+        """Losses of the backwards since any optimizer's last step."""
+        self._stepped_on: list[Tensor] = []
+        """Those that the last step was about."""
+        self._inside = False
+
+    def start(self, step: int) -> None:
+        for guard, optimizer in zip(self.guards, self._optimizers, strict=True):
+            guard.start(
+                self.strategy.model,
+                optimizer,
+                max_norm=None if self._max_norm is ... else self._max_norm,
+                scaler=getattr(self.plugin, "scaler", None),
+                step=step,
+            )
+        self.stand_in()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return self._batch_start(batch, batch_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        for guard in self.guards:
+            guard.micro_batch(UNKNOWN)
+        self._inside = True
+        try:
+            return self._watched(lambda: self._training_step(*args, **kwargs))
+        finally:
+            self._inside = False
+            for guard in self.guards:
+                guard.withdraw()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = closure_loss.detach()
+        if loss.numel() > 1:
+            weights = kwargs.get("gradient", args[0] if args else None)
+            loss = (loss if weights is None else loss * weights).sum()
+        self._fresh.append(loss.reshape(()))
+        seeded = closure_loss
+        if self.trainer.world_size > 1:
+            seeded = closure_loss * torch.where(torch.isfinite(loss), 1.0, torch.nan).to(closure_loss.dtype)
+        return self._backward(seeded, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        no_arguments(kwargs)
+        result = closure()
+        self.plugin._after_closure(model, optimizer)
+        place = self._place(optimizer)
+        guard = self.guards[place]
+        # Where there was no backward since another optimizer's step, both step on the same ones.
+        if self._fresh:
+            self._stepped_on, self._fresh = self._fresh, []
+        for loss in self._stepped_on:
+            guard.note_loss(loss)
+        self.norms[place] = guard.take()
+        guard.finish()
+        if self._inside:
+            guard.micro_batch(UNKNOWN)  # here, not at its next backward: the buffers of before the forward are to be kept
+        return result
+
+    def of(self, optimizer: Any) -> LoopGuard:
+        return self.guards[self._place(optimizer)]
+
+    def _place(self, optimizer: Any) -> int:
+        bare = getattr(optimizer, "optimizer", optimizer)
+        for i, known in enumerate(self._optimizers):
+            if known is bare:
+                return i
+        raise UnsupportedError(
+            f"nanproof: {type(bare).__name__} steps, which configure_optimizers did not return: return every optimizer there"
+        )
+
+
+def check(trainer: Any) -> None:
+    """What is known not to work: said before the first step."""
+    refuse_value_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    plugin, strategy = trainer.precision_plugin, trainer.strategy
+    if type(plugin).optimizer_step.__qualname__ not in _KNOWN_STEPS or strategy.handles_gradient_accumulation:
+        raise UnsupportedError(
+            f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
+            "own way. Use a single device, ddp or ModelParallelStrategy, with 32-true, bf16-mixed, 16-mixed or bf16-true"
+        )
+    if not trainer.optimizers:
+        raise UnsupportedError("nanproof: configure_optimizers returned None, so there is no step to guard")
+
+
+def refuse_value_clipping(clip_val: Any, algorithm: Any) -> None:
+    """Clipping by value makes a number of every Inf before anybody has looked at it."""
+    if clip_val and str(getattr(algorithm, "value", algorithm)).lower() == "value":
+        raise UnsupportedError(
+            'nanproof cannot guard gradient_clip_algorithm="value": it makes a number of an infinite gradient and trains on '
+            'it; use gradient_clip_algorithm="norm", or gradient_clip_val=None'
+        )
+
+
+def no_arguments(kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise UnsupportedError(f"nanproof: optimizer.step() was given {', '.join(kwargs)}, which a guarded step cannot pass on")
+
+
+def check_version(thing: Any) -> None:
+    """One warning where the version of Lightning is not one that the tests have seen."""
+    roots = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
+    root = next((r for r in roots if r in ("lightning", "pytorch_lightning", "lightning_fabric")), "lightning")
+    _say_untested(root, str(getattr(sys.modules.get(root), "__version__", "")))
+
+
+@functools.cache
+def _say_untested(root: str, version: str) -> None:
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers and not _TESTED[0] <= numbers < _TESTED[1]:
+        log.warning("nanproof: made for %s >= 2.4, < 3, and this is %s: look at guard.incidents and history", root, version)
