@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.fabric import protect_fabric
-from nanproof.integrations.lightning_seam import ManualSeam, Seam, check_version, refuse_value_clipping
+from nanproof.integrations.lightning_seam import ManualSeam, Seam, check_package, refuse_value_clipping
 from nanproof.integrations.loop import LoopGuard
 from nanproof.policy import Policy
 
@@ -87,7 +87,7 @@ class NanproofCallback:
     # -- Lightning's hooks -----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        check_version(trainer)
+        check_package(trainer)
         manual = not pl_module.automatic_optimization
         count = len(trainer.optimizers)
         self._make_guards(count, self._folder(trainer))

@@ -13,12 +13,7 @@ Private to Lightning: `plugin._after_closure`, which calls the hooks between bac
 
 from __future__ import annotations
 
-import functools
-import logging
-import re
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,32 +23,10 @@ from nanproof.core.tree import own_copy
 from nanproof.errors import NanproofError, UnsupportedError
 from nanproof.integrations.lightning_replay import Rerun, StepSchedules, TrainingStep
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.versions import check_version
 
-log = logging.getLogger("nanproof")
-_TESTED = ((2, 4), (3, 0))
-"""From this version of Lightning up to, and without, that one."""
-_KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
-
-
-class StandIns(ExitStack):
-    """Functions put over methods of single objects, until closed."""
-
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the method that was there."""
-        method: Callable[..., Any] = getattr(owner, name)
-        own = vars(owner).get(name)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not function:
-                return  # somebody stands in for the stand-in
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        setattr(owner, name, function)
-        self.callback(undo)
-        return method
+KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
 
 
 class Seam:
@@ -68,7 +41,7 @@ class Seam:
         self.norms: list[Tensor | None] = [None]
         """The norm before clipping of every guard's last step, on the device."""
         self._max_norm = max_norm
-        self._stand_ins = StandIns()
+        self._patches = Patches()
         self.schedules: StepSchedules | None = None
         self._rerun: Rerun | None = None
         self._losses = 0
@@ -78,7 +51,6 @@ class Seam:
     def start(self, step: int) -> None:
         """Start the guard, and stand in for the methods above."""
         self.schedules = StepSchedules(self.trainer, self.module)
-        self._stand_ins.callback(self.schedules.give_back)
         self._rerun = Rerun(self.strategy, self.module)
         self.guards[0].start(
             self.strategy.model,
@@ -97,17 +69,19 @@ class Seam:
         return self.trainer.gradient_clip_val or None
 
     def stand_in(self) -> None:
-        replace = self._stand_ins.put
-        self._batch_start = replace(self.strategy, "on_train_batch_start", self.on_train_batch_start)
-        self._training_step = replace(self.strategy, "training_step", self.training_step)
-        self._backward = replace(self.strategy, "backward", self.backward)
-        self._optimizer_step = replace(self.plugin, "optimizer_step", self.optimizer_step)
-        replace(self.plugin, "clip_gradients", self.clip_gradients)
-        self._save = replace(self.trainer, "save_checkpoint", self.save_checkpoint)
+        wrap = self._patches.wrap
+        wrap(self.strategy, "on_train_batch_start", self.on_train_batch_start)
+        wrap(self.strategy, "training_step", self.training_step)
+        wrap(self.strategy, "backward", self.backward)
+        wrap(self.plugin, "optimizer_step", self.optimizer_step)
+        wrap(self.plugin, "clip_gradients", self.clip_gradients)
+        wrap(self.trainer, "save_checkpoint", self.save_checkpoint)
 
     def let_go(self) -> None:
         """Everything is Lightning's own again."""
-        self._stand_ins.close()
+        self._patches.undo()
+        if self.schedules is not None:
+            self.schedules.give_back()
 
     def sync(self) -> None:
         """Wait for the verdicts under way."""
@@ -116,8 +90,8 @@ class Seam:
 
     # -- what stands in --------------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        answer = self._batch_start(batch, batch_idx)
+    def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+        answer = original(batch, batch_idx)
         guard, parts = self.guards[0], self.trainer.accumulate_grad_batches
         if guard.open and batch_idx % parts == 0:
             guard.abandon()  # Lightning will clear the gradients: the step was never taken
@@ -129,20 +103,22 @@ class Seam:
         guard.micro_batch(TrainingStep(own_copy(batch), batch_idx, parts) if self._rerun.possible else UNKNOWN)
         return answer
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._rerun is not None
         self._rerun.takes_index = len(args) > 1
-        return self._watched(lambda: self._training_step(*args, **kwargs))
+        return self._watched(lambda: original(*args, **kwargs))
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._losses += 1
         seed = self.guards[0].note_loss(closure_loss)
         # Times 1, or times NaN where this rank's loss is bad: unlike `gradient=`, it fits a `backward` of the module's own.
         seeded = closure_loss if seed is None else closure_loss * seed
-        return self._watched(lambda: self._backward(seeded, optimizer, *args, **kwargs))
+        return self._watched(lambda: original(seeded, optimizer, *args, **kwargs))
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        no_arguments(kwargs)
+    def optimizer_step(
+        self, original: Callable[..., Any], optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        refuse_arguments(kwargs)
         guard = self.guards[0]
         result = closure()
         self.plugin._after_closure(model, optimizer)
@@ -155,18 +131,20 @@ class Seam:
         self._losses = 0
         return result
 
-    def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def clip_gradients(
+        self, original: Callable[..., Any], optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         """Also where the module's own code asks for it."""
         refuse_value_clipping(clip_val, gradient_clip_algorithm)
         if self._max_norm is ...:
-            self.of(optimizer).max_norm = float(clip_val) if clip_val and clip_val > 0 else None
+            self.of(optimizer).clip_to(clip_val)
 
     def of(self, optimizer: Any) -> LoopGuard:
         return self.guards[0]
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.sync()
-        self._save(*args, **kwargs)
+        original(*args, **kwargs)
 
     def _watched(self, run: Callable[[], Any]) -> Any:
         """Look into what is raised inside of a step."""
@@ -205,21 +183,21 @@ class ManualSeam(Seam):
             )
         self.stand_in()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return self._batch_start(batch, batch_idx)
+    def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+        return original(batch, batch_idx)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for guard in self.guards:
             guard.micro_batch(UNKNOWN)
         self._inside = True
         try:
-            return self._watched(lambda: self._training_step(*args, **kwargs))
+            return self._watched(lambda: original(*args, **kwargs))
         finally:
             self._inside = False
             for guard in self.guards:
                 guard.withdraw()
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         loss = closure_loss.detach()
         if loss.numel() > 1:
             weights = kwargs.get("gradient", args[0] if args else None)
@@ -228,10 +206,12 @@ class ManualSeam(Seam):
         seeded = closure_loss
         if self.trainer.world_size > 1:
             seeded = closure_loss * torch.where(torch.isfinite(loss), 1.0, torch.nan).to(closure_loss.dtype)
-        return self._backward(seeded, optimizer, *args, **kwargs)
+        return original(seeded, optimizer, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        no_arguments(kwargs)
+    def optimizer_step(
+        self, original: Callable[..., Any], optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        refuse_arguments(kwargs)
         result = closure()
         self.plugin._after_closure(model, optimizer)
         place = self._place(optimizer)
@@ -264,7 +244,7 @@ def check(trainer: Any) -> None:
     """What is known not to work: said before the first step."""
     refuse_value_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     plugin, strategy = trainer.precision_plugin, trainer.strategy
-    if type(plugin).optimizer_step.__qualname__ not in _KNOWN_STEPS or strategy.handles_gradient_accumulation:
+    if type(plugin).optimizer_step.__qualname__ not in KNOWN_STEPS or strategy.handles_gradient_accumulation:
         raise UnsupportedError(
             f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
             "own way. Use a single device, ddp or ModelParallelStrategy, with 32-true, bf16-mixed, 16-mixed or bf16-true"
@@ -282,20 +262,12 @@ def refuse_value_clipping(clip_val: Any, algorithm: Any) -> None:
         )
 
 
-def no_arguments(kwargs: dict[str, Any]) -> None:
+def refuse_arguments(kwargs: dict[str, Any]) -> None:
     if kwargs:
         raise UnsupportedError(f"nanproof: optimizer.step() was given {', '.join(kwargs)}, which a guarded step cannot pass on")
 
 
-def check_version(thing: Any) -> None:
-    """One warning where the version of Lightning is not one that the tests have seen."""
-    roots = (kind.__module__.partition(".")[0] for kind in type(thing).__mro__)
-    root = next((r for r in roots if r in ("lightning", "pytorch_lightning", "lightning_fabric")), "lightning")
-    _say_untested(root, str(getattr(sys.modules.get(root), "__version__", "")))
-
-
-@functools.cache
-def _say_untested(root: str, version: str) -> None:
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers and not _TESTED[0] <= numbers < _TESTED[1]:
-        log.warning("nanproof: made for %s >= 2.4, < 3, and this is %s: look at guard.incidents and history", root, version)
+def check_package(thing: Any) -> None:
+    """One warning where the version of Lightning is not one that is tested."""
+    roots = {kind.__module__.partition(".")[0] for kind in type(thing).__mro__}
+    check_version("lightning" if "lightning" in roots else "pytorch-lightning")

@@ -115,15 +115,6 @@ class LoopGuard(Guard):
         elif self._open.batches is not None:
             self._open.batches = (*self._open.batches, batch)
 
-    @property
-    def max_norm(self) -> float | str | None:
-        """The norm that gradients are clipped to, from the next step on."""
-        return self._stepper.max_norm
-
-    @max_norm.setter
-    def max_norm(self, norm: float | str | None) -> None:
-        self._stepper.max_norm = norm
-
     def note_loss(self, loss: Tensor) -> Tensor | None:
         """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None."""
         return self._stepper.note_loss(loss)
