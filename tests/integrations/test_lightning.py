@@ -86,12 +86,12 @@ def trainer_of(package: str, **settings):
     return L.Trainer(**{"max_epochs": 1, "accelerator": "cpu", "devices": 1, **quiet, **settings})
 
 
-def fit(module, data, *, package="lightning.pytorch", protect=True, max_norm=..., ckpt_path=None, **settings):
+def fit(module, data, *, package="lightning.pytorch", protect=True, policy=None, **settings):
     """Returns trainer and guard after a fit; random numbers of the fit always start alike."""
     trainer = trainer_of(package, **settings)
-    guard = protect_trainer(trainer, max_norm=max_norm) if protect else None
+    guard = protect_trainer(trainer, policy=policy) if protect else None
     torch.manual_seed(1)
-    trainer.fit(module, DataLoader(data, batch_size=BATCH), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(data, batch_size=BATCH))
     return trainer, guard
 
 
@@ -130,12 +130,15 @@ def test_a_bad_batch_kills_an_unprotected_run_and_not_a_protected_one(package, t
     assert norms == pytest.approx([r.grad_norm for r in guard.history], nan_ok=True)
 
 
+@pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_run_that_never_saw_the_bad_batch(optimizer, accumulate):
-    """Bit for bit: weights, buffers, moments, learning rate. With dropout, a schedule that moves every other step, two epochs."""
+def test_the_run_that_never_saw_the_bad_batch(optimizer, accumulate, lag):
+    """Bit for bit: weights, buffers, moments, learning rate. With dropout, a schedule that moves every other step, two epochs;
+    also with verdicts that come late, as on CUDA, so that steps behind the bad one are run again."""
     gone = (BAD,) if accumulate == 1 else (4, 5)
-    settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    policy = nanproof.Policy(lag=lag)
+    settings = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0, "policy": policy}
     module, clean = (toy("lightning.pytorch", optimizer=optimizer, every=2 * accumulate) for _ in range(2))
     trainer, guard = fit(module, samples(bad=True), **settings)
     other, healthy = fit(clean, samples(bad=False, without=gone), **settings)
@@ -210,6 +213,28 @@ def test_other_precisions(precision):
     fit(clean, samples(bad=False, without=(BAD,)), precision=precision)
     assert [(i.step, i.diagnosis.cause, i.diagnosis.samples) for i in guard.incidents] == [(BAD, "nonfinite-batch", (SAMPLE,))]
     assert same(weights(module), weights(clean))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_mixed_precision_with_a_scaler(lag):
+    """The plugin's GradScaler is the guard's: the run that never saw the batch, and Lightning's own where all is well."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    def run(data, protect=True, clip=None):
+        module = toy("lightning.pytorch", optimizer="sgd")
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=4)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        _, guard = fit(module, data, protect=protect, plugins=plugins, policy=nanproof.Policy(lag=lag), gradient_clip_val=clip)
+        return weights(module), guard, scaler.get_scale()
+
+    found, guard, scale = run(samples(bad=True), clip=1.0)
+    clean, _, same_scale = run(samples(bad=False, without=(BAD,)), clip=1.0)
+    assert [(i.step, i.diagnosis.cause) for i in guard.incidents] == [(BAD, "nonfinite-batch")]
+    assert same(found, clean) and scale == same_scale
+    found, _, scale = run(samples(bad=False))
+    plain, _, same_scale = run(samples(bad=False), protect=False)
+    assert scale == same_scale > 128
+    assert all(torch.allclose(found[k], plain[k], atol=1e-5, rtol=0) for k in plain)
 
 
 def test_running_a_step_again_leaves_no_trace_in_module_and_loops():
