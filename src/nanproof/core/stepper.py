@@ -261,6 +261,11 @@ class Stepper:
         weights, choice = self.parameters.tensors, self.policy.half_weights
         return WeightKeeper.of(weights, self.optimizer, self.path.on_device, choice, self.ranks)
 
+    def forget_losses(self) -> None:
+        """The backwards so far will not be stepped on."""
+        self._losses = []
+        self._probes.clear()
+
     def forget_probes(self) -> None:
         """What replays left behind."""
         self._probes.clear()

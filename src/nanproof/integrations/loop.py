@@ -153,11 +153,12 @@ class LoopGuard(Guard):
             self._next -= 1
             self._runner.give_up()
 
-    def withdraw(self) -> None:
-        """No step has begun after all; gradients and buffers stay as they are."""
+    def withdraw(self, counts: bool = False) -> None:
+        """The loop takes no step after all; gradients and buffers stay as they are. `counts`: it counts one all the same."""
         if self._open is not None:
             self._open = None
-            self._next -= 1
+            self._next -= not counts
+            self._stepper.forget_losses()
 
     def raised(self, error: BaseException) -> None:
         """The loop's forward or backward raised: note what it was, and drop the step."""
