@@ -105,7 +105,10 @@ class NanproofCallback:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         seam = self._seam
-        if seam is None or trainer.barebones:
+        if seam is None:
+            return
+        seam.batch_ended()
+        if trainer.barebones:
             return
         values = {f"nanproof/grad_norm{f'_{i}' if i else ''}": norm for i, norm in enumerate(seam.norms) if norm is not None}
         values |= self._counted(pl_module.device)

@@ -46,6 +46,8 @@ class Seam:
         self._rerun: Rerun | None = None
         self._losses = 0
         """Backwards since the last step."""
+        self._steps_before = 0
+        self._taken = False
         check(trainer)
 
     def start(self, step: int) -> None:
@@ -94,11 +96,12 @@ class Seam:
         answer = original(batch, batch_idx)
         guard, parts = self.guards[0], self.trainer.accumulate_grad_batches
         if guard.open and batch_idx % parts == 0:
-            guard.abandon()  # Lightning will clear the gradients: the step was never taken
+            guard.withdraw()  # Lightning will clear the gradients: the step was never taken
         if batch_idx == 0 and self.schedules is not None:
             self.schedules.taken = 0
         if not guard.open:
             self._losses = 0
+        self._steps_before, self._taken = self.trainer.global_step, False
         assert self._rerun is not None
         guard.micro_batch(TrainingStep(own_copy(batch), batch_idx, parts) if self._rerun.possible else UNKNOWN)
         return answer
@@ -124,12 +127,19 @@ class Seam:
         self.plugin._after_closure(model, optimizer)
         # `training_step` returned None: Lightning steps with what was accumulated before, if anything, but not with a scaler.
         if not self._losses or (result is None and getattr(self.plugin, "scaler", None) is not None):
-            guard.abandon()
+            guard.withdraw(counts=True)
         else:
             self.norms[0] = guard.take()
+            self._taken = True
             guard.finish()
         self._losses = 0
         return result
+
+    def batch_ended(self) -> None:
+        """Lightning counts a step, and advances schedules, also where the module's own code chose not to take one."""
+        if self.schedules is not None and self.trainer.global_step > self._steps_before and not self._taken:
+            self.guards[0].withdraw(counts=True)
+            self.schedules.step()
 
     def clip_gradients(
         self, original: Callable[..., Any], optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm"
