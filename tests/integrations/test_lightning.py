@@ -435,14 +435,17 @@ class TestManual:
         assert all(torch.allclose(a[k], b[k], atol=1e-6, rtol=0) for k in a)
 
 
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize(("job", "accumulate", "lag"), [("trainer", 1, 0), ("trainer", 2, 2), ("fabric", 1, 0), ("fabric", 2, 2)])
+def test_two_ranks(tmp_path, job, accumulate, lag):
     """A bad batch on rank 1 only: both refuse it, name rank 1, and end with the same weights as if it had never been."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Forked: importing Lightning takes longer than the test.
     context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=lightning_ranks.main, args=(rank, str(tmp_path), port)) for rank in range(2)]
+    ranks = [
+        context.Process(target=lightning_ranks.main, args=(rank, str(tmp_path), port, job, accumulate, lag)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -451,7 +454,7 @@ def test_two_ranks(tmp_path):
     assert [rank.exitcode for rank in ranks] == [0, 0]
     bad = [torch.load(tmp_path / f"bad{rank}.pt", weights_only=True) for rank in range(2)]
     clean = torch.load(tmp_path / "clean0.pt", weights_only=True)
-    assert bad[0]["incidents"] == bad[1]["incidents"] == [[BAD, 1]]
+    assert bad[0]["incidents"] == bad[1]["incidents"] == [[BAD // accumulate, 1]]
     assert same(bad[0]["weights"], bad[1]["weights"])
     assert same(bad[0]["weights"], clean["weights"])
     assert clean["incidents"] == []
