@@ -61,10 +61,12 @@ def toy(package: str, *, optimizer: str = "adamw", every: int = 1, interval: str
             self.net = net(dropout)
             self.outputs: list[torch.Tensor] = []
             self.rates: list[float] = []
+            self.seen: dict[str, torch.Tensor] = {}
 
         def training_step(self, batch, batch_idx):
             loss = F.mse_loss(self.net(batch[0]).squeeze(-1), batch[1])
             self.outputs.append(loss.detach())
+            self.seen["x"] = batch[0]
             self.log("loss", loss)
             return None if batch_idx in none_at else loss
 
@@ -245,7 +247,7 @@ def test_running_a_step_again_leaves_no_trace_in_module_and_loops():
     module.log = lambda name, *args, **kwargs: (logged.append(name), log(name, *args, **kwargs))[1]
     trainer, guard = fit(module, samples(bad=True))
     assert guard.incidents[0].diagnosis.verified
-    assert len(module.outputs) == STEPS
+    assert len(module.outputs) == STEPS and module.seen["x"].isfinite().all()
     assert logged.count("loss") == STEPS
     assert trainer.global_step == STEPS
     assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == STEPS
@@ -349,6 +351,42 @@ def test_resuming_from_lightnings_checkpoint(tmp_path):
     assert [i.step for i in guard.incidents] == [BAD, STEPS + BAD, 2 * STEPS + BAD]
     assert resumed.next_step == 3 * STEPS
     assert same(weights(module), weights(whole)) and not same(weights(first), weights(whole))
+
+
+def test_lightnings_checkpoints_hold_settled_states(tmp_path):
+    """Saved after every step: the same with verdicts that come late as with those that come at once, the bad step included."""
+    import lightning.pytorch as L
+
+    saved = {}
+    for lag in (0, 2):
+        saver = L.callbacks.ModelCheckpoint(tmp_path / str(lag), filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        settings = {"callbacks": [saver], "enable_checkpointing": True, "policy": nanproof.Policy(lag=lag)}
+        fit(toy("lightning.pytorch"), samples(bad=True), **settings)
+        paths = [tmp_path / str(lag) / f"step={i}.ckpt" for i in range(1, STEPS + 1)]
+        saved[lag] = [torch.load(path, weights_only=True) for path in paths]
+    for early, late in zip(saved[0], saved[2], strict=True):
+        assert same(early["state_dict"], late["state_dict"])
+        assert early["lr_schedulers"] == late["lr_schedulers"]
+        assert early["callbacks"]["NanproofCallback"]["guards"][0]["step"] == early["global_step"]
+    assert same(saved[0][BAD - 1]["state_dict"], saved[0][BAD]["state_dict"])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_protect_knows_the_trainer(package, tmp_path):
+    """`nanproof.protect(trainer)`; records go into the trainer's own folder."""
+    trainer = trainer_of(package, default_root_dir=tmp_path)
+    guard = nanproof.protect(trainer)
+    assert (guard.path, guard.incidents, guard.history) == ("not started", [], [])
+    trainer.fit(toy(package), DataLoader(samples(bad=True), batch_size=BATCH))
+    assert len((tmp_path / "nanproof" / "steps.jsonl").read_text().splitlines()) == 1 + STEPS  # and a header
+    assert Path(guard.incidents[0].bundle).is_relative_to(tmp_path / "nanproof")
+
+
+def test_one_callback_for_both_packages():
+    callback = NanproofCallback(policy=nanproof.Policy(lag=0))
+    bases = [importlib.import_module(package).Callback for package in PACKAGES]
+    assert all(isinstance(callback, base) for base in bases)
+    assert callback.state_key == "NanproofCallback" and callback.guard.path == "not started"
 
 
 def test_a_second_fit_and_a_second_guard():
