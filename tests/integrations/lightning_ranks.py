@@ -61,7 +61,10 @@ def trainer(rank: int, bad: bool, accumulate: int, lag: int) -> dict:
     guard = protect_trainer(trainer, policy=nanproof.Policy(lag=lag))
     torch.manual_seed(rank)
     trainer.fit(module, data(rank, bad, (BAD,) if accumulate == 1 else (4, 5)))
-    return {"incidents": [[i.step, i.rank] for i in guard.incidents], "weights": module.state_dict()}
+    return {
+        "incidents": [[i.step, i.rank, i.diagnosis.cause, *i.diagnosis.samples] for i in guard.incidents],
+        "weights": module.state_dict(),
+    }
 
 
 def fabric(rank: int, bad: bool, accumulate: int, lag: int) -> dict:
@@ -81,7 +84,10 @@ def fabric(rank: int, bad: bool, accumulate: int, lag: int) -> dict:
             optimizer.step()
             optimizer.zero_grad()
     guard.close()
-    return {"incidents": [[i.step, i.rank] for i in guard.incidents], "weights": model.state_dict()}
+    return {
+        "incidents": [[i.step, i.rank, i.diagnosis.cause, *i.diagnosis.samples] for i in guard.incidents],
+        "weights": model.state_dict(),
+    }
 
 
 def main(rank: int, folder: str, port: int, job: str, accumulate: int, lag: int) -> None:

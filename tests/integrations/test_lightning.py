@@ -401,6 +401,59 @@ def test_a_second_fit_and_a_second_guard():
     assert len(guard.incidents) == 2
 
 
+def test_a_closure_that_is_run_twice():
+    """Guarded, though such a step cannot be run again."""
+
+    def twice(module):
+        def optimizer_step(epoch, batch_idx, optimizer, closure):
+            closure()
+            optimizer.step(closure=closure)
+
+        module.optimizer_step = optimizer_step
+        return module
+
+    plain, guarded = (twice(toy("lightning.pytorch")) for _ in range(2))
+    fit(plain, samples(bad=False), protect=False)
+    fit(guarded, samples(bad=False))
+    assert same(weights(plain), weights(guarded)) and plain.rates == guarded.rates
+    for lag in (0, 2):
+        module = twice(toy("lightning.pytorch"))
+        _, guard = fit(module, samples(bad=True), policy=nanproof.Policy(lag=lag))
+        assert [i.step for i in guard.incidents] == [BAD]
+        # The refused step does not move the schedule; where that shows two steps late, a later one makes up for it.
+        still = BAD + 1 + lag
+        assert module.rates == [*plain.rates[:still], *plain.rates[still - 1 : -1]]
+    assert all(torch.isfinite(v).all() for v in module.state_dict().values())
+
+
+def test_another_schedule_may_take_the_place_of_one():
+    """Weight averaging puts its own into the trainer: a guarded run follows."""
+    import lightning.pytorch as L
+
+    modules = [toy("lightning.pytorch", interval="epoch") for _ in range(2)]
+    for module, protect in zip(modules, (False, True), strict=True):
+        average = L.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1, annealing_epochs=2)
+        fit(module, samples(bad=False), protect=protect, max_epochs=4, callbacks=[average])
+    assert modules[0].rates == modules[1].rates
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor.*")
+def test_a_step_that_draws_its_batches_itself():
+    """With `dataloader_iter` nobody knows the batch beforehand: refused and attributed, and the schedule waits."""
+
+    class Drawing(type(toy("lightning.pytorch"))):
+        def training_step(self, dataloader_iter):
+            (x, y), _, _ = next(dataloader_iter)
+            return F.mse_loss(self.net(x).squeeze(-1), y)
+
+    module = Drawing()
+    trainer, guard = fit(module, samples(bad=True))
+    (incident,) = guard.incidents
+    assert (incident.step, incident.action) == (BAD, "skipped") and "net.0.weight" in dict(incident.culprits)
+    assert all(torch.isfinite(v).all() for v in module.state_dict().values())
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS - 1
+
+
 class TestManual:
     """Manual optimization: every optimizer has a guard; the incidents are in one list."""
 
@@ -492,7 +545,7 @@ def test_two_ranks(tmp_path, job, accumulate, lag):
     assert [rank.exitcode for rank in ranks] == [0, 0]
     bad = [torch.load(tmp_path / f"bad{rank}.pt", weights_only=True) for rank in range(2)]
     clean = torch.load(tmp_path / "clean0.pt", weights_only=True)
-    assert bad[0]["incidents"] == bad[1]["incidents"] == [[BAD // accumulate, 1]]
+    assert bad[0]["incidents"] == bad[1]["incidents"] == [[BAD // accumulate, 1, "one-rank-nonfinite", SAMPLE]]
     assert same(bad[0]["weights"], bad[1]["weights"])
     assert same(bad[0]["weights"], clean["weights"])
     assert clean["incidents"] == []

@@ -199,8 +199,9 @@ class _Desk:
         return next((guard for guard in self.guards if guard.optimizer is bare), None)
 
     def _backward(self, original: Callable[..., Any], tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        told = [g for g in self.guards if (g.fabric_model is model if model is not None else g.open or len(self.guards) == 1)]
-        for guard in told:
+        # Those whose model was called since their last step; all, where none was seen to be.
+        told = [guard for guard in self.guards if (guard.open if model is None else guard.fabric_model is model)]
+        for guard in told or (self.guards if model is None else []):
             seed = guard.hear_of(tensor)
             tensor = tensor if seed is None else tensor * seed  # times 1, or times NaN where this rank's loss is bad
         original(tensor, *args, model=model, **kwargs)

@@ -86,6 +86,9 @@ class NanproofCallback:
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._loaded = {}  # a checkpoint that was loaded to validate or test with is not what the next fit goes on from
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_package(trainer)
         manual = not pl_module.automatic_optimization

@@ -88,7 +88,6 @@ class StepSchedules:
         self._trainer, self._module = trainer, module
         self._configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         self._every = [c.frequency for c in self._configs]
-        self._schedulers = [c.scheduler for c in self._configs]
         self.taken = 0
         """Steps of this epoch that were taken: Lightning counts from each epoch's beginning."""
         for config in self._configs:
@@ -97,9 +96,14 @@ class StepSchedules:
     def step(self) -> None:
         self.taken += 1
         batches = self.taken * self._trainer.accumulate_grad_batches
-        for scheduler, every in zip(self._schedulers, self._every, strict=True):
-            if batches % every == 0:
-                self._module.lr_scheduler_step(scheduler, None)
+        for config, every in zip(self._configs, self._every, strict=True):
+            # A callback (StochasticWeightAveraging, say) may have put another schedule in its place.
+            if batches % every == 0 and any(c is config for c in self._trainer.lr_scheduler_configs):
+                self._module.lr_scheduler_step(config.scheduler, None)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self._configs]
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken, "schedulers": [s.state_dict() for s in self._schedulers]}

@@ -46,8 +46,13 @@ class Seam:
         self._rerun: Rerun | None = None
         self._losses = 0
         """Backwards since the last step."""
-        self._steps_before = 0
-        self._taken = False
+        self._forwards = 0
+        """Of this batch."""
+        self._unknown = False
+        """This step cannot be run again: the guard leaves its schedule alone."""
+        self._refused, self._too_far = guard.refused_so_far, 0
+        """Refused steps that were seen to; schedules that moved before it was known that their step was refused."""
+        self._steps_before, self._taken = 0, False
         check(trainer)
 
     def start(self, step: int) -> None:
@@ -100,15 +105,18 @@ class Seam:
         if batch_idx == 0 and self.schedules is not None:
             self.schedules.taken = 0
         if not guard.open:
-            self._losses = 0
-        self._steps_before, self._taken = self.trainer.global_step, False
-        assert self._rerun is not None
-        guard.micro_batch(TrainingStep(own_copy(batch), batch_idx, parts) if self._rerun.possible else UNKNOWN)
+            self._losses, self._unknown = 0, not (self._rerun is not None and self._rerun.possible)
+        self._steps_before, self._taken, self._forwards = self.trainer.global_step, False, 0
+        guard.micro_batch(UNKNOWN if self._unknown else TrainingStep(own_copy(batch), batch_idx, parts))
         return answer
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._rerun is not None
         self._rerun.takes_index = len(args) > 1
+        if self._forwards:  # an `optimizer_step` of the module's own runs the closure twice, and why is not known
+            self.guards[0].micro_batch(UNKNOWN)
+            self._unknown = True
+        self._forwards += 1
         return self._watched(lambda: original(*args, **kwargs))
 
     def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +140,21 @@ class Seam:
             self.norms[0] = guard.take()
             self._taken = True
             guard.finish()
+            self._advance_schedules()
         self._losses = 0
         return result
+
+    def _advance_schedules(self) -> None:
+        """After a step that the guard cannot run again: unless it was refused. On CUDA that shows later, and then the schedule
+        stands still once."""
+        refused = self.guards[0].refused_so_far - self._refused
+        self._refused += refused
+        if self._unknown and self.schedules is not None:
+            self._too_far += refused
+            if self._too_far:
+                self._too_far -= 1
+            else:
+                self.schedules.step()
 
     def batch_ended(self) -> None:
         """Lightning counts a step, and advances schedules, also where the module's own code chose not to take one."""
@@ -257,7 +278,7 @@ def check(trainer: Any) -> None:
     if type(plugin).optimizer_step.__qualname__ not in KNOWN_STEPS or strategy.handles_gradient_accumulation:
         raise UnsupportedError(
             f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
-            "own way. Use a single device, ddp or ModelParallelStrategy, with 32-true, bf16-mixed, 16-mixed or bf16-true"
+            "own way. Use a single device or ddp, with 32-true, bf16-mixed, 16-mixed or bf16-true"
         )
     if not trainer.optimizers:
         raise UnsupportedError("nanproof: configure_optimizers returned None, so there is no step to guard")
