@@ -437,7 +437,7 @@ def test_another_schedule_may_take_the_place_of_one():
     assert modules[0].rates == modules[1].rates
 
 
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter` step flavor.*")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`.*")
 def test_a_step_that_draws_its_batches_itself():
     """With `dataloader_iter` nobody knows the batch beforehand: refused and attributed, and the schedule waits."""
 
