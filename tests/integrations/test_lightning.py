@@ -322,6 +322,7 @@ def test_an_exception_in_the_step_is_looked_into():
     with pytest.raises(RuntimeError, match="boom"):
         trainer.fit(module, DataLoader(data, batch_size=BATCH))
     assert [(i.step, i.kind) for i in guard.incidents] == [(BAD, "exception")]
+    assert trainer.callbacks[0].state_dict()["guards"][0]["step"] == BAD  # for a checkpoint that is saved on exceptions
 
 
 def test_resuming_from_lightnings_checkpoint(tmp_path):

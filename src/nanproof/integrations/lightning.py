@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class NanproofCallback:
         count = len(trainer.optimizers)
         self._make_guards(count, self._folder(trainer))
         seam = ManualSeam(trainer, self.guards, self._max_norm) if manual else Seam(trainer, self.guard, self._max_norm)
-        self._seam = seam
+        self._seam, self._counts = seam, None
         try:
             seam.start(trainer.global_step // max(count, 1))
             self._load(seam)
@@ -156,6 +157,7 @@ class NanproofCallback:
                 "Lightning's own ModelCheckpoint"
             )
         self.guard._run_dir = folder
+        del self.guards[max(count, 1) :]
         while len(self.guards) < count:
             own = None if folder is None else folder / f"optimizer_{len(self.guards)}"
             sibling = LoopGuard(policy=self._settings["policy"], run_dir=own)
@@ -196,6 +198,9 @@ class NanproofCallback:
             return
         if error is None:
             self._last = self.state_dict()
+        elif self._seam.trainer.world_size == 1:  # other ranks may not be coming
+            with suppress(Exception):
+                self._last = self.state_dict()
         seam, self._seam = self._seam, None
         seam.let_go()
         for guard in self.guards:
