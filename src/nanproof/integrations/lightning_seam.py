@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanproof.core.tree import own_copy
 from nanproof.errors import NanproofError, UnsupportedError
+from nanproof.integrations.lightning_averages import EpochAverages
 from nanproof.integrations.lightning_replay import Rerun, StepSchedules, TrainingStep
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
@@ -53,6 +54,7 @@ class Seam:
         self._refused, self._too_far = guard.refused_so_far, 0
         """Refused steps that were seen to; schedules that moved before it was known that their step was refused."""
         self._steps_before, self._taken = 0, False
+        self._averages, self._left_out = EpochAverages(trainer), guard.refused_so_far
         check(trainer)
 
     def start(self, step: int) -> None:
@@ -99,6 +101,7 @@ class Seam:
 
     def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         answer = original(batch, batch_idx)
+        self.note_averages(batch_idx)
         guard, parts = self.guards[0], self.trainer.accumulate_grad_batches
         if guard.open and batch_idx % parts == 0:
             guard.withdraw()  # Lightning will clear the gradients: the step was never taken
@@ -109,6 +112,10 @@ class Seam:
         self._steps_before, self._taken, self._forwards = self.trainer.global_step, False, 0
         guard.micro_batch(UNKNOWN if self._unknown else TrainingStep(own_copy(batch), batch_idx, parts))
         return answer
+
+    def note_averages(self, batch_idx: int) -> None:
+        lag = max(guard._stepper.lag for guard in self.guards)
+        self._averages.note(first=batch_idx == 0, keep=(lag + 1) * self.trainer.accumulate_grad_batches)
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._rerun is not None
@@ -158,6 +165,10 @@ class Seam:
 
     def batch_ended(self) -> None:
         """Lightning counts a step, and advances schedules, also where the module's own code chose not to take one."""
+        refused = sum(guard.refused_so_far for guard in self.guards)
+        if refused > self._left_out:
+            self._averages.leave_out()
+        self._left_out = refused
         if self.schedules is not None and self.trainer.global_step > self._steps_before and not self._taken:
             self.guards[0].withdraw(counts=True)
             self.schedules.step()
@@ -215,6 +226,7 @@ class ManualSeam(Seam):
         self.stand_in()
 
     def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+        self.note_averages(batch_idx)
         return original(batch, batch_idx)
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
