@@ -43,8 +43,16 @@ def protect_accelerator(
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if run_dir == "auto":
         run_dir = Path(accelerator.project_dir) / "nanproof" if accelerator.project_dir else None
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise UnsupportedError(f"protect(accelerator): {kind} steps out of reach of a guard; DDP and FSDP2 work")
+    if kind == "DEEPSPEED":
+        from nanproof.integrations.deepspeed import protect_engine
+
+        if accelerator.deepspeed_engine_wrapped is None:
+            raise UsageError("protect(accelerator): nothing is prepared yet; call it after accelerator.prepare(model, optimizer)")
+        return protect_engine(
+            accelerator.deepspeed_engine_wrapped.engine, policy=policy, run_dir=run_dir, checkpoints=checkpoints
+        )
+    if kind in ("MEGATRON_LM", "XLA"):
+        raise UnsupportedError(f"protect(accelerator): {kind} steps out of reach of a guard; DDP, FSDP2 and DeepSpeed work")
     if len(accelerator._optimizers) != 1:
         found = len(accelerator._optimizers)
         raise UsageError(
