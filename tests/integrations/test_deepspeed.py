@@ -40,6 +40,7 @@ def train(
     check: bool = True,
     extra: dict[str, Any] | None = None,
     caps: int | None = None,
+    spikes: bool = False,
 ) -> dict[str, Any]:
     """An ordinary loop over an engine; the fault is rank 1's, in the last micro-batch of one step. "left out" is the loop that
     never comes to that step, the oracle of the others."""
@@ -80,6 +81,8 @@ def train(
         lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step)),
     )
     policy = Policy() if caps is None else Policy(max_consecutive_skips=caps, diagnose="never")
+    if spikes:
+        policy = Policy(on_spike="skip", warmup_steps=2)
     guard = protect_engine(engine, policy=policy) if protected else None
     generator = torch.Generator().manual_seed(rank)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
@@ -94,6 +97,8 @@ def train(
                 if bad and fault == "input":
                     x[SAMPLE, 3] = torch.nan
                 loss = engine(x.to(dtype), labels=y.to(dtype))
+                if bad and fault == "spike":
+                    loss = loss * 1e5
                 if bad and fault == "loss":
                     loss = loss + torch.inf
                 if bad and fault == "gradient":
@@ -161,6 +166,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "gradient": {"stage": 2, "fault": "gradient"},
     "gradient, cut up": {"stage": 3, "fault": "gradient"},
     "caps": {"stage": 1, "caps": 1},
+    "fp16": {"stage": 1, "precision": "fp16"},
+    "fp16, healthy": {"stage": 2, "precision": "fp16", "fault": "none"},
+    "fp16, plain": {"stage": 2, "precision": "fp16", "fault": "none", "protected": False},
+    "spike": {"stage": 1, "fault": "spike", "spikes": True},
 }
 
 
@@ -250,6 +259,23 @@ def test_the_one_bad_parameter_is_named(runs: Any, name: str) -> None:
     for run in runs[name]:
         assert run["incidents"][0]["what"][:3] == [BAD, "nonfinite-gradient", "skipped"]
         assert run["incidents"][0]["culprits"] == ["head.bias"]
+
+
+def test_the_loss_scale_is_left_to_deepspeed(runs: Any) -> None:
+    """Overflows that calibrate it are skipped as without the guard, and are no incidents. A NaN loss among them is one, of the
+    rank that had it, and is not held against the scale."""
+    for healthy, plain, bad in zip(runs["fp16, healthy"], runs["fp16, plain"], runs["fp16"], strict=True):
+        assert healthy["skipped"] == plain["skipped"] == STEPS - 1 and healthy["scale"] == plain["scale"] == 2.0**15
+        assert healthy["incidents"] == []
+        assert [i["what"] for i in bad["incidents"]] == [[BAD, "nonfinite-loss", "skipped", 1, None]]
+        assert bad["incidents"][0]["cause"] == ["nonfinite-batch", [SAMPLE]]
+        assert bad["skipped"] == STEPS and bad["scale"] == 2.0**15
+
+
+def test_a_spike_is_refused_where_that_is_asked_for(runs: Any) -> None:
+    for run in runs["spike"]:
+        assert [i["what"][:3] for i in run["incidents"]] == [[BAD, "spike", "skipped"]]
+        assert run["skipped"] == 1
 
 
 def test_too_many_refused_steps_halt_both_ranks(runs: Any) -> None:

@@ -189,7 +189,8 @@ class EngineGuard(LoopGuard):
         if not self._losses:
             raise UsageError("engine.step(): the guard was told of no loss since the last step; call engine.backward(loss)")
         losses, self._losses = self._losses, []
-        probes = list(self._probes)
+        # Under a loss scale an overflow says nothing of a rank.
+        probes = list(self._probes) if self._holder.scale == 1.0 else []
         self._probes.clear()
         batches, self._batches = self._batches, []
         pieces, scale = self._holder.pieces(), self._holder.scale
@@ -211,7 +212,7 @@ class EngineGuard(LoopGuard):
                 _clip_now(pieces, reading.clip)
             self._holder.take(step, torch.tensor(reading.total * scale, device=self._device))
             self._accepted(record)
-        elif self._holder.dynamic and scale > 1 and math.isfinite(reading.loss):
+        elif self._holder.dynamic and scale > 1 and math.isfinite(reading.loss) and not math.isfinite(reading.total):
             self._overflowed(step, record)
         else:
             self._refused(number, reading, pieces, losses, probes, batches, own)

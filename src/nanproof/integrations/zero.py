@@ -35,15 +35,13 @@ class Holder:
 
     @property
     def scale(self) -> float:
-        """What the loss was multiplied by."""
-        settings = getattr(self.optimizer, "loss_scale_config", None)
-        return float(getattr(settings, "cur_scale", None) or getattr(self.optimizer, "loss_scale", None) or 1.0)
+        """What the loss was multiplied by. DeepSpeed 0.19 scales the loss for ZeRO only."""
+        return 1.0
 
     @property
     def dynamic(self) -> bool:
         """The loss scale finds its level by itself, by overflowing now and then."""
-        settings = getattr(self.optimizer, "loss_scale_config", None) or getattr(self.optimizer, "loss_scaler", None)
-        return bool(getattr(settings, "dynamic_loss_scale", getattr(settings, "dynamic", False)))
+        return False
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, master weights and moments that this rank has, by name."""
@@ -88,10 +86,22 @@ class Bf16Holder(Holder):
         self.optimizer.clear_lp_grads()
 
 
-class Zero12Holder(Holder):
-    """ZeRO 1 and 2: a list for each parameter group, of what lies in this rank's partition."""
+class ZeroHolder(Holder):
+    """ZeRO: cut up, and in fp16 with a loss scale."""
 
     cut_up = True
+
+    @property
+    def scale(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    @property
+    def dynamic(self) -> bool:
+        return bool(self.optimizer.dynamic_loss_scale)
+
+
+class Zero12Holder(ZeroHolder):
+    """ZeRO 1 and 2: a list for each parameter group, of what lies in this rank's partition."""
 
     def pieces(self) -> Pieces:
         optimizer, found = self.optimizer, []
@@ -133,10 +143,8 @@ class Zero12Holder(Holder):
             step()
 
 
-class Zero3Holder(Holder):
+class Zero3Holder(ZeroHolder):
     """ZeRO 3: as before, and the weights are cut up too."""
-
-    cut_up = True
 
     def pieces(self) -> Pieces:
         optimizer, found = self.optimizer, []
@@ -175,8 +183,8 @@ _HOLDERS: dict[str, tuple[type[Holder], tuple[str, ...]]] = {
         ("averaged_gradients", "fp16_groups", "_overflow_check_and_loss_scale_update", "_get_norm_groups", "_update_scale"),
     ),
     "BF16_Optimizer": (Bf16Holder, ("bf16_groups", "fp32_groups_gradients", "clear_hp_grads", "clear_lp_grads")),
-    "FP16_Optimizer": (Holder, ("loss_scale_config",)),
-    "FP16_UnfusedOptimizer": (Holder, ("loss_scale_config",)),
+    "FP16_Optimizer": (Holder, ()),
+    "FP16_UnfusedOptimizer": (Holder, ()),
 }
 """By the name of DeepSpeed's class: who reads it, and what it must have for that."""
 
