@@ -71,6 +71,7 @@ def train(
     precision: str = "no",
     outside: bool = False,
     rate: Any = lambda step: 1 / (1 + step),
+    infinite: int = -1,
     optimizer: Any = torch.optim.AdamW,
     run_dir: Any = None,
     policy: nanproof.Policy | None = None,
@@ -89,6 +90,8 @@ def train(
         with accelerator.accumulate(model):
             output = model(x, labels=y)
             loss = F.mse_loss(output["out"], y) if outside else output["loss"]
+            if len(guard.history if guard else ()) == infinite:
+                loss = loss + torch.inf
             accelerator.backward(loss)
             if accelerator.sync_gradients and clip is not None:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
@@ -310,12 +313,13 @@ def test_what_cannot_be_guarded_is_said() -> None:
             optimizer.step(lambda: None)
 
 
-def ranks_train(rank: int, protected: bool) -> dict[str, Any]:
+def ranks_train(rank: int, protected: bool, fault: str = "input") -> dict[str, Any]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
     batches = data(STEPS * 2, seed=rank + 1)
-    if rank == 1:
+    if rank == 1 and fault == "input":
         batches = poisoned(batches, BAD * 2)
-    model, _, schedule, guard, _ = train(batches, protected=protected, accumulation=2)
+    infinite = BAD if rank == 1 and fault == "loss" else -1
+    model, _, schedule, guard, _ = train(batches, protected=protected, accumulation=2, infinite=infinite)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return {
@@ -324,17 +328,20 @@ def ranks_train(rank: int, protected: bool) -> dict[str, Any]:
         "epoch": schedule.scheduler.last_epoch,
         "wrapped": type(model).__name__,
         "incidents": [] if guard is None else [[i.step, i.kind, i.rank, i.micro_batch] for i in guard.incidents],
+        "samples": [] if guard is None else [i.diagnosis and i.diagnosis.samples for i in guard.incidents],
     }
 
 
 def test_two_ranks() -> None:
     """DDP over gloo with accumulation: one rank's bad micro-batch is refused on both, which stay alike. The schedule advances
     once a rank and accepted step, as Accelerate has it."""
-    (dead, _), (first, second) = two_ranks(
-        ("test_accelerate:ranks_train", (False,), {}), ("test_accelerate:ranks_train", (True,), {})
-    )
+    jobs = [(False, "input"), (True, "input"), (True, "loss")]
+    (dead, _), (first, second), infinite = two_ranks(*[("test_accelerate:ranks_train", job, {}) for job in jobs])
     assert first["wrapped"] == "DistributedDataParallel"
     assert not dead["finite"] and first["finite"] and second["finite"]
     assert first["sums"] == second["sums"]
     assert first["incidents"] == second["incidents"] == [[BAD, "nonfinite-loss", 1, 0]]
+    assert first["samples"] == second["samples"] == [[SAMPLE]]
     assert first["epoch"] == 2 * (STEPS - 1)
+    for run in infinite:
+        assert run["incidents"] == [[BAD, "nonfinite-loss", 1, 0]], "an Inf loss whose gradients are finite is known to both"

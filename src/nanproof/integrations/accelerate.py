@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanproof.core.parameters import NormKernels, Parameters
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
-from nanproof.integrations.recorded import RootRecorder
+from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder
 from nanproof.policy import Policy
 
 _WRAPPERS = ("DistributedDataParallel", "OptimizedModule")
@@ -61,7 +61,7 @@ def protect_accelerator(
         )
     if "backward" in accelerator.__dict__:
         raise UsageError("protect(accelerator): its backward is replaced already; protect an accelerator once")
-    guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+    guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
     _Loop(accelerator, guard)
     return guard
 
