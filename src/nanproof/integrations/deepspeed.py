@@ -79,6 +79,7 @@ class EngineGuard(LoopGuard):
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         self._names = tuple(name for name, _ in named)
         self._place = {id(p): i for i, (_, p) in enumerate(named)}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         self._device = torch.device(engine.device)
         ranks = _EngineRanks(engine, self._device)
         self._ranks, self._group, self._size = ranks, ranks.group, ranks.size
@@ -226,7 +227,10 @@ class EngineGuard(LoopGuard):
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         for gradients, places in self._by_kind(pieces):
             norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).to(self._device, torch.float64)
-            squares.index_add_(0, torch.tensor(places, device=self._device), norms * norms)
+            key = tuple(places)
+            if key not in self._indices:
+                self._indices[key] = torch.tensor(places, device=self._device)
+            squares.index_add_(0, self._indices[key], norms * norms)
         if self._ranks.together:
             loss = own_loss.double().reshape(1)
             said = torch.cat((squares, loss)) if self._holder.cut_up else loss
