@@ -26,6 +26,7 @@ from nanproof.core.parameters import NormKernels, Parameters
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder
+from nanproof.integrations.versions import check_version
 from nanproof.policy import Policy
 
 _WRAPPERS = ("DistributedDataParallel", "OptimizedModule")
@@ -40,6 +41,7 @@ def protect_accelerator(
         accelerator: an `accelerate.Accelerator` that has prepared one optimizer and the model it trains.
         run_dir: "auto" is `nanproof` in the accelerator's project folder, if it has one.
     """
+    check_version("accelerate")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if run_dir == "auto":
         run_dir = Path(accelerator.project_dir) / "nanproof" if accelerator.project_dir else None
@@ -130,7 +132,7 @@ class _Loop:
         all_of_them = {id(ours.tensors[i]) for i in present} == {id(p) for p in asked if p.grad is not None}
         scale = 1.0 if stepper.scale is None else stepper.scale.value()
         if all_of_them and norm_type == 2 and max_norm > 0:
-            self._limit = float(max_norm) if max_norm < float("inf") else None
+            self._limit = float(max_norm)
             norms = self._norms.of(ours, ours.gradients(present), stepper._kernels)
             total: Tensor = torch.linalg.vector_norm(norms) / scale
             return total
@@ -162,7 +164,8 @@ class _Loop:
             raise UsageError(
                 "optimizer.step(): no backward since the last step; call accelerator.backward(loss), not loss.backward()"
             )
-        guard._stepper.max_norm, self._limit = self._limit, None
+        guard.clip_to(self._limit)
+        self._limit = None
         number = guard.next_step - 1
         guard.take()
         guard.finish()

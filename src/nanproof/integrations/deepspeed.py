@@ -39,6 +39,7 @@ from nanproof.errors import TrainingHalted, UnsupportedError, UsageError
 from nanproof.explain.diagnose import diagnose
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.recorded import RootRecorder, call_again
+from nanproof.integrations.versions import check_version
 from nanproof.integrations.zero import Pieces, Zero3Holder, holder_of
 from nanproof.policy import Policy
 from nanproof.records import Diagnosis, Incident, StepRecord
@@ -55,6 +56,7 @@ def protect_engine(
         engine: what `deepspeed.initialize` returned first.
         run_dir: folder for the records; "auto" is none, because an engine has no folder of its own.
     """
+    check_version("deepspeed")
     if checkpoints is not None:
         raise UnsupportedError("protect(engine, checkpoints=...): a cut-up state is DeepSpeed's to save: engine.save_checkpoint")
     if type(engine).__name__ == "PipelineEngine" or hasattr(engine, "train_schedule"):
@@ -204,6 +206,7 @@ class EngineGuard(LoopGuard):
         self._history.append(record)
         self._journal.step(record)
         self.refused_so_far += reading.refused
+        self.accepted_so_far += not reading.refused
 
         def step() -> Any:
             return original(*args, **kwargs)
