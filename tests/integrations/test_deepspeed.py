@@ -113,8 +113,15 @@ def train(
     if guard is not None:
         guard.close()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    kept = [p for group in inner.param_groups for p in group["params"]]
-    moments = [v for p in kept for v in inner.state[p].values()]
+    if stage == 3:
+        # What DeepSpeed keeps is padded with whatever was in memory; these leave that out.
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        kept = [safe_get_full_fp32_param(p) for p in model.parameters()]
+        moments = [safe_get_full_optimizer_state(p, key) for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    else:
+        kept = [p for group in inner.param_groups for p in group["params"]]
+        moments = [v for p in kept for v in inner.state[p].values()]
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
         weights = [p.detach().float().clone() for p in model.parameters()]
     return {

@@ -2,8 +2,8 @@
 
 DeepSpeed wraps the optimizer, and by the time of its step the gradients are reduced and, from ZeRO stage 1 on, cut up: every
 rank holds a part of each, or none of it. The parts lie in lists that are DeepSpeed's own business; this file is the only one that
-knows them. It was written for and tested with DeepSpeed 0.19. A step is left out the way DeepSpeed itself leaves out an overflow,
-so that its buffers, counters and loss scale stay in order.
+knows them. It was written for DeepSpeed 0.19 and tried with 0.18. A step is left out the way DeepSpeed itself leaves out an
+overflow, so that its buffers, counters and loss scale stay in order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanproof.errors import UnsupportedError
@@ -45,15 +46,13 @@ class Holder:
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, master weights and moments that this rank has, by name."""
-        for name, p in self.engine.module.named_parameters():
-            yield name, getattr(p, "ds_tensor", p)
+        yield from self.engine.module.named_parameters()
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        for i, group in enumerate(inner.param_groups):
+        for group in inner.param_groups:
             for p in group["params"]:
-                yield f"the fp32 weights of group {i}", p
-                for key, value in inner.state.get(p, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"optimizer state {key} of group {i}", value
+                yield "fp32 weights in the optimizer", p
+                there = inner.state.get(p, {}).items()
+                yield from ((f"optimizer state {key}", value) for key, value in there if isinstance(value, Tensor))
 
     def take(self, step: Callable[[], Any], total: Tensor) -> None:
         """The step is good. `total` is the norm of the scaled gradients over all ranks, for who would compute it again."""
@@ -106,7 +105,7 @@ class Zero12Holder(ZeroHolder):
     def pieces(self) -> Pieces:
         optimizer, found = self.optimizer, []
         if optimizer.cpu_offload:
-            optimizer._wait_for_offload_copies()
+            getattr(optimizer, "_wait_for_offload_copies", lambda: None)()
             return self._offloaded()
         for i, params in enumerate(optimizer.params_in_partition):
             there = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
@@ -125,6 +124,7 @@ class Zero12Holder(ZeroHolder):
 
     def take(self, step: Callable[[], Any], total: Tensor) -> None:
         optimizer = self.optimizer
+        optimizer.overflow = False
         if optimizer.cpu_offload or not _plain(self.engine, optimizer):
             step()
             return
@@ -141,6 +141,7 @@ class Zero12Holder(ZeroHolder):
         # The loss scale stays: that a step is refused is not its fault.
         with _instead(optimizer, check_grad_overflow=True, check_overflow=overflow, _update_scale=lambda _: None):
             step()
+        optimizer._global_grad_norm = float("inf")
 
 
 class Zero3Holder(ZeroHolder):
@@ -152,25 +153,33 @@ class Zero3Holder(ZeroHolder):
             found += [(p, g) for p, g in zip(params, optimizer.averaged_gradients[i], strict=False) if g is not None]
         return found
 
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the weights, without the padding, which holds whatever was in memory. Masters and moments are
+        padded in places that only DeepSpeed knows: they are not looked at."""
+        for name, p in self.engine.module.named_parameters():
+            part = p.ds_tensor.view(-1)
+            start = dist.get_rank(p.ds_process_group) * part.numel()
+            yield name, part[: max(p.ds_numel - start, 0)]
+
     def take(self, step: Callable[[], Any], total: Tensor) -> None:
+        self.optimizer.overflow = False
         if not _plain(self.engine, self.optimizer):
             step()
             return
 
-        def fine(**_: Any) -> bool:
-            self.optimizer.overflow = False
-            return False
-
-        with _instead(self.optimizer, _overflow_check_and_loss_scale_update=fine, _get_norm_groups=lambda: [total.double()]):
+        with _instead(self.optimizer, check_overflow=lambda **_: None, _get_norm_groups=lambda: [total.double()]):
             step()
 
     def refuse(self, step: Callable[[], Any]) -> None:
         def overflow(**_: Any) -> bool:
             self.optimizer.overflow = True
+            if not hasattr(self.optimizer, "_loss_scale_update_and_overflow_cleanup"):  # 0.18 cleans up in here
+                self.optimizer._overflow_clean_up(self.optimizer.loss_scale)
             return True
 
         with _instead(self.optimizer, _overflow_check_and_loss_scale_update=overflow, _update_scale=lambda _: None):
             step()
+        self.optimizer._global_grad_norm = float("inf")
 
 
 _HOLDERS: dict[str, tuple[type[Holder], tuple[str, ...]]] = {
@@ -205,7 +214,7 @@ def holder_of(engine: Any) -> Holder:
     missing = [attribute for attribute in needed if not hasattr(optimizer, attribute)]
     if missing:
         raise UnsupportedError(
-            f"protect(engine): this DeepSpeed's {name} has no {', '.join(missing)}; the guard is made for DeepSpeed 0.19"
+            f"protect(engine): this DeepSpeed's {name} has no {', '.join(missing)}; the guard is made for DeepSpeed 0.18 and 0.19"
         )
     if kind is Zero3Holder and optimizer.offload_optimizer:
         raise UnsupportedError(
