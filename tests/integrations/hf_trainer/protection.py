@@ -1,0 +1,55 @@
+"""Who protects the Trainers of these tests, and what a protected `train()` must have left behind.
+
+Kept apart from conftest.py so that a test can switch the protection off for the run it compares with: see `plain`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import nanproof
+
+_guards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_off = 0
+
+
+@dataclass
+class Run:
+    """One protected `train()`: the guard, and the steps that it has to have a record of."""
+
+    guard: Any
+    steps: int = 0
+    """Optimizer steps of this `train()`, by the Trainer's own count."""
+
+    def finished(self, trainer: Any) -> None:
+        self.steps = trainer.state.global_step - trainer._initial_global_step
+        recorded = self.guard.history[-self.steps :] if self.steps else []
+        assert len(recorded) == self.steps, f"{self.steps} steps were taken, {len(recorded)} were seen"
+        numbers = [record.step for record in recorded]
+        assert numbers == list(range(numbers[0], numbers[0] + self.steps)) if numbers else True
+
+
+def begin(trainer: Any) -> Run:
+    """Protects a Trainer before its first `train()`, as a user does; a later `train()` finds it protected."""
+    if trainer not in _guards:
+        _guards[trainer] = nanproof.protect(trainer)
+    return Run(_guards[trainer])
+
+
+def is_off() -> bool:
+    return _off > 0
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Trainers in here are not protected: what they train is what the protected ones are compared with."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
