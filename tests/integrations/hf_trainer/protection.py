@@ -29,8 +29,8 @@ class Run:
         self.steps = trainer.state.global_step - trainer._initial_global_step
         recorded = self.guard.history[-self.steps :] if self.steps else []
         assert len(recorded) == self.steps, f"{self.steps} steps were taken, {len(recorded)} were seen"
-        numbers = [record.step for record in recorded]
-        assert numbers == list(range(numbers[0], numbers[0] + self.steps)) if numbers else True
+        begin = trainer._initial_global_step
+        assert [record.step for record in recorded] == list(range(begin, begin + self.steps))
 
 
 def begin(trainer: Any) -> Run:

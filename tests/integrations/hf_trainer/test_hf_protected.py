@@ -1,0 +1,139 @@
+"""That the other tests of this folder say something: their Trainers are protected, and a plain one would have been lost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import nanproof
+from integrations.hf_trainer.conftest import UNPROTECTED
+from integrations.hf_trainer.parts import (
+    BATCH,
+    POINTS,
+    STEPS,
+    Line,
+    Points,
+    Tokens,
+    arguments,
+    line_trainer,
+    tiny_gpt2,
+    trained_plain,
+    weights,
+)
+
+pytestmark = pytest.mark.skipif(UNPROTECTED, reason="nobody is protected in this run")
+
+
+def test_every_step_is_recorded(tmp_path, guards):
+    """The fixture did its work: the guard has one record a step, with the loss and the norm that the Trainer logged."""
+    trainer = line_trainer(tmp_path, learning_rate=0.1, logging_steps=1)
+    trainer.train()
+    (run,) = guards
+    assert run.steps == STEPS
+    assert [record.step for record in run.guard.history] == list(range(STEPS))
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    for record, entry in zip(run.guard.history, logs, strict=True):
+        assert record.loss == pytest.approx(entry["loss"], rel=1e-5)
+        assert record.grad_norm == pytest.approx(entry["grad_norm"], rel=1e-5)
+        assert record.lr[0] == pytest.approx(entry["learning_rate"])
+    assert run.guard.incidents == []
+
+
+def test_the_oracle_is_not_protected(tmp_path, guards):
+    """`trained_plain` is what it says, else every comparison of this folder compares a thing with itself."""
+    trained_plain(lambda: line_trainer(tmp_path, max_steps=2))
+    assert guards == []
+
+
+def test_accumulated_steps_are_recorded_once(tmp_path, guards):
+    """A step of four micro-batches is one record, and its loss is the step's."""
+    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 0.1}
+    trainer = line_trainer(tmp_path, **options)
+    trainer.train()
+    (run,) = guards
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [record.loss for record in run.guard.history] == pytest.approx(losses, rel=1e-5)
+
+
+class OneBadPoint(Points):
+    """Sample 20 has a label that is no number."""
+
+    def __init__(self, value=math.nan):
+        super().__init__()
+        self.ys[0][20] = value
+
+
+@pytest.mark.incidents
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_sample_costs_one_step_an_epoch(tmp_path, guards, value, accumulate):
+    """The plain Trainer ends with weights that are no numbers; the protected one with finite ones, and names the steps refused."""
+
+    def build():
+        options = {"learning_rate": 0.1, "gradient_accumulation_steps": accumulate, "train_sampling_strategy": "sequential"}
+        return Trainer(Line(), arguments(tmp_path, **options), train_dataset=OneBadPoint(value))
+
+    trainer = build()
+    trainer.train()
+    assert not all(torch.isfinite(p).all() for p in weights(trained_plain(build)).values())
+    assert all(torch.isfinite(p).all() for p in weights(trainer).values())
+    (run,) = guards
+    an_epoch = POINTS // BATCH // accumulate
+    bad = [20 // BATCH // accumulate + epoch * an_epoch for epoch in range(3)]
+    assert [record.step for record in run.guard.history if record.action == "skipped"] == bad
+    assert [incident.step for incident in run.guard.incidents] == bad
+    assert trainer.state.global_step == STEPS // accumulate
+
+
+@pytest.mark.incidents
+def test_a_refused_step_does_not_advance_the_schedule(tmp_path, guards):
+    """The rate after a refused step is the rate of that step: the schedule counts steps that were taken."""
+    rates = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    options = {"learning_rate": 0.1, "train_sampling_strategy": "sequential", "max_steps": 6}
+    trainer = Trainer(Line(), arguments(tmp_path, **options), train_dataset=OneBadPoint(), callbacks=[Watch()])
+    trainer.train()
+    (run,) = guards
+    assert [record.action == "skipped" for record in run.guard.history] == [False, False, True, False, False, False]
+    taken = [rate for rate, record in zip(rates, run.guard.history, strict=True) if record.action != "skipped"]
+    assert taken == pytest.approx([0.1 * (1 - step / 6) for step in range(5)])
+    assert rates[2] == rates[3]
+
+
+@pytest.mark.incidents
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_run_beyond_hope_is_halted(tmp_path, guards, filtered):
+    """After `test_logging_inf_nan_filter`, with a deliberate change: a learning rate of 1e9 does not train to the end.
+
+    The original trains on with weights that are no numbers, and looks for the NaN in the logs with and without
+    `logging_nan_inf_filter`. Here every step after the first is refused, more than the policy allows, and the run is halted
+    with the reason. The filter of the logs hides nothing from the guard.
+    """
+    options = {"learning_rate": 1e9, "logging_steps": 5, "logging_nan_inf_filter": filtered, "max_steps": 24}
+    torch.manual_seed(0)
+    trainer = Trainer(tiny_gpt2(), arguments(tmp_path, **options), train_dataset=Tokens())
+    with pytest.raises(nanproof.TrainingHalted):
+        trainer.train()
+    guard = guards[0].guard
+    assert any(not math.isfinite(record.loss) for record in guard.history)
+    assert all(torch.isfinite(p).all() for p in weights(trainer).values())
+
+
+def test_protecting_twice_is_protecting_once(tmp_path):
+    """A script that calls `protect` again gets the guard that is there, or is told; never two guards over one step."""
+    trainer = line_trainer(tmp_path, learning_rate=0.1)
+    guard = nanproof.protect(trainer)
+    try:
+        again = nanproof.protect(trainer)
+    except nanproof.UsageError:
+        return
+    assert again is guard
+    trainer.train()
+    assert len(guard.history) == STEPS
