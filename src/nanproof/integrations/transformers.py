@@ -194,7 +194,7 @@ class _Watch(TrainerCallback):
         schedule = trainer.lr_scheduler
         if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not _steps_alone(schedule):
             return None
-        waits = _Waits(schedule)
+        waits = _Waits(schedule, self.guard.finish)
         self._patches.set(trainer, "lr_scheduler", waits)
         self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
         return schedule
@@ -362,13 +362,16 @@ def _mean_without(mean: float, count: int, steps: float, total: float) -> float:
 
 
 class _Waits:
-    """A schedule that the trainer may ask anything, but does not advance: the guard does, with accepted steps."""
+    """A schedule that the trainer may ask anything, but does not advance: the guard does, with accepted steps.
 
-    def __init__(self, schedule: Any) -> None:
-        self._schedule = schedule
+    It does so when the trainer would, while the gradients are still there: AdafactorSchedule looks for them.
+    """
+
+    def __init__(self, schedule: Any, advance: Callable[[], None]) -> None:
+        self._schedule, self._advance = schedule, advance
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._advance()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._schedule, name)
