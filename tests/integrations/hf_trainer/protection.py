@@ -33,11 +33,17 @@ class Run:
         assert [record.step for record in recorded] == list(range(begin, begin + self.steps))
 
 
-def begin(trainer: Any) -> Run:
-    """Protects a Trainer before its first `train()`, as a user does; a later `train()` finds it protected."""
-    if trainer not in _guards:
-        _guards[trainer] = nanproof.protect(trainer)
-    return Run(_guards[trainer])
+def protect(trainer: Any) -> None:
+    """Before the first `train()` of a Trainer, as a user does."""
+    _guards[trainer] = nanproof.protect(trainer)
+
+
+def is_protected(trainer: Any) -> bool:
+    return trainer in _guards
+
+
+def guard_of(trainer: Any) -> Any:
+    return _guards[trainer]
 
 
 def is_off() -> bool:
