@@ -10,6 +10,7 @@ of transformers leaves that folder out, so they cannot be taken from there.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from importlib.util import find_spec
 
@@ -23,6 +24,14 @@ UNPROTECTED = os.environ.get("NANPROOF_HF_UNPROTECTED", "") not in ("", "0")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "incidents: this Trainer is meant to get into trouble; reports are allowed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections():
+    """Every `train()` collects garbage, which takes longer than these trainings: what is imported by now is left out of it."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

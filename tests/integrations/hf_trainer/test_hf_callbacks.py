@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from integrations.hf_trainer.parts import BATCH, EPOCHS, POINTS, STEPS, Near, line_trainer, trained_plain, weights
+from integrations.hf_trainer.conftest import UNPROTECTED
+from integrations.hf_trainer.parts import (
+    BATCH,
+    EPOCHS,
+    POINTS,
+    STEPS,
+    Near,
+    assert_same_weights,
+    line_trainer,
+    trained_plain,
+    weights,
+)
 
 EVENTS = (
     "init_end train_begin train_end epoch_begin epoch_end step_begin pre_optimizer_step optimizer_step substep_end step_end "
@@ -73,7 +86,11 @@ def test_events_come_in_the_documented_order(tmp_path, options, expected):
 
 
 def test_the_gradients_are_there_before_the_step_and_the_weights_move_in_it(tmp_path):
-    """After the promise of `on_pre_optimizer_step` and `on_optimizer_step`: clipped gradients first, then new weights."""
+    """After the promise of `on_pre_optimizer_step` and `on_optimizer_step`, with a deliberate change.
+
+    The Trainer promises clipped gradients in the first. Protected, clipping is part of the guarded step, so that blame is laid
+    before it: the callback sees the gradients as backward left them, and the weights end where they end unprotected.
+    """
     seen = []
 
     class Watcher(TrainerCallback):
@@ -83,16 +100,18 @@ def test_the_gradients_are_there_before_the_step_and_the_weights_move_in_it(tmp_
         def on_optimizer_step(self, args, state, control, model=None, **kwargs):
             seen.append(("after", model.b.item(), model.b.grad.item(), model.a.grad.item()))
 
-    def run():
-        seen.clear()
-        line_trainer(tmp_path, learning_rate=0.1, max_steps=4, extras={"callbacks": [Watcher()]}).train()
-        return list(seen)
+    def build():
+        return line_trainer(tmp_path, learning_rate=0.1, max_steps=4, logging_steps=1, extras={"callbacks": [Watcher()]})
 
-    events = run()
-    assert [event[0] for event in events] == ["before", "after"] * 4
-    for before, after in zip(events[::2], events[1::2], strict=True):
+    trainer = build()
+    trainer.train()
+    assert [event[0] for event in seen] == ["before", "after"] * 4
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    for before, after, norm in zip(seen[::2], seen[1::2], norms, strict=True):
         assert after[1] != before[1]
-        assert (before[2] ** 2 + before[3] ** 2) ** 0.5 <= 1.0 + 1e-5
+        clipped = min(norm, 1.0) if UNPROTECTED else norm
+        assert math.hypot(*before[2:]) == pytest.approx(clipped, rel=1e-5)
+    assert_same_weights(trainer, trained_plain(build))
 
 
 def test_a_callback_stops_the_training(tmp_path):
@@ -215,15 +234,19 @@ def test_the_state_of_the_control_is_in_the_checkpoint(tmp_path):
 
 
 def test_the_logs_of_a_protected_run_are_the_logs_of_a_plain_one(tmp_path):
-    """Every entry of the history: same keys, same steps, same numbers but for the times."""
+    """Every entry of the history: same keys, same steps, same numbers but for the times. Nanproof's own two come on top."""
 
     def build():
         return line_trainer(tmp_path, learning_rate=0.1, logging_steps=3, eval_strategy="epoch")
 
     def history(trainer):
         timed = ("runtime", "per_second")
-        return [{k: v for k, v in e.items() if not k.endswith(timed)} for e in trainer.state.log_history]
+        entries = trainer.state.log_history
+        return [{k: v for k, v in e.items() if not k.endswith(timed) and not k.startswith("nanproof/")} for e in entries]
 
     trainer = build()
     trainer.train()
     assert history(trainer) == history(trained_plain(build))
+    if not UNPROTECTED:
+        own = [{k: v for k, v in e.items() if k.startswith("nanproof/")} for e in trainer.state.log_history if "loss" in e]
+        assert own == [{"nanproof/skipped": 0, "nanproof/incidents": 0}] * (STEPS // 3)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
+from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -31,6 +32,13 @@ from integrations.hf_trainer.parts import (
     weights,
 )
 from integrations.hf_trainer.protection import plain
+
+
+def checkpoints_in(folder):
+    """Their steps; the folder also has nanproof's records, if there is a guard."""
+    names = {path.name for path in folder.iterdir()}
+    assert ("nanproof" in names) is not UNPROTECTED
+    return sorted(int(name.removeprefix("checkpoint-")) for name in names - {"nanproof"})
 
 
 def the_state(trainer):
@@ -54,13 +62,14 @@ def split_in_shards(checkpoint):
 
 @pytest.mark.parametrize("pretrained", [True, False])
 def test_checkpoints_are_complete(tmp_path, pretrained):
-    """After `test_save_checkpoints`: every file of every checkpoint, and none of them nanproof's."""
+    """After `test_save_checkpoints`: every file of every checkpoint; the guard adds its own two."""
     trained(lambda: line_trainer(tmp_path, save_steps=5, pretrained=pretrained))
     files = {"model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"}
     files |= {"config.json"} if pretrained else set()
+    files |= set() if UNPROTECTED else {"nanproof.json", "nanproof.pt"}
     for step in range(5, STEPS, 5):
         assert {file.name for file in (tmp_path / f"checkpoint-{step}").iterdir()} == files
-    assert {file.name for file in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in (5, 10, 15, 20, STEPS)}
+    assert checkpoints_in(tmp_path) == [5, 10, 15, 20, STEPS]
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
@@ -258,17 +267,30 @@ def test_a_batch_size_that_fits_is_found_and_kept(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({"save_total_limit": 2}, [20, 24]),
-        ({"save_total_limit": 1}, [24]),
+        ({"save_total_limit": 3}, [15, 20, 24] if UNPROTECTED else [5, 20, 24]),
+        ({"save_total_limit": 2}, [20, 24] if UNPROTECTED else [5, 24]),
+        ({"save_total_limit": 1}, [24] if UNPROTECTED else [5, 24]),
         ({"save_strategy": "epoch"}, [8, 16, 24]),
         ({"save_strategy": "no"}, []),
         ({"save_steps": 0.5}, [12, 24]),
     ],
 )
 def test_old_checkpoints_make_room(tmp_path, options, kept):
-    """After `test_checkpoint_rotation`, through a training."""
+    """After `test_checkpoint_rotation`, through a training, with a deliberate change.
+
+    Protected, the oldest checkpoint that may yet prove good is kept: if every one is deleted before 20 healthy steps have
+    followed it, there is never one to trust.
+    """
     trained(lambda: line_trainer(tmp_path, **{"save_steps": 5, **options}))
-    assert sorted(int(folder.name.split("-")[1]) for folder in tmp_path.iterdir()) == kept
+    assert checkpoints_in(tmp_path) == kept
+
+
+def test_the_newest_checkpoint_that_proved_good_is_kept_over_the_limit(tmp_path):
+    """After `test_checkpoint_rotation`, with a deliberate change: a limit of 1 keeps the newest, the newest that proved good, and
+    the one that is next to prove good. The one at 5 proved good at 25, that at 20 at 40; that at 35 would at 55.
+    """
+    trained(lambda: line_trainer(tmp_path, save_steps=5, save_total_limit=1, num_train_epochs=6))
+    assert checkpoints_in(tmp_path) == ([48] if UNPROTECTED else [20, 35, 48])
 
 
 def test_the_best_checkpoint_is_never_thrown_away(tmp_path):
@@ -333,7 +355,7 @@ def test_only_better_models_are_saved(tmp_path):
         if entry.get("eval_loss", math.inf) < best:
             best = entry["eval_loss"]
             expected.append(entry["step"])
-    assert sorted(int(folder.name.split("-")[1]) for folder in tmp_path.iterdir()) == expected
+    assert checkpoints_in(tmp_path) == expected
 
 
 def test_a_saved_model_is_the_trained_one(tmp_path):

@@ -70,7 +70,7 @@ class OneBadPoint(Points):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_bad_sample_costs_one_step_an_epoch(tmp_path, guards, value, accumulate):
-    """The plain Trainer ends with weights that are no numbers; the protected one with finite ones, and names the steps refused."""
+    """The plain Trainer ends with weights that are no numbers; the protected one with finite ones, and names what it refused."""
 
     def build():
         options = {"learning_rate": 0.1, "gradient_accumulation_steps": accumulate, "train_sampling_strategy": "sequential"}
