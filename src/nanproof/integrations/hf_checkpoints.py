@@ -51,8 +51,9 @@ class TrainerCheckpoints:
             return
         self._folder = folder.parent
         torch.save(state, folder / _STATE)
-        _mark(folder, "candidate", self._guard.next_step)
-        self._candidates.append(_Candidate(folder, self._guard.next_step, self._guard.accepted_so_far))
+        step = state["step"]  # a step that has begun does not count
+        _mark(folder, "candidate", step)
+        self._candidates.append(_Candidate(folder, step, self._guard.accepted_so_far))
 
     def look(self) -> None:
         """After a step: which candidates have proved good, which have not."""
