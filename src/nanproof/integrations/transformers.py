@@ -93,6 +93,8 @@ class _Watch(TrainerCallback):
         self._again: list[Tensor] | None = None
         """Not None while a step is run again: where its loss goes."""
         self._num_items: Any = None
+        self._arguments: dict[str, Any] = {}
+        """What the user gave where an argument has another value for a while."""
         self._inside = False
         self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
@@ -116,6 +118,7 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
+        self._arguments = {}
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
@@ -135,9 +138,6 @@ class _Watch(TrainerCallback):
         self._losses = _HonestLoss(state.global_step)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
-        self._patches.set(args, "logging_nan_inf_filter", False)
-        if args.save_total_limit is not None:
-            self._patches.set(args, "save_total_limit", None)
         extend_grpo(trainer, self._patches, replaying=lambda: self._again is not None)
         self._training_step = wrap(trainer, "training_step", self._step)
         wrap(trainer, "_prepare_inputs", self._prepared)
@@ -149,6 +149,14 @@ class _Watch(TrainerCallback):
         wrap(optimizer, "step", self._optimizer_step)
         for view in self._views:
             view.guard = guard
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The filter of the log waits for the device at every loss, and hides what is wrong; rotation asks what proved good.
+        Done only now: those who report the arguments have read them when the training began."""
+        for name, value in (("logging_nan_inf_filter", False), ("save_total_limit", None)):
+            if name not in self._arguments:
+                self._arguments[name] = getattr(args, name)
+                self._patches.set(args, name, value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer has done its part of the step."""
@@ -168,6 +176,7 @@ class _Watch(TrainerCallback):
     def _end(self, error: BaseException | None) -> None:
         """Nothing stays replaced; the guard's last records are in."""
         self._patches.undo()
+        self._arguments = {}
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
@@ -311,10 +320,22 @@ class _Watch(TrainerCallback):
 
     def _save_model(self, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         self.guard.sync()
-        result = original(output_dir, *args, **kwargs)
+        with self._own_arguments():
+            result = original(output_dir, *args, **kwargs)
         if output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR) and self._checkpoints is not None:
             self._checkpoints.saved(Path(output_dir), self.trainer.args.should_save)
         return result
+
+    @contextmanager
+    def _own_arguments(self) -> Iterator[None]:
+        """The arguments as the user gave them: a checkpoint has them in it."""
+        args = self.trainer.args
+        changed = {name: getattr(args, name) for name in self._arguments}
+        vars(args).update(self._arguments)
+        try:
+            yield
+        finally:
+            vars(args).update(changed)
 
 
 class _HonestLoss:
