@@ -5,6 +5,7 @@ pytest and for a machine without a network or a GPU. Each names the test whose b
 of transformers leaves that folder out, so they cannot be taken from there.
 
     NANPROOF_HF_UNPROTECTED=1 python -m pytest tests/integrations/hf_trainer    # the same tests, nobody protected
+    NANPROOF_HF_LAG=2 python -m pytest tests/integrations/hf_trainer            # verdicts come two steps late, as on CUDA
 """
 
 from __future__ import annotations

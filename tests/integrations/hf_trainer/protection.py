@@ -5,6 +5,7 @@ Kept apart from conftest.py so that a test can switch the protection off for the
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import nanproof
 
 _guards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _off = 0
+LAG = int(os.environ["NANPROOF_HF_LAG"]) if os.environ.get("NANPROOF_HF_LAG") else None
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Run:
 
 def protect(trainer: Any) -> None:
     """Before the first `train()` of a Trainer, as a user does."""
-    _guards[trainer] = nanproof.protect(trainer)
+    _guards[trainer] = nanproof.protect(trainer, policy=nanproof.Policy(lag=LAG))
 
 
 def is_protected(trainer: Any) -> bool:
