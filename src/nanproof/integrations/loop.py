@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -178,6 +179,10 @@ class LoopGuard(Guard):
     def state_dict(self) -> dict[str, Any]:
         """As of `Guard`; a step that has begun does not count."""
         return {**super().state_dict(), "step": self._next - self.open}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.started:
+            super().__exit__(kind, error, trace)
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
