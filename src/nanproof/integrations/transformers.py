@@ -32,7 +32,7 @@ from nanproof.integrations.hf_callbacks import (
     NanproofCallback,
 )
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
-from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
 from nanproof.integrations.versions import check_version
@@ -96,6 +96,13 @@ class _Watch(TrainerCallback):
         self._arguments: dict[str, Any] = {}
         """What the user gave where an argument has another value for a while."""
         self._inside = False
+        """Within the trainer's `training_step`."""
+        self._told = self._noted = False
+        """Of the micro-batch under way: what the forward was given, what backward gets."""
+        self._prepares = True
+        """Whether `training_step` calls `_prepare_inputs`, as the trainer's own does."""
+        self._unknown, self._refused = False, 0
+        """Whether the step under way cannot be run again; refused steps after which the schedule has waited."""
         self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
         trainer.callback_handler.callbacks.insert(1, self)
@@ -119,6 +126,7 @@ class _Watch(TrainerCallback):
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
         self._arguments = {}
+        self._unknown, self._refused = False, self.guard.refused_so_far
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
@@ -194,7 +202,7 @@ class _Watch(TrainerCallback):
                 "nanproof.protect(trainer.model_wrapped), or train without it"
             )
         optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
-        if optimizer in ("Lomo", "AdaLomo"):
+        if optimizer in ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer"):
             raise UnsupportedError(f"protect(trainer): {optimizer} updates weights inside backward, so no step can be refused")
 
     def _take_schedule(self) -> Any:
@@ -203,10 +211,21 @@ class _Watch(TrainerCallback):
         schedule = trainer.lr_scheduler
         if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not _steps_alone(schedule):
             return None
-        waits = _Waits(schedule, self.guard.finish)
+        waits = _Waits(schedule, self._schedule_is_due)
         self._patches.set(trainer, "lr_scheduler", waits)
         self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
         return schedule
+
+    def _schedule_is_due(self) -> None:
+        """The trainer would advance its schedule now. The guard does, but not after a step that cannot be run again."""
+        unknown, self._unknown = self._unknown, False
+        self.guard.finish()
+        if unknown and self.guard.refused_so_far > self._refused:
+            self._refused += 1
+        elif unknown:
+            self.guard.scheduler.step()
+        else:
+            self._refused = self.guard.refused_so_far
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -219,9 +238,14 @@ class _Watch(TrainerCallback):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        self._inside, self._num_items = True, num_items_in_batch
+        self._inside, self._num_items, self._told, self._noted = True, num_items_in_batch, False, False
         try:
+            if not self._prepares:
+                self._tell(inputs)
             loss = original(model, inputs, num_items_in_batch, *args, **kwargs)
+            if not self._noted:  # a training_step that calls loss.backward() itself, which cannot be kept from doing it again
+                self._note(loss)
+                self._cannot_be_run_again()
         except torch.OutOfMemoryError:
             self.guard.abandon()
             raise
@@ -236,19 +260,37 @@ class _Watch(TrainerCallback):
         if self._again is not None:
             return inputs
         prepared = original(inputs)
-        if self._inside:
-            batch = MicroBatch(prepared if isinstance(prepared, Mapping) else {"inputs": prepared})
-            batch.num_items_in_batch = self._num_items
-            batch.accumulation = self.trainer.current_gradient_accumulation_steps
-            self.guard.micro_batch(batch)
+        if self._inside and not self._told:
+            self._tell(prepared)
         return prepared
+
+    def _tell(self, given: Any) -> None:
+        """The guard learns what the forward gets, once a micro-batch."""
+        batch = MicroBatch(given if isinstance(given, Mapping) else {"inputs": given})
+        batch.num_items_in_batch = self._num_items
+        batch.accumulation = self.trainer.current_gradient_accumulation_steps
+        self.guard.micro_batch(batch)
+        self._told = True
+
+    def _note(self, loss: Tensor) -> Tensor | None:
+        if not self._told:
+            # A training_step that does not call _prepare_inputs: this micro-batch is lost, the next ones are told before it.
+            self._prepares = False
+            self._cannot_be_run_again()
+            self._told = True
+        self._noted = True
+        return self.guard.note_loss(loss.detach())
+
+    def _cannot_be_run_again(self) -> None:
+        self.guard.micro_batch(UNKNOWN)
+        self._unknown = True
 
     def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
         if self._again is not None:
             self._again.append(loss)
             return
-        if self._inside and self.guard.open:
-            seed = self.guard.note_loss(loss.detach())
+        if self._inside:
+            seed = self._note(loss)
             if seed is not None:
                 kwargs["gradient"] = seed
         original(loss, **kwargs)
@@ -285,9 +327,9 @@ class _Watch(TrainerCallback):
                 self._training_step(model, inputs, batch.num_items_in_batch)
             finally:
                 self._again = None
-        if len(losses) != 1:
-            raise UsageError(f"this trainer's training_step calls backward {len(losses)} times: its steps cannot be run again")
-        return losses[0]
+        if not losses:
+            raise UsageError("this trainer's training_step calls no accelerator.backward: its steps cannot be run again")
+        return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
