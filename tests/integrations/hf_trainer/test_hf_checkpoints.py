@@ -184,12 +184,13 @@ def test_not_resuming_is_starting(tmp_path):
     assert trainer.state.global_step == STEPS
 
 
-def test_what_is_not_there_cannot_be_resumed(tmp_path):
-    """After `test_can_resume_training`, its failures: the Trainer's own messages come through."""
+def test_what_is_not_there_cannot_be_resumed(tmp_path, caplog):
+    """After `test_can_resume_training`, its failures: the Trainer's own messages come through, and no other."""
     with pytest.raises(Exception, match="Can't find a valid checkpoint at"):
         line_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "bogus"))
     with pytest.raises(Exception, match="No valid checkpoint found in output directory"):
         line_trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert [record.message for record in caplog.records if record.name == "nanproof"] == []
 
 
 def test_an_interrupted_run_is_finished(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback
 
+from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
+    STEPS,
     Line,
     Points,
     Stream,
@@ -22,6 +25,7 @@ from integrations.hf_trainer.parts import (
     tiny_llama,
     trained,
     trained_plain,
+    weights,
 )
 
 
@@ -224,7 +228,73 @@ def test_adapters_train_and_resume(tmp_path):
     assert_same_weights(whole, trained_plain(build))
 
 
+class OwnStep(Trainer):
+    """A `training_step` written anew, as in many a script: with as much of the Trainer's as its author thought of."""
+
+    prepares, own_backward = True, False
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        if self.prepares:
+            inputs = self._prepare_inputs(inputs)
+        loss = model(**inputs)[0] / self.current_gradient_accumulation_steps
+        if self.own_backward:
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class TwoBackwards(Trainer):
+    """Two losses, each with a backward of its own."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        total = 0.0
+        for _ in range(2):
+            loss = model(**inputs)[0] / (2 * self.current_gradient_accumulation_steps)
+            self.accelerator.backward(loss)
+            total += loss.detach()
+        return total
+
+
+def own_step(prepares, own_backward):
+    return type("OwnStep", (OwnStep,), {"prepares": prepares, "own_backward": own_backward})
+
+
+OWN_STEPS = [own_step(True, False), own_step(False, False), own_step(True, True), own_step(False, True), TwoBackwards]
+OWN_NAMES = ["usual", "prepares nothing", "own backward", "neither", "two backwards"]
+
+
+@pytest.mark.parametrize("kind", OWN_STEPS, ids=OWN_NAMES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_step_written_anew(tmp_path, kind, accumulate):
+    """After `test_multi_loss` and many a script: the schedule goes on, the weights are the same, every step is recorded."""
+
+    def build():
+        return line_trainer(tmp_path, trainer=kind, learning_rate=0.1, gradient_accumulation_steps=accumulate)
+
+    assert_same_weights(trained(build), trained_plain(build))
+
+
+@pytest.mark.incidents
+@pytest.mark.skipif(UNPROTECTED, reason="nobody is protected in this run")
+@pytest.mark.parametrize("kind", OWN_STEPS, ids=OWN_NAMES)
+def test_a_training_step_written_anew_is_protected(tmp_path, guards, kind):
+    """However the step is written, a bad batch does not reach the weights, and the schedule waits for it."""
+    data = Points()
+    data.ys[0][20] = math.nan
+    options = {"train_sampling_strategy": "sequential", "learning_rate": 0.1}
+    trainer = kind(Line(), arguments(tmp_path, **options), train_dataset=data)
+    trainer.train()
+    assert [record.step for record in guards[0].guard.history if record.action == "skipped"] == [2, 10, 18]
+    assert trainer.lr_scheduler.last_epoch == STEPS - 3
+    assert all(torch.isfinite(p).all() for p in weights(trainer).values())
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model_trains(tmp_path):
     """After `test_torch_compile_loss_func_compatibility`: the first step compiles; needs a C++ compiler and its minute."""
 

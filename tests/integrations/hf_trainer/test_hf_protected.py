@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from transformers import Trainer
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import nanproof
 from integrations.hf_trainer.conftest import UNPROTECTED
@@ -118,6 +119,19 @@ def test_a_run_beyond_hope_is_halted(tmp_path, guards, filtered):
     guard = guards[0].guard
     assert any(not math.isfinite(record.loss) for record in guard.history)
     assert all(torch.isfinite(p).all() for p in weights(trainer).values())
+
+
+def test_an_optimizer_that_steps_within_backward_is_refused(tmp_path):
+    """After `test_galore` layer by layer: the Trainer's optimizer is a dummy there, so there is no step to stand before."""
+    model = Line()
+    each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in each:
+        p.register_post_accumulate_grad_hook(lambda p: each[p].step())
+    optimizer = LayerWiseDummyOptimizer(optimizer_dict=each)
+    given = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Points(), optimizers=given)
+    with pytest.raises(nanproof.UnsupportedError, match="inside backward"):
+        trainer.train()
 
 
 def test_protecting_twice_is_protecting_once(tmp_path):
