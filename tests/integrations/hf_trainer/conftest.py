@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from importlib.util import find_spec
 
 import pytest
 
+from integrations.hf_trainer import protection
+
 if find_spec("transformers") is None or find_spec("accelerate") is None:
     collect_ignore_glob = ["test_*.py"]
-
-UNPROTECTED = os.environ.get("NANPROOF_HF_UNPROTECTED", "") not in ("", "0")
 
 
 def pytest_configure(config):
@@ -41,12 +40,10 @@ def guards(monkeypatch, request):
 
     A healthy run has to stay quiet: an incident fails the test unless it is marked `incidents`.
     """
-    if UNPROTECTED:
+    if protection.UNPROTECTED:
         yield []
         return
     import transformers
-
-    from integrations.hf_trainer import protection
 
     plain_train = transformers.Trainer.train
     runs: list[protection.Run] = []
@@ -58,7 +55,7 @@ def guards(monkeypatch, request):
         if not protection.is_protected(trainer):
             protection.protect(trainer)
             return trainer.train(*args, **kwargs)  # through what `protect` put in its place, and back here
-        run = protection.Run(protection.guard_of(trainer))
+        run = protection.Run(trainer.nanproof)
         runs.append(run)
         result = plain_train(trainer, *args, **kwargs)
         run.finished(trainer)

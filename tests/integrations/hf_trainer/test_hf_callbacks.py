@@ -8,7 +8,6 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     EPOCHS,
@@ -20,6 +19,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
+from integrations.hf_trainer.protection import UNPROTECTED
 
 EVENTS = (
     "init_end train_begin train_end epoch_begin epoch_end step_begin pre_optimizer_step optimizer_step substep_end step_end "

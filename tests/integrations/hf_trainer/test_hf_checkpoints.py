@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -31,7 +30,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
-from integrations.hf_trainer.protection import LAG, plain
+from integrations.hf_trainer.protection import LAG, UNPROTECTED, plain
 
 
 def checkpoints_in(folder):

@@ -10,7 +10,6 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import nanproof
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -26,7 +25,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
-from integrations.hf_trainer.protection import plain
+from integrations.hf_trainer.protection import UNPROTECTED, plain
 
 
 class AskForACheckpoint(TrainerCallback):

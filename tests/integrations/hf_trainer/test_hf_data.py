@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback
 
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -27,6 +26,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
+from integrations.hf_trainer.protection import UNPROTECTED
 
 
 def test_the_loaders_have_the_batch_size_that_was_asked_for(tmp_path):

@@ -10,7 +10,6 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import nanproof
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -24,6 +23,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
+from integrations.hf_trainer.protection import UNPROTECTED
 
 pytestmark = pytest.mark.skipif(UNPROTECTED, reason="nobody is protected in this run")
 
@@ -134,14 +134,11 @@ def test_an_optimizer_that_steps_within_backward_is_refused(tmp_path):
         trainer.train()
 
 
-def test_protecting_twice_is_protecting_once(tmp_path):
-    """A script that calls `protect` again gets the guard that is there, or is told; never two guards over one step."""
+def test_protecting_twice_is_an_error(tmp_path):
+    """A script that calls `protect` again is told so; never two guards over one step."""
     trainer = line_trainer(tmp_path, learning_rate=0.1)
     guard = nanproof.protect(trainer)
-    try:
-        again = nanproof.protect(trainer)
-    except nanproof.UsageError:
-        return
-    assert again is guard
+    with pytest.raises(nanproof.UsageError, match="protected already"):
+        nanproof.protect(trainer)
     trainer.train()
-    assert len(guard.history) == STEPS
+    assert trainer.nanproof is guard and len(guard.history) == STEPS

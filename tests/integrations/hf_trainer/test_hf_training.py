@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Trainer
 
-from integrations.hf_trainer.conftest import UNPROTECTED
 from integrations.hf_trainer.parts import (
     BATCH,
     POINTS,
@@ -32,7 +31,7 @@ from integrations.hf_trainer.parts import (
     trained_plain,
     weights,
 )
-from integrations.hf_trainer.protection import plain
+from integrations.hf_trainer.protection import UNPROTECTED, plain
 
 
 @pytest.mark.parametrize("seed", [42, 314])
