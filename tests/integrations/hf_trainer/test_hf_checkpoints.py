@@ -343,7 +343,7 @@ def test_the_best_weights_come_back_at_the_end(tmp_path, pretrained, metric, gre
 
 
 def test_only_better_models_are_saved(tmp_path):
-    """After `test_save_best_checkpoint`: one checkpoint for each evaluation that was the best so far."""
+    """`save_strategy="best"`: one checkpoint for each evaluation that was the best so far."""
     options = {
         "eval_strategy": "epoch",
         "save_strategy": "best",

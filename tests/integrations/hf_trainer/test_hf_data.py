@@ -270,7 +270,7 @@ OWN_NAMES = ["usual", "prepares nothing", "own backward", "neither", "two backwa
 @pytest.mark.parametrize("kind", OWN_STEPS, ids=OWN_NAMES)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_training_step_written_anew(tmp_path, kind, accumulate):
-    """After `test_multi_loss` and many a script: the schedule goes on, the weights are the same, every step is recorded."""
+    """As many a script does: the schedule goes on, the weights are the same, every step is recorded."""
 
     def build():
         return line_trainer(tmp_path, trainer=kind, learning_rate=0.1, gradient_accumulation_steps=accumulate)
