@@ -180,6 +180,10 @@ class LoopGuard(Guard):
         """As of `Guard`; a step that has begun does not count."""
         return {**super().state_dict(), "step": self._next - self.open}
 
+    def _close(self, alone: bool) -> None:
+        self.withdraw()  # the loop ended within a step; what came before it has its verdicts to come
+        super()._close(alone)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.started:
             super().__exit__(kind, error, trace)

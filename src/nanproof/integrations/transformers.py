@@ -174,6 +174,8 @@ class _Watch(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What may follow (the last log, the best model) is of a settled state."""
+        if control.should_training_stop:
+            self.guard.withdraw()
         self.guard.sync()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
