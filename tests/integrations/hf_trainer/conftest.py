@@ -50,16 +50,10 @@ def guards(monkeypatch, request):
 
     @functools.wraps(plain_train)
     def train(trainer, *args, **kwargs):
-        if protection.is_off():
+        if protection.is_off() or hasattr(trainer, "nanproof"):
             return plain_train(trainer, *args, **kwargs)
-        if not protection.is_protected(trainer):
-            protection.protect(trainer)
-            return trainer.train(*args, **kwargs)  # through what `protect` put in its place, and back here
-        run = protection.Run(trainer.nanproof)
-        runs.append(run)
-        result = plain_train(trainer, *args, **kwargs)
-        run.finished(trainer)
-        return result
+        protection.protect(trainer, runs)
+        return trainer.train(*args, **kwargs)  # through what `protect` put in its place, and back here
 
     monkeypatch.setattr(transformers.Trainer, "train", train)
     yield runs

@@ -34,13 +34,19 @@ class Run:
         assert [record.step for record in recorded] == list(range(begin, begin + self.steps))
 
 
-def protect(trainer: Any) -> None:
-    """Before the first `train()` of a Trainer, as a user does."""
-    nanproof.protect(trainer, policy=nanproof.Policy(lag=LAG))
+def protect(trainer: Any, runs: list[Run]) -> None:
+    """Before the first `train()` of a Trainer, as a user does; this one and those that follow are checked."""
+    guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=LAG))
+    protected_train = trainer.train
 
+    def checked_train(*args: Any, **kwargs: Any) -> Any:
+        run = Run(guard)
+        runs.append(run)
+        result = protected_train(*args, **kwargs)
+        run.finished(trainer)
+        return result
 
-def is_protected(trainer: Any) -> bool:
-    return hasattr(trainer, "nanproof")
+    trainer.train = checked_train
 
 
 def is_off() -> bool:

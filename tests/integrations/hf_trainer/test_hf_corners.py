@@ -97,6 +97,27 @@ def test_training_ends_within_a_step(tmp_path):
     assert_same_weights(trainer, trained_plain(build))
 
 
+@pytest.mark.incidents
+@pytest.mark.skipif(UNPROTECTED, reason="nobody is protected in this run")
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_last_verdicts_come_in_though_training_ends_within_a_step(tmp_path, lag):
+    """A bad step just before a stop between two micro-batches is reported, also where verdicts are late."""
+
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    data = Points()
+    data.ys[0][20] = math.nan
+    options = {"learning_rate": 0.1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    args = arguments(tmp_path, optim="adamw_torch_fused", **options)
+    trainer = Trainer(Line(), args, train_dataset=data, callbacks=[Stop()])
+    guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=lag))
+    trainer.train()
+    assert [record.action for record in guard.history] == ["clipped", "skipped"]
+    assert [incident.step for incident in guard.incidents] == [1]
+
+
 def test_after_an_exception_the_trainer_can_train_again(tmp_path):
     """A callback raises: its exception comes through, nothing stays replaced, and the next `train()` is like any other."""
 
