@@ -1,0 +1,125 @@
+"""Session: what is known of a script while it runs under `nanproof run`. Which optimizers it has, which of them are guarded, and
+when to keep hands off: in another process, in a trainer that has an adapter of its own, inside nanproof's own steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nanproof.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from nanproof.integrations.watched import Tally, Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for."""
+
+    policy: Policy
+    run_dir: Path | None = None
+    optimizer: Literal["auto", "own", "fused"] = "auto"
+    """Which form of an optimizer that left it open is used: its own, fused, or own on CPU and fused elsewhere."""
+    quiet: bool = False
+
+
+class Session:
+    """One run of one script."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.tallies: list[Tally] = []
+        """Of every optimizer that was guarded, or left alone, in the order they appeared."""
+        self.trainers: list[tuple[str, Any]] = []
+        """(name, guard) of every trainer that was protected."""
+        self.taking: Any = None
+        """The step that is being taken."""
+        self._all: weakref.WeakKeyDictionary[Optimizer, Watched] = weakref.WeakKeyDictionary()
+        self._open = True
+        self._away = 0
+        self._process = os.getpid()
+        self._said: set[str] = set()
+        self.rank = int(os.environ.get("RANK", "0"))
+
+    @property
+    def guarding(self) -> bool:
+        """Not in a worker process, not while a trainer with an adapter runs, not inside nanproof's own steps."""
+        return self._open and not self._away and self.taking is None and os.getpid() == self._process
+
+    @property
+    def mine(self) -> bool:
+        """This is the process that the script was started in."""
+        return os.getpid() == self._process
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """While somebody else guards."""
+        self._away += 1
+        try:
+            yield
+        finally:
+            self._away -= 1
+
+    def see(self, optimizer: Optimizer) -> None:
+        """An optimizer was made."""
+        if self.guarding and optimizer not in self._all:
+            from nanproof.integrations.watched import Watched
+
+            self._all[optimizer] = Watched(optimizer, self.say_once)
+
+    def watched(self, optimizer: Optimizer) -> Watched | None:
+        """None where the step is none of nanproof's business."""
+        if not self.guarding:
+            return None
+        self.see(optimizer)
+        watched = self._all[optimizer]
+        return None if watched.left_alone else watched
+
+    def start(self, watched: Watched) -> None:
+        """Guard it from now on, if it can be."""
+        if watched.guard is not None or watched.left_alone:
+            return
+        count = sum(tally.guarded for tally in self.tallies)
+        run_dir = self.options.run_dir
+        if run_dir is not None and count:
+            run_dir = run_dir / f"optimizer-{count + 1}"
+        watched.start(self.options.policy, run_dir, self.options.optimizer)
+        if watched.guard is not None or watched.left_alone:
+            self.tallies.append(watched.tally)
+
+    def at_backward(self) -> list[Watched]:
+        """Everything that is guarded, from now on with what has appeared since."""
+        if not self.guarding:
+            return []
+        for watched in list(self._all.values()):
+            self.start(watched)
+        return self.guarded()
+
+    def guarded(self) -> list[Watched]:
+        return [w for w in self._all.values() if w.guard is not None] if self.guarding else []
+
+    def close(self, error: BaseException | None) -> None:
+        """The script has ended."""
+        for watched in list(self._all.values()):
+            try:
+                watched.close(error)
+            except Exception as failure:
+                self.say(f"while closing the guard of {watched.tally.name}: {failure!r}")
+        self._open = False
+
+    def say(self, text: str) -> None:
+        if self.rank == 0 and not self.options.quiet:
+            print(f"nanproof: {text}", file=sys.stderr, flush=True)
+
+    def say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)

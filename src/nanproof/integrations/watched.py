@@ -1,0 +1,287 @@
+"""One optimizer of a script that knows nothing of nanproof: guarded from the first backward that could reach it.
+
+Until then there may be no model yet. What cannot be guarded is left alone, with one line that says why: nanproof is never the
+reason a script fails.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nanproof.core.context import RandomState
+from nanproof.core.parameters import is_dtensor
+from nanproof.core.stepper import Clipped, guarded
+from nanproof.errors import NanproofError
+from nanproof.integrations.followed import Followed, Hook, loss_of
+from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof.integrations.owners import called, model_of
+from nanproof.policy import Policy
+from nanproof.records import Incident
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is told at the end. It outlives the optimizer."""
+
+    name: str
+    path: str = "never stepped"
+    guarded: bool = False
+    calls: int = 0
+    """Of `optimizer.step()` that were judged."""
+    steps: int = 0
+    refused: int = 0
+    overflows: int = 0
+    """Steps that a GradScaler left out while it looked for its scale."""
+    incidents: list[Incident] = field(default_factory=list)
+    run_dir: Path | None = None
+    own: float = 0.0
+    """Seconds in nanproof's own code, on the host, while all was well."""
+    trouble: float = 0.0
+    """Seconds in which bad steps were dealt with."""
+    first: float = 0.0
+    last: float = 0.0
+    """When the first step ended, and the last."""
+
+
+class Watched:
+    """The guard of one optimizer, and what it was told since the last step."""
+
+    def __init__(self, optimizer: Optimizer, say: Callable[[str], None]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._say = say
+        self.tally = Tally(type(optimizer).__name__)
+        self.guard: LoopGuard | None = None
+        self.left_alone = False
+        self._followed: list[Followed] = []
+        self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """By parameter: its gradient, how often that had been written after clipping, and its norm before."""
+        self._max_norm: float | None = None
+        self._whole = False
+        self._unclaimed: list[Tensor] = []
+        self._busy = False
+        self._spent = 0.0
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._optimizer()
+
+    # -- beginning and end -----------------------------------------------------------------------------------------------------
+
+    def start(self, policy: Policy, run_dir: Path | None, fused: str) -> None:
+        """Look for the model and put the guard around it; once."""
+        optimizer = self.optimizer
+        if self.guard is not None or self.left_alone or not getattr(optimizer, "param_groups", None):
+            return
+        assert optimizer is not None
+        if optimizer in guarded:
+            self.leave_alone("the script guards it itself")
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self.leave_alone("LBFGS evaluates the loss several times inside one step")
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.requires_grad for p in parameters):
+            return
+        model = model_of(optimizer)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _together(model, parameters):
+            self.leave_alone(
+                "there are several ranks, and its model is neither in DistributedDataParallel nor in fully_shard, so it is not "
+                "known whether all ranks would decide alike"
+            )
+            return
+        if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
+            policy = replace(policy, switch_to_fused=False)
+        guard = LoopGuard(policy=policy, run_dir=run_dir)
+        roots = called(model)
+        alone = len(roots) == 1 and roots[0] is model
+        try:
+            guard.start(model, optimizer, loss_fn=loss_of if alone else None, max_norm=None)
+        except NanproofError as error:
+            self.leave_alone(str(error))
+            return
+        self.guard, self.tally.guarded = guard, True
+        self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
+        self._followed = [Followed(root, self._begin, self._occupied) for root in roots if "_orig_mod" not in root._modules]
+        if guard._stepper.lag:
+            for root in roots:
+                root.register_state_dict_pre_hook(Hook(self, "settle"))
+
+    def leave_alone(self, why: str) -> None:
+        self.left_alone = True
+        self.tally.path = f"not guarded: {why}"
+        self._say(f"{self.tally.name} is not guarded: {why}")
+
+    def close(self, error: BaseException | None) -> None:
+        for followed in self._followed:
+            followed.close()
+        if self.guard is not None:
+            self._note()
+            alone = error is not None and not isinstance(error, SystemExit)
+            gone = self.guard._ranks.together and not dist.is_initialized()
+            self.guard._close(alone=(alone or gone) and self.guard._ranks.several)
+            self._note()
+
+    def settle(self, *_: Any) -> None:
+        """Wait for the verdicts under way: the state is about to be saved."""
+        if self.guard is not None and not self.guard.open and not self._busy:
+            self._busy = True
+            try:
+                self.guard.sync()
+            finally:
+                self._busy = False
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, call: Any) -> None:
+        if self.guard is not None:
+            self.guard.micro_batch(call)
+
+    def _occupied(self) -> bool:
+        return self._busy
+
+    def before_backward(self, loss: Tensor) -> Tensor | None:
+        """Note the loss; returns what backward has to start from on several ranks."""
+        guard = self.guard
+        if guard is None:
+            return None
+        known = [followed.backward(loss) for followed in self._followed]
+        if known != [True] or not guard.open:
+            guard.micro_batch(UNKNOWN)
+        return guard.note_loss(loss)
+
+    def after_backward(self, before: int, loss: Tensor, alone: bool) -> None:
+        """Where there are several optimizers, the loss is this one's if backward reached its parameters."""
+        if self.guard is None or alone:
+            return
+        stepper = self.guard._stepper
+        if stepper.backwards == before:
+            stepper.drop_loss()
+            self._unclaimed = [*self._unclaimed[-15:], loss.detach()]
+
+    @property
+    def backwards(self) -> int:
+        return 0 if self.guard is None else self.guard._stepper.backwards
+
+    def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float) -> None:
+        """The script clipped; these were the norms before."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        there = mine & norms.keys()
+        if there:
+            self._whole = there == mine and not self._norms
+            self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
+            self._norms.update({key: norms[key] for key in there if key not in self._norms})
+
+    def take(self) -> bool:
+        """In place of the optimizer's step. Whether there was something to judge."""
+        guard = self.guard
+        assert guard is not None
+        stepper = guard._stepper
+        if not guard.open:
+            guard.micro_batch(UNKNOWN)
+        if not stepper.has_losses:
+            if not self._unclaimed:
+                self._say(f"no backward was seen before a step of {self.tally.name}: its loss is taken to be 0")
+            for loss in self._unclaimed or [torch.zeros((), device=stepper.parameters.device)]:
+                guard.note_loss(loss)
+        self._unclaimed = []
+        stepper.clipped = self._before_clipping(stepper.parameters.present())
+        self._norms, self._max_norm = {}, None
+        self._busy = True
+        self.tally.calls += 1
+        try:
+            guard.take()
+            return self._finish(guard)
+        finally:
+            self._busy = False
+            self._note()
+
+    def stepped(self, began: float, others: float) -> None:
+        """After a step: what of its time was nanproof's."""
+        tally, now = self.tally, time.perf_counter()
+        tally.own += now - began - others - self._spent
+        tally.trouble += self._spent
+        self._spent = 0.0
+        tally.first, tally.last = tally.first or now, now
+
+    def left_out(self, scale: float) -> None:
+        """A GradScaler did not call the optimizer, because of gradients that are non-finite. While it looks for its scale that is
+        healthy; with a bad loss, or at a scale below 1, it is not, and becomes an incident."""
+        guard = self.guard
+        assert guard is not None
+        if scale < 1 or guard._stepper.loss_is_bad():
+            began = time.perf_counter()
+            self.take()
+            self.stepped(began, 0.0)
+            return
+        self.tally.overflows += 1
+        self._norms, self._max_norm, self._unclaimed = {}, None, []
+        guard.pass_over()
+
+    def _finish(self, guard: LoopGuard) -> bool:
+        """Deal with the verdict. What a refused step is examined with must not show: random numbers and gradients are the
+        script's, whose next batch may have been drawn already."""
+        began = time.perf_counter()
+        lag, refused, incidents = guard._stepper.lag, guard.refused_so_far, len(guard.incidents)
+        random, gradients = None, []
+        if not lag:
+            random = RandomState.now(guard._runner.devices)
+            gradients = [(p, p.grad) for p in guard._stepper.parameters.tensors]
+        guard.finish()
+        bad = guard.refused_so_far > refused
+        if bad and random is not None:
+            random.restore()
+            for p, gradient in gradients:
+                p.grad = gradient
+        if bad or len(guard.incidents) > incidents:
+            self._spent = time.perf_counter() - began
+        return bad
+
+    def _before_clipping(self, present: list[int]) -> Clipped | None:
+        """The norms that were read when the script clipped, if every gradient is still what clipping left."""
+        assert self.guard is not None
+        parameters = self.guard._stepper.parameters
+        norms: list[Tensor] = []
+        if not self._norms:
+            return None
+        missing: list[tuple[int, Tensor]] = []
+        for i in present:
+            p = parameters.tensors[i]
+            gradient, version, norm = self._norms.get(id(p), (None, 0, None))
+            if norm is None or p.grad is None:
+                missing.append((len(norms), p.grad))  # type: ignore[arg-type]
+                norms.append(torch.zeros(()))
+            elif p.grad is not gradient or p.grad._version != version:
+                return None
+            else:
+                norms.append(norm.to(parameters.device, parameters.dtype, non_blocking=True))
+        if missing:
+            more = parameters.norms([g for _, g in missing])
+            for (place, _), norm in zip(missing, more.unbind(), strict=True):
+                norms[place] = norm
+        return Clipped(torch.stack(norms), self._max_norm)
+
+    def _note(self) -> None:
+        if self.guard is not None:
+            self.tally.steps = self.guard.next_step - self.guard.open
+            self.tally.refused = self.guard.refused_so_far
+
+
+def _together(model: nn.Module, parameters: Iterable[Tensor]) -> bool:
+    """Every gradient is reduced over the ranks before the step."""
+    if all(is_dtensor(p) for p in parameters):
+        return True
+    reduced = {id(p) for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel) for p in m.parameters()}
+    return all(id(p) in reduced for p in parameters if p.requires_grad)
