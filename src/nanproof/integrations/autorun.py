@@ -1,7 +1,7 @@
 """`nanproof run`: somebody's training script, unchanged, protected.
 
-While the script runs, torch is changed underneath it (torch_patches.py): every optimizer gets a guard with the first backward, and a
-step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is imported that
+While the script runs, torch is changed underneath it (torch_patches.py): every optimizer gets a guard with the first backward,
+and a step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is imported that
 the script does not import; nothing is written where no folder was named.
 
 What users may expect of an unchanged script: while nothing is wrong, its weights are those of a run without nanproof. On CPU they

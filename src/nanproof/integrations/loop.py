@@ -154,11 +154,10 @@ class LoopGuard(Guard):
             self._runner.give_up()
 
     def pass_over(self) -> None:
-        """The loop itself does not take the step that began: a GradScaler looks for its scale. Buffers and gradients are the
-        loop's business."""
+        """The loop itself does not take the step that began: a GradScaler looks for its scale. The step counts; buffers and
+        gradients are the loop's business."""
         if self._open is not None:
             self._open = None
-            self._next -= 1
             self._stepper.forget_losses()
 
     def raised(self, error: BaseException) -> None:

@@ -1,7 +1,7 @@
 """RootRecorder: what a raw loop gives its model, so that a bad step can be run again although nobody handed over its batch.
 
 A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own output (the output itself,
-its `loss`, its first item), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
+its `loss`, one of its items), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
 batch, and calling the model again is the loss function. Where the loss was made of something else, that is said, and the step
 cannot be run again.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.errors import UsageError
+from nanproof.integrations.loop import UNKNOWN
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
@@ -93,11 +94,11 @@ class RootRecorder:
         batch = {"args": args, "kwargs": dict(kwargs), "loss": None}
         if not self._told:
             self._calls.pop()
-        self._calls.append(batch)
+        self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
         if self._told:
-            self._begin(batch)
+            self._begin(batch if len(self._calls) == 1 else UNKNOWN)
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:
@@ -121,8 +122,8 @@ def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:
         found.append(("loss", output.get("loss")))
     else:
         found.append((".loss", getattr(output, "loss", None)))
-        if isinstance(output, (tuple, list)) and output:
-            found.append((0, output[0]))
+        if isinstance(output, (tuple, list)):
+            found += enumerate(output)
     for where, value in found:
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
             yield where, value

@@ -84,11 +84,8 @@ class Summary:
     guarded: tuple[Guarded, ...]
 
     def lines(self) -> list[str]:
-        if not any(g.guarded for g in self.guarded):
-            return [
-                *(line for g in self.guarded for line in g.lines()),
-                "no optimizer was guarded: none took a step after a backward",
-            ]
+        if not self.guarded:
+            return ["nothing was guarded: no optimizer of torch took part in a backward"]
         return [line for g in self.guarded for line in g.lines()]
 
     def to_json(self) -> dict[str, Any]:

@@ -104,8 +104,9 @@ def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., A
 class Taking:
     """A step on its way from the script to the optimizer, past the guard."""
 
-    def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], void: bool = False) -> None:
+        """`void`: it is known already that the optimizer must not be called."""
+        self.optimizer, self._void = optimizer, void
         self._args, self._kwargs = args, kwargs
         self._closure: Any = kwargs.get("closure", args[0] if args else None)
         self.result: Any = None
@@ -127,6 +128,8 @@ class Taking:
 
     def really(self, step: Callable[..., Any], optimizer: Optimizer) -> Any:
         """The optimizer's own step, with what the script passed to it."""
+        if self._void:
+            return None
         began = time.perf_counter()
         args, kwargs = self._args, self._kwargs
         if callable(self._closure):
@@ -266,7 +269,12 @@ def _scaler_step(session: Session, original: Callable[..., Any]) -> Callable[...
             if fused is not None:
                 optimizer._step_supports_amp_scaling = fused
         if watched.tally.calls == steps:
-            watched.left_out(float(self.get_scale()))
+            began, session.taking = time.perf_counter(), Taking(optimizer, (), {}, void=True)
+            try:
+                watched.left_out(float(self.get_scale()))
+            finally:
+                session.taking = None
+                watched.stepped(began, 0.0)
         return out
 
     return step

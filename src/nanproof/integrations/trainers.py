@@ -31,10 +31,17 @@ def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
         original = getattr(kind, method, None)
         if kind is None or original is None:
             return
+        tried: set[int] = set()
 
         @functools.wraps(original)
         def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not session.guarding or not _protected(session, self):
+            if not session.guarding:
+                return original(self, *args, **kwargs)
+            if getattr(self, "nanproof", None) is None and id(self) not in tried:
+                tried.add(id(self))
+                if _protect(session, self):
+                    return getattr(self, method)(*args, **kwargs)  # which the adapter has replaced on this one object
+            if getattr(self, "nanproof", None) is None:
                 return original(self, *args, **kwargs)
             with session.away():
                 return original(self, *args, **kwargs)
@@ -44,12 +51,10 @@ def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
     return change
 
 
-def _protected(session: Session, trainer: Any) -> bool:
-    """Whether the trainer is guarded by its adapter, now or already; else the optimizer itself is watched, as any other."""
+def _protect(session: Session, trainer: Any) -> bool:
+    """Have the trainer guarded by its adapter; where that is not possible, its optimizer is watched as any other."""
     from nanproof.integrations import protect
 
-    if getattr(trainer, "nanproof_guard", None) is not None:
-        return True
     options = session.options
     try:
         guard = protect(trainer, policy=options.policy, run_dir=options.run_dir or "auto")

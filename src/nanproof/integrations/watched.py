@@ -22,9 +22,9 @@ from nanproof.core.context import RandomState
 from nanproof.core.parameters import is_dtensor
 from nanproof.core.stepper import Clipped, guarded
 from nanproof.errors import NanproofError
-from nanproof.integrations.followed import Followed, Hook, loss_of
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.owners import called, model_of
+from nanproof.integrations.recorded import RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
 
@@ -62,7 +62,7 @@ class Watched:
         self.tally = Tally(type(optimizer).__name__)
         self.guard: LoopGuard | None = None
         self.left_alone = False
-        self._followed: list[Followed] = []
+        self._recorders: list[RootRecorder] = []
         self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm before."""
         self._max_norm: float | None = None
@@ -103,18 +103,27 @@ class Watched:
             policy = replace(policy, switch_to_fused=False)
         guard = LoopGuard(policy=policy, run_dir=run_dir)
         roots = called(model)
-        alone = len(roots) == 1 and roots[0] is model
+        # Not on a compiled model itself: hooks become part of what is compiled.
+        self._recorders = [RootRecorder(root, self._begin) for root in roots if "_orig_mod" not in root._modules]
+        alone = len(self._recorders) == 1 and roots[0] is model
         try:
-            guard.start(model, optimizer, loss_fn=loss_of if alone else None, max_norm=None)
+            guard.start(model, optimizer, loss_fn=self._recorders[0].loss_fn if alone else None, max_norm=None)
         except NanproofError as error:
+            self._stop_recording()
             self.leave_alone(str(error))
             return
         self.guard, self.tally.guarded = guard, True
         self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
-        self._followed = [Followed(root, self._begin, self._occupied) for root in roots if "_orig_mod" not in root._modules]
         if guard._stepper.lag:
+            owner = weakref.ref(self)  # a function, not a method: a copy of the model must not copy the guard with it
+
+            def settle(*_: Any) -> None:
+                watched = owner()
+                if watched is not None:
+                    watched.settle()
+
             for root in roots:
-                root.register_state_dict_pre_hook(Hook(self, "settle"))
+                root.register_state_dict_pre_hook(settle)
 
     def leave_alone(self, why: str) -> None:
         self.left_alone = True
@@ -122,8 +131,7 @@ class Watched:
         self._say(f"{self.tally.name} is not guarded: {why}")
 
     def close(self, error: BaseException | None) -> None:
-        for followed in self._followed:
-            followed.close()
+        self._stop_recording()
         if self.guard is not None:
             self._note()
             alone = error is not None and not isinstance(error, SystemExit)
@@ -131,7 +139,12 @@ class Watched:
             self.guard._close(alone=(alone or gone) and self.guard._ranks.several)
             self._note()
 
-    def settle(self, *_: Any) -> None:
+    def _stop_recording(self) -> None:
+        for recorder in self._recorders:
+            recorder.close()
+        self._recorders = []
+
+    def settle(self) -> None:
         """Wait for the verdicts under way: the state is about to be saved."""
         if self.guard is not None and not self.guard.open and not self._busy:
             self._busy = True
@@ -146,15 +159,12 @@ class Watched:
         if self.guard is not None:
             self.guard.micro_batch(call)
 
-    def _occupied(self) -> bool:
-        return self._busy
-
     def before_backward(self, loss: Tensor) -> Tensor | None:
         """Note the loss; returns what backward has to start from on several ranks."""
         guard = self.guard
         if guard is None:
             return None
-        known = [followed.backward(loss) for followed in self._followed]
+        known = [recorder.recognise(loss) for recorder in self._recorders]
         if known != [True] or not guard.open:
             guard.micro_batch(UNKNOWN)
         return guard.note_loss(loss)
@@ -222,9 +232,7 @@ class Watched:
         guard = self.guard
         assert guard is not None
         if scale < 1 or guard._stepper.loss_is_bad():
-            began = time.perf_counter()
             self.take()
-            self.stepped(began, 0.0)
             return
         self.tally.overflows += 1
         self._norms, self._max_norm, self._unclaimed = {}, None, []
