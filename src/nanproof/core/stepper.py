@@ -145,6 +145,11 @@ class Stepper:
         """Backwards that reached the watched gradient since the last step."""
         return len(self._probes)
 
+    def only_backwards(self, count: int) -> None:
+        """Later backwards were none of the loop's."""
+        while len(self._probes) > count:
+            self._probes.pop()
+
     def drop_loss(self) -> None:
         """The backward whose loss was noted last was another optimizer's business."""
         if self._losses:

@@ -1,13 +1,13 @@
 """`nanproof run`: somebody's training script, unchanged, protected.
 
 While the script runs, torch is changed underneath it (torch_patches.py): every optimizer gets a guard with the first backward,
-and a step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is imported that
-the script does not import; nothing is written where no folder was named.
+and a step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is
+imported that the script does not import; nothing is written where no folder was named.
 
-What users may expect of an unchanged script: while nothing is wrong, its weights are those of a run without nanproof. On CPU they
-are so to the last bit: the optimizer keeps the form it has, and clipping is torch's own arithmetic. On CUDA an optimizer that was
-left to choose its form is switched to fused, as `Guard` does, which costs no host read and differs by a rounding error an update
-(below 2e-7 of the update's size); `optimizer="own"` keeps it there too, at one host read a step.
+What users may expect of an unchanged script: while nothing is wrong, its weights are those of a run without nanproof. On CPU
+they are so to the last bit: the optimizer keeps the form it has, and clipping is torch's own arithmetic. On CUDA an optimizer
+that was left to choose its form is switched to fused, as `Guard` does, which costs no host read and differs by a rounding error
+an update (below 2e-7 of the update's size); `optimizer="own"` keeps it there too, at one host read a step.
 """
 
 from __future__ import annotations

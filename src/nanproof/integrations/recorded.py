@@ -43,6 +43,8 @@ class RootRecorder:
         self._losses: list[tuple[Any, Tensor]] = []
         """What the last call returned that could be its loss, and how to get at it."""
         self._again = False
+        self.paused = False
+        """Set while another guard runs the model again."""
         owner = weakref.ref(self)  # functions, not methods: a copy of the model must not copy the recorder with it
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,7 +90,7 @@ class RootRecorder:
         self._calls, self._losses = [], []
 
     def _counts(self, module: nn.Module) -> bool:
-        return not self._again and torch.is_grad_enabled() and module is self._model()
+        return not (self._again or self.paused) and torch.is_grad_enabled() and module is self._model()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = {"args": args, "kwargs": dict(kwargs), "loss": None}

@@ -12,6 +12,7 @@ import functools
 import time
 import types
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -90,9 +91,13 @@ def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., A
         session.start(watched)
         if watched.guard is None or not any(p.grad is not None for group in self.param_groups for p in group["params"]):
             return taking.really(step, self)
+        others = [other for other in session.guarded() if other is not watched]
         session.taking = taking
         try:
-            watched.take()
+            with ExitStack() as stack:
+                for other in others:
+                    stack.enter_context(other.unconcerned())
+                watched.take()
         finally:
             session.taking = None
             watched.stepped(began, taking.others)

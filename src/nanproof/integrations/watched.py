@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,22 @@ class Watched:
 
     @property
     def backwards(self) -> int:
+        """Since the last step."""
         return 0 if self.guard is None else self.guard._stepper.backwards
+
+    @contextmanager
+    def unconcerned(self) -> Iterator[None]:
+        """While another optimizer's step is taken: what its guard runs again to look at it is no business of this one."""
+        count = self.backwards
+        for recorder in self._recorders:
+            recorder.paused = True
+        try:
+            yield
+        finally:
+            for recorder in self._recorders:
+                recorder.paused = False
+            if self.guard is not None:
+                self.guard._stepper.only_backwards(count)
 
     def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float) -> None:
         """The script clipped; these were the norms before."""
@@ -194,8 +210,8 @@ class Watched:
             self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
             self._norms.update({key: norms[key] for key in there if key not in self._norms})
 
-    def take(self) -> bool:
-        """In place of the optimizer's step. Whether there was something to judge."""
+    def take(self) -> None:
+        """In place of the optimizer's step."""
         guard = self.guard
         assert guard is not None
         stepper = guard._stepper
@@ -213,7 +229,7 @@ class Watched:
         self.tally.calls += 1
         try:
             guard.take()
-            return self._finish(guard)
+            self._finish(guard)
         finally:
             self._busy = False
             self._note()
@@ -238,24 +254,31 @@ class Watched:
         self._norms, self._max_norm, self._unclaimed = {}, None, []
         guard.pass_over()
 
-    def _finish(self, guard: LoopGuard) -> bool:
+    def _finish(self, guard: LoopGuard) -> None:
         """Deal with the verdict. What a refused step is examined with must not show: random numbers and gradients are the
-        script's, whose next batch may have been drawn already."""
-        began = time.perf_counter()
-        lag, refused, incidents = guard._stepper.lag, guard.refused_so_far, len(guard.incidents)
-        random, gradients = None, []
-        if not lag:
-            random = RandomState.now(guard._runner.devices)
-            gradients = [(p, p.grad) for p in guard._stepper.parameters.tensors]
-        guard.finish()
-        bad = guard.refused_so_far > refused
-        if bad and random is not None:
+        script's, whose next batch may have been drawn already, and whose other optimizers have still to step."""
+        began, incidents = time.perf_counter(), len(guard.incidents)
+        bad = guard.is_refused()
+        with self._unseen(guard) if bad else nullcontext():
+            guard.finish()
+        if bad or len(guard.incidents) > incidents:
+            self._spent = time.perf_counter() - began
+
+    @contextmanager
+    def _unseen(self, guard: LoopGuard) -> Iterator[None]:
+        random = RandomState.now(guard._runner.devices)
+        holders = {id(p): p for p in (*guard.model.parameters(), *guard._stepper.parameters.tensors)}
+        gradients = [(p, p.grad) for p in holders.values()]
+        mine = {id(p) for p in guard._stepper.parameters.tensors}
+        for p in holders.values():
+            if id(p) not in mine:
+                p.grad = None
+        try:
+            yield
+        finally:
             random.restore()
             for p, gradient in gradients:
                 p.grad = gradient
-        if bad or len(guard.incidents) > incidents:
-            self._spent = time.perf_counter() - began
-        return bad
 
     def _before_clipping(self, present: list[int]) -> Clipped | None:
         """The norms that were read when the script clipped, if every gradient is still what clipping left."""
