@@ -84,7 +84,18 @@ def test_a_bad_batch_is_refused_and_explained(tmp_path):
     assert records[9]["clip"] == pytest.approx(max(norm, 1), rel=1e-4)
 
 
-def test_a_script_may_go_on_after_too_many_only_if_it_is_told_to(tmp_path):
+def test_verdicts_that_come_late(tmp_path):
+    """As on CUDA: the script saves two steps after a bad one, before its verdict was read, and what it saves holds the step that
+    was held up behind the bad one."""
+    late = ["--optimizer", "fused", "--policy", "lag=2"]
+    _, (one,) = protected(*late, PLAIN, "--steps", "14", "--bad-step", "12", "--out", "out.pt", cwd=tmp_path)
+    out = torch.load(tmp_path / "out.pt")
+    assert finite(out["model"]) and out["optimizer"]["state"][0]["step"] == 13
+    assert one["path"] == "device: AdamW switched to fused"
+    assert [(i["step"], i["action"]) for i in one["incidents"]] == [(12, "skipped")]
+
+
+def test_too_many_bad_steps_halt_the_script(tmp_path):
     """The cap of the policy halts the script: exit status 1, with the reason."""
     script = tmp_path / "always_bad.py"
     script.write_text(

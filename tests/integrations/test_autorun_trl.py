@@ -1,5 +1,5 @@
-"""The scripts that come with TRL, as they were installed, under `nanproof run`: a tiny model, local data, and a fault that comes from
-the environment, so that neither script nor data nor weights know of it."""
+"""The scripts that come with TRL, as they were installed, under `nanproof run`: a tiny model, local data, and a fault that comes
+from the environment, so that neither script nor data nor weights know of it."""
 
 from __future__ import annotations
 

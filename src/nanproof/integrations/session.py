@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,16 @@ class Options:
     optimizer: Literal["auto", "own", "fused"] = "auto"
     """Which form of an optimizer that left it open is used: its own, fused, or own on CPU and fused elsewhere."""
     quiet: bool = False
+
+
+class Inside:
+    """While a guard works by itself, outside of any step of the script: the steps it takes again are the optimizer's own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def really(self, step: Callable[..., Any], optimizer: Any) -> Any:
+        return step(optimizer)
 
 
 class Session:
@@ -68,12 +78,21 @@ class Session:
         finally:
             self._away -= 1
 
+    @contextmanager
+    def inside(self, optimizer: Any) -> Iterator[None]:
+        """While the guard of this optimizer works by itself."""
+        before, self.taking = self.taking, Inside(optimizer)
+        try:
+            yield
+        finally:
+            self.taking = before
+
     def see(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
         if self.guarding and optimizer not in self._all:
             from nanproof.integrations.watched import Watched
 
-            self._all[optimizer] = Watched(optimizer, self.say_once)
+            self._all[optimizer] = Watched(optimizer, self.say_once, self.inside)
 
     def watched(self, optimizer: Optimizer) -> Watched | None:
         """None where the step is none of nanproof's business."""

@@ -167,7 +167,7 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
         seed, before = None, []
         for watched in watching:
             before.append(watched.backwards)
-            seed = watched.before_backward(loss)
+            seed = watched.before_backward(loss, alone=len(watching) == 1)
         if seed is not None and isinstance(tensors, Tensor):
             seed = seed.to(tensors.dtype).reshape(tensors.shape if grad_tensors is None else ())
             grad_tensors = seed if grad_tensors is None else grad_tensors * seed
@@ -238,11 +238,12 @@ def _clip(watching: list[Watched], parameters: list[Tensor], max_norm: float, fo
             norms += torch._foreach_norm(gradients, 2.0)
     first = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
+    before = [watched.before_clipping() for watched in watching]
     # A total of 0 clips nothing.
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(torch.isfinite(total), total, 0.0), foreach)
     kept = {id(p): (p.grad, p.grad._version, norm) for p, norm in zip(parameters, norms, strict=True) if p.grad is not None}
-    for watched in watching:
-        watched.clipped(kept, max_norm)
+    for watched, found in zip(watching, before, strict=True):
+        watched.clipped(kept, max_norm, found)
     return total
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,15 @@ class Tally:
 class Watched:
     """The guard of one optimizer, and what it was told since the last step."""
 
-    def __init__(self, optimizer: Optimizer, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        say: Callable[[str], None],
+        inside: Callable[[Optimizer | None], AbstractContextManager[None]],
+    ) -> None:
+        """`say` tells the user something, once; `inside` is opened while the guard works outside of the script's steps."""
         self._optimizer = weakref.ref(optimizer)
-        self._say = say
+        self._say, self._inside = say, inside
         self.tally = Tally(type(optimizer).__name__)
         self.guard: LoopGuard | None = None
         self.left_alone = False
@@ -69,6 +75,10 @@ class Watched:
         self._max_norm: float | None = None
         self._whole = False
         self._unclaimed: list[Tensor] = []
+        self._left: list[tuple[int, int]] = []
+        """The gradients as backward left them: which, and how often they had been written."""
+        self._clean: bool | None = None
+        """Clipping found them so; None before clipping."""
         self._busy = False
         self._spent = 0.0
 
@@ -137,7 +147,8 @@ class Watched:
             self._note()
             alone = error is not None and not isinstance(error, SystemExit)
             gone = self.guard._ranks.together and not dist.is_initialized()
-            self.guard._close(alone=(alone or gone) and self.guard._ranks.several)
+            with self._inside(self.optimizer):
+                self.guard._close(alone=(alone or gone) and self.guard._ranks.several)
             self._note()
 
     def _stop_recording(self) -> None:
@@ -150,7 +161,8 @@ class Watched:
         if self.guard is not None and not self.guard.open and not self._busy:
             self._busy = True
             try:
-                self.guard.sync()
+                with self._inside(self.optimizer):
+                    self.guard.sync()
             finally:
                 self._busy = False
 
@@ -160,21 +172,26 @@ class Watched:
         if self.guard is not None:
             self.guard.micro_batch(call)
 
-    def before_backward(self, loss: Tensor) -> Tensor | None:
-        """Note the loss; returns what backward has to start from on several ranks."""
+    def before_backward(self, loss: Tensor, alone: bool) -> Tensor | None:
+        """Note the loss; returns what backward has to start from on several ranks. `alone`: there is no other optimizer. Where
+        there is one, and verdicts come late, a step taken again would add to gradients that are that one's business."""
         guard = self.guard
         if guard is None:
             return None
         known = [recorder.recognise(loss) for recorder in self._recorders]
-        if known != [True] or not guard.open:
+        if known != [True] or not guard.open or (guard._stepper.lag and not alone):
             guard.micro_batch(UNKNOWN)
         return guard.note_loss(loss)
 
     def after_backward(self, before: int, loss: Tensor, alone: bool) -> None:
         """Where there are several optimizers, the loss is this one's if backward reached its parameters."""
-        if self.guard is None or alone:
+        if self.guard is None:
             return
         stepper = self.guard._stepper
+        if stepper.lag:
+            self._left, self._clean = self._gradients_now(), None
+        if alone:
+            return
         if stepper.backwards == before:
             stepper.drop_loss()
             self._unclaimed = [*self._unclaimed[-15:], loss.detach()]
@@ -198,11 +215,17 @@ class Watched:
             if self.guard is not None:
                 self.guard._stepper.only_backwards(count)
 
-    def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float) -> None:
-        """The script clipped; these were the norms before."""
+    def before_clipping(self) -> list[tuple[int, int]]:
+        """The gradients as clipping finds them, where that is of interest."""
+        return self._gradients_now() if self.guard is not None and self.guard._stepper.lag else []
+
+    def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float, before: list[tuple[int, int]]) -> None:
+        """The script clipped; these were the norms before, and these the gradients."""
         optimizer = self.optimizer
         if optimizer is None:
             return
+        if self.guard is not None and self.guard._stepper.lag:
+            self._clean = before == self._left
         mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         there = mine & norms.keys()
         if there:
@@ -224,6 +247,7 @@ class Watched:
                 guard.note_loss(loss)
         self._unclaimed = []
         stepper.clipped = self._before_clipping(stepper.parameters.present())
+        self._prepare_to_hold(guard)
         self._norms, self._max_norm = {}, None
         self._busy = True
         self.tally.calls += 1
@@ -303,6 +327,26 @@ class Watched:
             for (place, _), norm in zip(missing, more.unbind(), strict=True):
                 norms[place] = norm
         return Clipped(torch.stack(norms), self._max_norm)
+
+    def _prepare_to_hold(self, guard: LoopGuard) -> None:
+        """Where verdicts come late, a step may be held and taken again by the guard: then it has to be clipped as the script
+        does. What else the script does to gradients cannot be done again, so such a step is judged by itself."""
+        stepper = guard._stepper
+        if not stepper.lag:
+            return
+        clipped = stepper.clipped
+        guard.clip_to(None if clipped is None else clipped.max_norm)
+        if (clipped is not None and clipped.max_norm is None) or self._touched(after_clipping=clipped is not None):
+            guard.micro_batch(UNKNOWN)
+
+    def _touched(self, after_clipping: bool) -> bool:
+        """Somebody wrote into gradients between backward and clipping, or the step."""
+        left, self._left = self._left, []
+        return self._clean is False or (not after_clipping and left != self._gradients_now())
+
+    def _gradients_now(self) -> list[tuple[int, int]]:
+        assert self.guard is not None
+        return [(id(p.grad), p.grad._version) for p in self.guard._stepper.parameters.tensors if p.grad is not None]
 
     def _note(self) -> None:
         if self.guard is not None:
