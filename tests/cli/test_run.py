@@ -131,3 +131,4 @@ def test_policy_reaches_the_guard(tmp_path):
     summary = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 1 and done.stdout == "" and "max_skip_rate" in summary["halted"]
     assert summary["guarded"][0]["incidents"][0]["action"] == "halted"
+    assert "nanproof: training was halted: " in done.stderr and "Traceback" not in done.stderr

@@ -95,23 +95,28 @@ def test_verdicts_that_come_late(tmp_path):
     assert [(i["step"], i["action"]) for i in one["incidents"]] == [(12, "skipped")]
 
 
-def test_too_many_bad_steps_halt_the_script(tmp_path):
-    """The cap of the policy halts the script: exit status 1, with the reason."""
-    script = tmp_path / "always_bad.py"
+def test_a_loss_of_the_scripts_own(tmp_path):
+    """Outside of the model it cannot be computed again; what the model was called with is looked at instead."""
+    script = tmp_path / "own_loss.py"
     script.write_text(
-        "import torch\n"
-        "w = torch.ones(2, requires_grad=True)\n"
-        "optimizer = torch.optim.SGD([w], 0.1)\n"
-        "for _ in range(9):\n"
+        "import math, torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for step in range(6):\n"
+        "    x, y = torch.randn(4, 3), torch.randn(4, 1)\n"
+        "    if step == 2: x[1, 0] = math.inf\n"
+        "    if step == 4: y[3] = math.nan\n"
         "    optimizer.zero_grad()\n"
-        "    (w * float('nan')).sum().backward()\n"
+        "    torch.nn.functional.mse_loss(model(x), y).backward()\n"
         "    optimizer.step()\n"
-        "print('ended')\n"
+        "print(bool(torch.isfinite(model.weight).all()))\n"
     )
-    run = [sys.executable, "-m", "nanproof", "run", "--max-skips", "3", str(script)]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 1 and "ended" not in done.stdout
-    assert "nanproof: training was halted: " in done.stderr and "Traceback" not in done.stderr
+    done, (one,) = protected(str(script), cwd=tmp_path)
+    assert done.stdout == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
+    assert [note.rpartition("; ")[2] for note in one["notes"]] == [
+        "the model was called with non-finite numbers: args[0], sample 1",
+        "the model was called with finite numbers only",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +158,9 @@ def test_no_optimizer_takes_the_bad_step(many):
         assert one["steps"] == 12 and one["refused"] == 1
     causes = [one["incidents"][0]["diagnosis"]["cause"] for one in guarded]
     assert causes == ["nonfinite-batch"] * 8 + ["unknown"], "the last loss is not computed by a module"
+    (note,) = guarded[8]["notes"]
+    assert note == "step 7 cannot be run again to explain it: its loss is not the model's own output"
+    assert all(one["notes"] == [] for one in guarded[:8])
     culprits = [[name for name, _ in one["incidents"][0]["culprits"]] for one in guarded]
     assert "body.0.weight" in culprits[0] and culprits[7] == ["head.weight", "head.bias"] and culprits[8] == ["group0_0"]
 

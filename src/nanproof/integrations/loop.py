@@ -137,6 +137,11 @@ class LoopGuard(Guard):
         assert attempt.report is not None
         return attempt.report.total
 
+    @property
+    def replayable(self) -> bool:
+        """The step that began can be run again, as far as is known."""
+        return self._open is not None and bool(self._open.batches)
+
     def is_refused(self) -> bool:
         """Whether the step just taken was refused, where that is known already: not where verdicts come late."""
         report = None if self._taken is None else self._taken.report

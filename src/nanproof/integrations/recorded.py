@@ -59,6 +59,11 @@ class RootRecorder:
 
         self._hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
 
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Since the last backward; of many, the last two."""
+        return list(self._calls)
+
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
         """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
         `then` is what the framework itself still does to the loss."""

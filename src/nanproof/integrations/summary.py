@@ -25,6 +25,7 @@ class Guarded:
     refused: int
     overflows: int
     incidents: tuple[Incident, ...]
+    notes: tuple[str, ...]
     run_dir: Path | None
     own_seconds: float
     """In nanproof's own code, on the host, in all healthy steps; the optimizer, backward and clipping are not counted."""
@@ -44,6 +45,7 @@ class Guarded:
             told.append(f"  {incident}{why}" + (f" Bundle: {incident.bundle}" if incident.bundle else ""))
         if len(self.incidents) > _SHOWN:
             told.append(f"  and {len(self.incidents) - _SHOWN} more incidents")
+        told += [f"  {note}" for note in self.notes]
         if self.steps > 1 and self.span_seconds > 0:
             each = self.own_seconds / self.steps
             share = each / (self.span_seconds / (self.steps - 1))
@@ -66,6 +68,7 @@ class Guarded:
             "refused": self.refused,
             "overflows": self.overflows,
             "incidents": [incident.to_json() for incident in self.incidents],
+            "notes": list(self.notes),
             "run_dir": None if self.run_dir is None else str(self.run_dir),
             "own_seconds": self.own_seconds,
             "trouble_seconds": self.trouble_seconds,
@@ -108,6 +111,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
             refused=t.refused,
             overflows=t.overflows,
             incidents=tuple(t.incidents),
+            notes=tuple(t.notes),
             run_dir=t.run_dir,
             own_seconds=t.own,
             trouble_seconds=t.trouble,
@@ -125,7 +129,8 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 refused=guard.refused_so_far,
                 overflows=0,
                 incidents=tuple(guard.incidents),
-                run_dir=getattr(guard, "run_dir", None),
+                notes=(),
+                run_dir=getattr(guard, "_run_dir", None),
                 own_seconds=0.0,
                 trouble_seconds=0.0,
                 span_seconds=0.0,

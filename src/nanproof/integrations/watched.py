@@ -23,11 +23,15 @@ from nanproof.core.context import RandomState
 from nanproof.core.parameters import is_dtensor
 from nanproof.core.stepper import Clipped, guarded
 from nanproof.errors import NanproofError
+from nanproof.integrations.inputs import bad_inputs
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.owners import called, model_of
 from nanproof.integrations.recorded import RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
+
+_NOTES = 10
+"""Refused steps of which that is told."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class Tally:
     """Steps that a GradScaler left out while it looked for its scale."""
     incidents: list[Incident] = field(default_factory=list)
     run_dir: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    """Of refused steps that could not be run again: what can be told all the same."""
     own: float = 0.0
     """Seconds in nanproof's own code, on the host, while all was well."""
     trouble: float = 0.0
@@ -81,6 +87,10 @@ class Watched:
         """Clipping found them so; None before clipping."""
         self._busy = False
         self._spent = 0.0
+        self._calls: list[dict[str, Any]] = []
+        """What the model was called with since the last step."""
+        self._again = False
+        """The step that is being taken can be run again."""
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -178,6 +188,7 @@ class Watched:
         guard = self.guard
         if guard is None:
             return None
+        self._calls = [*self._calls[-31:], *(call for recorder in self._recorders for call in recorder.calls)]
         known = [recorder.recognise(loss) for recorder in self._recorders]
         if known != [True] or not guard.open or (guard._stepper.lag and not alone):
             guard.micro_batch(UNKNOWN)
@@ -251,11 +262,12 @@ class Watched:
         self._norms, self._max_norm = {}, None
         self._busy = True
         self.tally.calls += 1
+        self._again = guard.replayable
         try:
             guard.take()
             self._finish(guard)
         finally:
-            self._busy = False
+            self._busy, self._calls = False, []
             self._note()
 
     def stepped(self, began: float, others: float) -> None:
@@ -283,8 +295,13 @@ class Watched:
         script's, whose next batch may have been drawn already, and whose other optimizers have still to step."""
         began, incidents = time.perf_counter(), len(guard.incidents)
         bad = guard.is_refused()
+        step = guard.next_step - 1
         with self._unseen(guard) if bad else nullcontext():
             guard.finish()
+        if bad and not self._again and len(self.tally.notes) < _NOTES:
+            looked = bad_inputs(self._calls)
+            note = f"step {step} cannot be run again to explain it: its loss is not the model's own output"
+            self.tally.notes.append(note + (f"; {looked}" if looked else ""))
         if bad or len(guard.incidents) > incidents:
             self._spent = time.perf_counter() - began
 
