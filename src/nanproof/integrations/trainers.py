@@ -7,7 +7,9 @@ hands off.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -31,17 +33,17 @@ def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
         original = getattr(kind, method, None)
         if kind is None or original is None:
             return
-        tried: set[int] = set()
+        seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
         @functools.wraps(original)
         def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not session.guarding:
                 return original(self, *args, **kwargs)
-            if getattr(self, "nanproof", None) is None and id(self) not in tried:
-                tried.add(id(self))
-                if _protect(session, self):
-                    return getattr(self, method)(*args, **kwargs)  # which the adapter has replaced on this one object
-            if getattr(self, "nanproof", None) is None:
+            if self not in seen:
+                seen[self] = _protect(session, self)
+                if seen[self]:
+                    return getattr(self, method)(*args, **kwargs)  # which the adapter may have replaced on this one object
+            if not seen[self]:
                 return original(self, *args, **kwargs)
             with session.away():
                 return original(self, *args, **kwargs)
@@ -52,13 +54,24 @@ def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
 
 
 def _protect(session: Session, trainer: Any) -> bool:
-    """Have the trainer guarded by its adapter; where that is not possible, its optimizer is watched as any other."""
+    """Have the trainer guarded by its adapter, unless the script did; where that is not possible, its optimizer is watched as any
+    other."""
+    import torch
+
     from nanproof.integrations import protect
 
     options = session.options
+    policy = options.policy
+    if options.optimizer == "own" or (options.optimizer == "auto" and not torch.accelerator.is_available()):
+        policy = replace(policy, switch_to_fused=False)
     try:
-        guard = protect(trainer, policy=options.policy, run_dir=options.run_dir or "auto")
+        guard = protect(trainer, policy=policy, run_dir=options.run_dir or "auto")
     except (NanproofError, ImportError) as error:
+        if "already" in str(error):
+            from nanproof.integrations.watched import Tally
+
+            session.tallies.append(Tally(type(trainer).__name__, path="the script guards it itself"))
+            return True
         session.say_once(f"{type(trainer).__name__} is watched as a plain loop: {error}")
         return False
     session.trainers.append((type(trainer).__name__, guard))
