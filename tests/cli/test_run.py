@@ -48,7 +48,7 @@ def test_a_script_sees_what_python_would_show_it(folder, args):
 
 def test_nothing_to_guard_is_said(folder):
     done = run("scripts/tell.py", cwd=folder)
-    assert done.stderr == "nanproof: nothing was guarded: no optimizer of torch took part in a backward\n"
+    assert done.stderr == "nanproof: nothing was guarded: no optimizer of torch took a step after a backward\n"
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,11 @@ def test_verdicts_that_come_late(tmp_path):
 
 
 def test_a_loss_of_the_scripts_own(tmp_path):
-    """Outside of the model it cannot be computed again; what the model was called with is looked at instead."""
+    """Outside of the model it cannot be computed again; what the model was called with is looked at instead. And the script may
+    copy and pickle what it likes."""
     script = tmp_path / "own_loss.py"
     script.write_text(
-        "import math, torch\n"
+        "import copy, math, torch\n"
         "model = torch.nn.Linear(3, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "for step in range(6):\n"
@@ -109,9 +110,13 @@ def test_a_loss_of_the_scripts_own(tmp_path):
         "    optimizer.zero_grad()\n"
         "    torch.nn.functional.mse_loss(model(x), y).backward()\n"
         "    optimizer.step()\n"
+        "    twin, other = copy.deepcopy(model), copy.deepcopy(optimizer)\n"
+        "    torch.save(model, 'model.pt')\n"
+        "    twin(x).sum().backward()\n"
         "print(bool(torch.isfinite(model.weight).all()))\n"
     )
-    done, (one,) = protected(str(script), cwd=tmp_path)
+    done, (one, *copies) = protected(str(script), cwd=tmp_path)
+    assert all(copy["steps"] == 0 for copy in copies)
     assert done.stdout == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
     assert [note.rpartition("; ")[2] for note in one["notes"]] == [
         "the model was called with non-finite numbers: args[0], sample 1",

@@ -45,19 +45,10 @@ class RootRecorder:
         self._again = False
         self.paused = False
         """Set while another guard runs the model again."""
-        owner = weakref.ref(self)  # functions, not methods: a copy of the model must not copy the recorder with it
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder = owner()
-            if recorder is not None and recorder._counts(module):
-                recorder._note(module, args, kwargs)
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            recorder = owner()
-            if recorder is not None and recorder._counts(module):
-                recorder._losses = list(_candidates(output))
-
-        self._hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+        self._hooks = [
+            model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
+            model.register_forward_hook(Hook(self, "_after")),
+        ]
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -94,6 +85,14 @@ class RootRecorder:
             hook.remove()
         self._calls, self._losses = [], []
 
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._counts(module):
+            self._note(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._counts(module):
+            self._losses = list(_candidates(output))
+
     def _counts(self, module: nn.Module) -> bool:
         return not (self._again or self.paused) and torch.is_grad_enabled() and module is self._model()
 
@@ -106,6 +105,30 @@ class RootRecorder:
         self._told = module.training
         if self._told:
             self._begin(batch if len(self._calls) == 1 else UNKNOWN)
+
+
+class Hook:
+    """A hook of a module: calls a method of its owner, while there is one. A copy of the module, or one that was pickled, gets a
+    hook that does nothing: it is another module."""
+
+    def __init__(self, owner: Any, method: str) -> None:
+        self._owner, self._method = weakref.ref(owner), method
+
+    def __call__(self, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    """What a hook becomes in a copy."""
+
+
+def _no_hook() -> Any:
+    return _nothing
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:

@@ -87,9 +87,10 @@ class Summary:
     guarded: tuple[Guarded, ...]
 
     def lines(self) -> list[str]:
-        if not self.guarded:
-            return ["nothing was guarded: no optimizer of torch took part in a backward"]
-        return [line for g in self.guarded for line in g.lines()]
+        shown = [g for g in self.guarded if g.steps or not g.guarded]
+        if not shown:
+            return ["nothing was guarded: no optimizer of torch took a step after a backward"]
+        return [line for g in shown for line in g.lines()]
 
     def to_json(self) -> dict[str, Any]:
         return {

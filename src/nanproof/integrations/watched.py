@@ -26,7 +26,7 @@ from nanproof.errors import NanproofError
 from nanproof.integrations.inputs import bad_inputs
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.owners import called, model_of
-from nanproof.integrations.recorded import RootRecorder
+from nanproof.integrations.recorded import Hook, RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
 
@@ -136,15 +136,8 @@ class Watched:
         self.guard, self.tally.guarded = guard, True
         self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
         if guard._stepper.lag:
-            owner = weakref.ref(self)  # a function, not a method: a copy of the model must not copy the guard with it
-
-            def settle(*_: Any) -> None:
-                watched = owner()
-                if watched is not None:
-                    watched.settle()
-
             for root in roots:
-                root.register_state_dict_pre_hook(settle)
+                root.register_state_dict_pre_hook(Hook(self, "settle"))
 
     def leave_alone(self, why: str) -> None:
         self.left_alone = True
@@ -166,7 +159,7 @@ class Watched:
             recorder.close()
         self._recorders = []
 
-    def settle(self) -> None:
+    def settle(self, *_: Any) -> None:
         """Wait for the verdicts under way: the state is about to be saved."""
         if self.guard is not None and not self.guard.open and not self._busy:
             self._busy = True
