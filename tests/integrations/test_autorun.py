@@ -95,35 +95,6 @@ def test_verdicts_that_come_late(tmp_path):
     assert [(i["step"], i["action"]) for i in one["incidents"]] == [(12, "skipped")]
 
 
-def test_a_loss_of_the_scripts_own(tmp_path):
-    """Outside of the model it cannot be computed again; what the model was called with is looked at instead. And the script may
-    copy and pickle what it likes."""
-    script = tmp_path / "own_loss.py"
-    script.write_text(
-        "import copy, math, torch\n"
-        "model = torch.nn.Linear(3, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "for step in range(6):\n"
-        "    x, y = torch.randn(4, 3), torch.randn(4, 1)\n"
-        "    if step == 2: x[1, 0] = math.inf\n"
-        "    if step == 4: y[3] = math.nan\n"
-        "    optimizer.zero_grad()\n"
-        "    torch.nn.functional.mse_loss(model(x), y).backward()\n"
-        "    optimizer.step()\n"
-        "    twin, other = copy.deepcopy(model), copy.deepcopy(optimizer)\n"
-        "    torch.save(model, 'model.pt')\n"
-        "    twin(x).sum().backward()\n"
-        "print(bool(torch.isfinite(model.weight).all()))\n"
-    )
-    done, (one, *copies) = protected(str(script), cwd=tmp_path)
-    assert all(copy["steps"] == 0 for copy in copies)
-    assert done.stdout == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
-    assert [note.rpartition("; ")[2] for note in one["notes"]] == [
-        "the model was called with non-finite numbers: args[0], sample 1",
-        "the model was called with finite numbers only",
-    ]
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """Every kind of optimizer: without nanproof, with it, and with it and a bad step."""

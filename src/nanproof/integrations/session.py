@@ -31,6 +31,15 @@ class Options:
     quiet: bool = False
 
 
+_RECENT = 64
+"""Backwards after which an optimizer that none of them reached counts as dormant."""
+
+
+def _of(optimizer: Any) -> Watched:
+    watched: Watched = optimizer._nanproof_watched
+    return watched
+
+
 class Inside:
     """While a guard works by itself, outside of any step of the script: the steps it takes again are the optimizer's own."""
 
@@ -52,7 +61,9 @@ class Session:
         """(name, guard) of every trainer that was protected."""
         self.taking: Any = None
         """The step that is being taken."""
-        self._all: weakref.WeakKeyDictionary[Optimizer, Watched] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.backwards = 0
+        """So far."""
         self._open = True
         self._away = 0
         self._process = os.getpid()
@@ -92,15 +103,20 @@ class Session:
         if self.guarding and optimizer not in self._all:
             from nanproof.integrations.watched import Watched
 
-            self._all[optimizer] = Watched(optimizer, self.say_once, self.inside)
+            # On the optimizer itself, and it alone, so that both go when the script lets go of it.
+            optimizer._nanproof_watched = Watched(optimizer, self.say_once, self.inside)  # type: ignore[attr-defined]
+            self._all.add(optimizer)
 
     def watched(self, optimizer: Optimizer) -> Watched | None:
         """None where the step is none of nanproof's business."""
         if not self.guarding:
             return None
         self.see(optimizer)
-        watched = self._all[optimizer]
+        watched = _of(optimizer)
         return None if watched.left_alone else watched
+
+    def _every(self) -> list[Watched]:
+        return sorted((_of(optimizer) for optimizer in self._all), key=lambda watched: watched.number)
 
     def start(self, watched: Watched) -> None:
         """Guard it from now on, if it can be."""
@@ -110,7 +126,11 @@ class Session:
         run_dir = self.options.run_dir
         if run_dir is not None and count:
             run_dir = run_dir / f"optimizer-{count + 1}"
-        watched.start(self.options.policy, run_dir, self.options.optimizer)
+        try:
+            watched.start(self.options.policy, run_dir, self.options.optimizer)
+        except Exception as error:
+            watched.leave_alone(f"{type(error).__name__}: {error}")
+        watched.reached = self.backwards
         if watched.guard is not None or watched.left_alone:
             self.tallies.append(watched.tally)
 
@@ -118,16 +138,29 @@ class Session:
         """Everything that is guarded, from now on with what has appeared since."""
         if not self.guarding:
             return []
-        for watched in list(self._all.values()):
+        for watched in self._every():
             self.start(watched)
         return self.guarded()
 
+    def sorted_out(self, watching: list[Watched]) -> tuple[list[Watched], list[Watched]]:
+        """A backward begins: those that it may concern, and those that none has reached for long, such as the optimizer of a
+        model that is trained already."""
+        self.backwards += 1
+        active = [w for w in watching if self.backwards - w.reached <= _RECENT] or watching
+        return active, [w for w in watching if w not in active]
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Inside one there may be others, of recomputed activations: they are parts of it."""
+        with self.away():
+            yield
+
     def guarded(self) -> list[Watched]:
-        return [w for w in self._all.values() if w.guard is not None] if self.guarding else []
+        return [w for w in self._every() if w.guard is not None and not w.left_alone] if self.guarding else []
 
     def close(self, error: BaseException | None) -> None:
         """The script has ended."""
-        for watched in list(self._all.values()):
+        for watched in self._every():
             try:
                 watched.close(error)
             except Exception as failure:

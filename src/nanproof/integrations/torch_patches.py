@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from nanproof.core.parameters import is_dtensor
+from nanproof.errors import TrainingHalted
 from nanproof.integrations.session import Session
 from nanproof.integrations.watched import Watched
 
@@ -100,6 +101,7 @@ def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., A
                 watched.take()
         finally:
             session.taking = None
+            watched.reached = session.backwards
             watched.stepped(began, taking.others)
         return taking.result
 
@@ -164,19 +166,28 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
         if loss is None:
             return original(tensors, grad_tensors, *args, **kwargs)
         began = time.perf_counter()
-        seed, before = None, []
-        for watched in watching:
-            before.append(watched.backwards)
-            seed = watched.before_backward(loss, alone=len(watching) == 1)
+        active, dormant = session.sorted_out(watching)
+        alone = len(active) == 1
+        seed, before = None, [watched.backwards for watched in (*active, *dormant)]
+        for watched in active:
+            try:
+                seed = watched.before_backward(loss, alone)
+            except TrainingHalted:
+                raise
+            except Exception as error:
+                watched.leave_alone(f"{type(error).__name__}: {error}")
         if seed is not None and isinstance(tensors, Tensor):
             seed = seed.to(tensors.dtype).reshape(tensors.shape if grad_tensors is None else ())
             grad_tensors = seed if grad_tensors is None else grad_tensors * seed
         middle = time.perf_counter()
-        original(tensors, grad_tensors, *args, **kwargs)
+        with session.in_backward():
+            original(tensors, grad_tensors, *args, **kwargs)
         began += time.perf_counter() - middle
-        for watched, count in zip(watching, before, strict=True):
-            watched.after_backward(count, loss, alone=len(watching) == 1)
-        watching[0].tally.own += time.perf_counter() - began
+        for watched, count in zip((*active, *dormant), before, strict=True):
+            if watched.backwards != count:
+                watched.reached = session.backwards
+            watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
+        active[0].tally.own += time.perf_counter() - began
         return None
 
     return backward

@@ -6,6 +6,7 @@ reason a script fails.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof.core.context import RandomState
-from nanproof.core.parameters import is_dtensor
+from nanproof.core.parameters import is_dtensor, local
 from nanproof.core.stepper import Clipped, guarded
 from nanproof.errors import NanproofError
 from nanproof.integrations.inputs import bad_inputs
@@ -30,6 +31,7 @@ from nanproof.integrations.recorded import Hook, RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
 
+_NUMBERS = itertools.count()
 _NOTES = 10
 """Refused steps of which that is told."""
 
@@ -70,6 +72,9 @@ class Watched:
         inside: Callable[[Optimizer | None], AbstractContextManager[None]],
     ) -> None:
         """`say` tells the user something, once; `inside` is opened while the guard works outside of the script's steps."""
+        self.number = next(_NUMBERS)
+        self.reached = 0
+        """The last backward that reached its parameters, or came before a step of it."""
         self._optimizer = weakref.ref(optimizer)
         self._say, self._inside = say, inside
         self.tally = Tally(type(optimizer).__name__)
@@ -130,9 +135,9 @@ class Watched:
         try:
             guard.start(model, optimizer, loss_fn=self._recorders[0].loss_fn if alone else None, max_norm=None)
         except NanproofError as error:
-            self._stop_recording()
             self.leave_alone(str(error))
             return
+        weakref.finalize(guard, guard._journal.close)
         self.guard, self.tally.guarded = guard, True
         self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
         if guard._stepper.lag:
@@ -140,7 +145,8 @@ class Watched:
                 root.register_state_dict_pre_hook(Hook(self, "settle"))
 
     def leave_alone(self, why: str) -> None:
-        self.left_alone = True
+        self._stop_recording()
+        self.left_alone, self.tally.guarded = True, False
         self.tally.path = f"not guarded: {why}"
         self._say(f"{self.tally.name} is not guarded: {why}")
 
@@ -185,20 +191,26 @@ class Watched:
         known = [recorder.recognise(loss) for recorder in self._recorders]
         if known != [True] or not guard.open or (guard._stepper.lag and not alone):
             guard.micro_batch(UNKNOWN)
-        return guard.note_loss(loss)
+        return guard.note_loss(local(loss))
 
-    def after_backward(self, before: int, loss: Tensor, alone: bool) -> None:
-        """Where there are several optimizers, the loss is this one's if backward reached its parameters."""
-        if self.guard is None:
+    def after_backward(self, before: int, loss: Tensor, alone: bool, late: bool) -> None:
+        """Where there are several optimizers, the loss is this one's if backward reached its parameters. `late`: it was not
+        expected to, so nothing was noted before."""
+        if self.guard is None or self.left_alone:
             return
         stepper = self.guard._stepper
+        if late:
+            if stepper.backwards != before:
+                self.guard.micro_batch(UNKNOWN)
+                self.guard.note_loss(local(loss))
+            return
         if stepper.lag:
             self._left, self._clean = self._gradients_now(), None
         if alone:
             return
         if stepper.backwards == before:
             stepper.drop_loss()
-            self._unclaimed = [*self._unclaimed[-15:], loss.detach()]
+            self._unclaimed = [*self._unclaimed[-15:], local(loss.detach())]
 
     @property
     def backwards(self) -> int:
