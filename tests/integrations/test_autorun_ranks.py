@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from nanproof.records import read_incidents
@@ -14,11 +15,13 @@ from nanproof.records import read_incidents
 SCRIPT = str(Path(__file__).parent / "scripts" / "two_ranks.py")
 
 
-def test_two_ranks_under_torchrun(tmp_path):
-    """DistributedDataParallel, and loaders with workers: both ranks refuse the step that was bad on one, and rank 0 tells."""
+@pytest.mark.parametrize("kind", ["ddp", "shard"])
+def test_two_ranks_under_torchrun(tmp_path, kind):
+    """DistributedDataParallel and fully_shard, and loaders with workers: both ranks refuse the step that was bad on one of them;
+    rank 0 tells which, and which sample it was."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanproof", "run"]
     done = subprocess.run(
-        [*launch, "--run-dir", "records", SCRIPT, "out", "27"],
+        [*launch, "--run-dir", "records", SCRIPT, kind, "out", "27"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -28,5 +31,8 @@ def test_two_ranks_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(tmp_path / f"out-{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) and bool(torch.isfinite(first[name]).all()) for name in first)
-    assert [(i.step, i.rank) for i in read_incidents(tmp_path / "records")] == [(3, 1)]
+    (incident,) = read_incidents(tmp_path / "records")
+    assert (incident.step, incident.rank) == (3, 1)
+    assert incident.diagnosis.cause == "one-rank-nonfinite" and incident.diagnosis.samples == (1,)
+    assert "body.0.weight" in dict(incident.culprits)
     assert done.stderr.count("8 steps, 1 refused") == 1

@@ -64,6 +64,8 @@ class Session:
         self._all: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.backwards = 0
         """So far."""
+        self.last_loss: Any = None
+        """Of a backward at which nothing was guarded yet."""
         self._open = True
         self._away = 0
         self._process = os.getpid()
@@ -118,7 +120,7 @@ class Session:
     def _every(self) -> list[Watched]:
         return sorted((_of(optimizer) for optimizer in self._all), key=lambda watched: watched.number)
 
-    def start(self, watched: Watched) -> None:
+    def start(self, watched: Watched, at_step: bool = False) -> None:
         """Guard it from now on, if it can be."""
         if watched.guard is not None or watched.left_alone:
             return
@@ -127,7 +129,7 @@ class Session:
         if run_dir is not None and count:
             run_dir = run_dir / f"optimizer-{count + 1}"
         try:
-            watched.start(self.options.policy, run_dir, self.options.optimizer)
+            watched.start(self.options.policy, run_dir, self.options.optimizer, self.last_loss if at_step else None)
         except Exception as error:
             watched.leave_alone(f"{type(error).__name__}: {error}")
         watched.reached = self.backwards

@@ -89,7 +89,9 @@ def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., A
         began = time.perf_counter()
         taking = Taking(self, args, kwargs)
         taking.evaluate()
-        session.start(watched)
+        starting = time.perf_counter()
+        session.start(watched, at_step=True)
+        taking.others += time.perf_counter() - starting
         if watched.guard is None or not any(p.grad is not None for group in self.param_groups for p in group["params"]):
             return taking.really(step, self)
         others = [other for other in session.guarded() if other is not watched]
@@ -118,7 +120,7 @@ class Taking:
         self._closure: Any = kwargs.get("closure", args[0] if args else None)
         self.result: Any = None
         self.others = 0.0
-        """Seconds in the closure and in the optimizer."""
+        """Seconds in the closure, in the optimizer, and in looking for the model."""
         self._seen: list[tuple[Any, int]] = []
         self._stepped = False
         """Once it has: what comes then are steps that were held, whose gradients are there."""
@@ -164,6 +166,8 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
         watching = session.at_backward()
         loss = _loss(tensors, grad_tensors) if watching else None
         if loss is None:
+            if session.guarding and isinstance(tensors, Tensor) and tensors.numel() == 1:
+                session.last_loss = tensors.detach()
             return original(tensors, grad_tensors, *args, **kwargs)
         began = time.perf_counter()
         active, dormant = session.sorted_out(watching)

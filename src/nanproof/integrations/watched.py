@@ -103,8 +103,8 @@ class Watched:
 
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
-    def start(self, policy: Policy, run_dir: Path | None, fused: str) -> None:
-        """Look for the model and put the guard around it; once."""
+    def start(self, policy: Policy, run_dir: Path | None, fused: str, loss: Tensor | None) -> None:
+        """Look for the model and put the guard around it; once. `loss`: it is at a step already, and this was the last."""
         optimizer = self.optimizer
         if self.guard is not None or self.left_alone or not getattr(optimizer, "param_groups", None):
             return
@@ -118,6 +118,8 @@ class Watched:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(p.requires_grad for p in parameters):
             return
+        if loss is None and any(is_dtensor(p) for p in parameters):
+            return  # during backward, modules under fully_shard hold other tensors
         model = model_of(optimizer)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _together(model, parameters):
             self.leave_alone(
@@ -137,6 +139,7 @@ class Watched:
         except NanproofError as error:
             self.leave_alone(str(error))
             return
+        self._unclaimed = [] if loss is None else [local(loss)]
         weakref.finalize(guard, guard._journal.close)
         self.guard, self.tally.guarded = guard, True
         self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
@@ -306,7 +309,8 @@ class Watched:
         if bad and not self._again and len(self.tally.notes) < _NOTES:
             looked = bad_inputs(self._calls)
             note = f"step {step} cannot be run again to explain it: its loss is not the model's own output"
-            self.tally.notes.append(note + (f"; {looked}" if looked else ""))
+            here = f"; on rank {guard._ranks.rank} " if guard._ranks.several else "; "
+            self.tally.notes.append(note + (here + looked if looked else ""))
         if bad or len(guard.incidents) > incidents:
             self._spent = time.perf_counter() - began
 
