@@ -135,11 +135,6 @@ class Stepper:
         """Whether one of the losses since the last step is non-finite. Waits: for failures."""
         return any(not bool(torch.isfinite(loss).all()) for loss in self._losses)
 
-    def forget_losses(self) -> None:
-        """What was noted of backwards since the last step is of no interest."""
-        self._losses = []
-        self._probes.clear()
-
     @property
     def backwards(self) -> int:
         """Backwards that reached the watched gradient since the last step."""
@@ -303,6 +298,11 @@ class Stepper:
     def _weight_keeper(self) -> WeightKeeper | None:
         weights, choice = self.parameters.tensors, self.policy.half_weights
         return WeightKeeper.of(weights, self.optimizer, self.path.on_device, choice, self.ranks)
+
+    def forget_losses(self) -> None:
+        """The backwards so far will not be stepped on."""
+        self._losses = []
+        self._probes.clear()
 
     def forget_probes(self) -> None:
         """What replays left behind."""

@@ -37,7 +37,7 @@ def restore_attributes(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> 
                 with torch.no_grad():
                     value.detach_() if value.grad_fn is not None else None
                     value.copy_(content[1])
-        elif content is not None and (isinstance(value, deque) or value != content):
+        elif content is not None:  # not only if it differs: containers of tensors cannot be compared
             _refill(value, content)
 
 

@@ -163,11 +163,11 @@ class LoopGuard(Guard):
             self._next -= 1
             self._runner.give_up()
 
-    def pass_over(self) -> None:
-        """The loop itself does not take the step that began: a GradScaler looks for its scale. The step counts; buffers and
-        gradients are the loop's business."""
+    def withdraw(self, counts: bool = False) -> None:
+        """The loop takes no step after all; gradients and buffers stay as they are. `counts`: it counts one all the same."""
         if self._open is not None:
             self._open = None
+            self._next -= not counts
             self._stepper.forget_losses()
 
     def raised(self, error: BaseException) -> None:
@@ -180,9 +180,14 @@ class LoopGuard(Guard):
             self.abandon()
 
     def sync(self) -> None:
-        """As of `Guard`."""
+        """As of `Guard`. Between the micro-batches of a step it does not wait: running held steps would clear the gradients."""
         self.finish()
-        super().sync()
+        if self._open is None:
+            super().sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `Guard`; a step that has begun does not count."""
+        return {**super().state_dict(), "step": self._next - self.open}
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused

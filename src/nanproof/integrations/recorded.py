@@ -4,19 +4,28 @@ A raw loop calls its model as it likes and gives backward a loss. Where that los
 its `loss`, one of its items), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
 batch, and calling the model again is the loss function. Where the loss was made of something else, that is said, and the step
 cannot be run again.
+
+Whether that is so may differ from rank to rank, where a loss is put together from what a batch happens to hold. Ranks must not
+differ in what they do: one that runs a step again waits for the others. `RecordedLoopGuard` asks them, once a step was refused.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.attempts import Attempt
+from nanproof.core.stepper import Report
+from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
-from nanproof.integrations.loop import UNKNOWN
+from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof.policy import Policy
+from nanproof.records import StepRecord
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
@@ -129,6 +138,40 @@ def _nothing(*_: Any) -> None:
 
 def _no_hook() -> Any:
     return _nothing
+
+
+class RecordedLoopGuard(LoopGuard):
+    """A guard whose batches come from a recorder. On several ranks a step counts as one that cannot be run again until it was
+    refused and every rank says that it can. Where verdicts come late (CUDA) it is too late by then: steps behind the bad one were
+    taken. There, and with a loss scale, several ranks get names and no cause; `Policy(lag=0)` reads verdicts at once."""
+
+    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+        super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self._aside: list[Any] = []
+        """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
+
+    @property
+    def replayable(self) -> bool:
+        if not self._ranks.together:
+            return super().replayable
+        return bool(self._aside) and not self._stepper.lag and all(batch is not UNKNOWN for batch in self._aside)
+
+    def micro_batch(self, batch: Any) -> None:
+        if not (self.started and self._ranks.together):
+            super().micro_batch(batch)
+            return
+        if not self.open:
+            self.finish()
+            self._aside = []
+        self._aside.append(batch)
+        super().micro_batch(UNKNOWN)
+
+    def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
+        if self._ranks.together and attempt.batches is None and not self._stepper.lag and self._stepper.scale is None:
+            known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
+            if all(said[0] for said in self._ranks.gather([known]).values()):
+                attempt.batches = tuple(self._aside)
+        super()._refuse(attempt, report, reading, record)
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:

@@ -11,8 +11,8 @@ TESTED = {
     "transformers": ("5.10", "6"),
     "trl": ("1.10", "2"),
     "accelerate": ("1.10", "2"),
-    "lightning": ("2.5", "3"),
-    "pytorch-lightning": ("2.5", "3"),
+    "lightning": ("2.4", "3"),
+    "pytorch-lightning": ("2.4", "3"),
     "deepspeed": ("0.18", "1"),
 }
 """From this version on, and below that one."""

@@ -25,9 +25,9 @@ from nanproof.core.parameters import is_dtensor, local
 from nanproof.core.stepper import Clipped, guarded
 from nanproof.errors import NanproofError
 from nanproof.integrations.inputs import bad_inputs
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof.integrations.loop import UNKNOWN
 from nanproof.integrations.owners import called, model_of
-from nanproof.integrations.recorded import Hook, RootRecorder
+from nanproof.integrations.recorded import Hook, RecordedLoopGuard, RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
 
@@ -78,7 +78,7 @@ class Watched:
         self._optimizer = weakref.ref(optimizer)
         self._say, self._inside = say, inside
         self.tally = Tally(type(optimizer).__name__)
-        self.guard: LoopGuard | None = None
+        self.guard: RecordedLoopGuard | None = None
         self.left_alone = False
         self._recorders: list[RootRecorder] = []
         self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -129,7 +129,7 @@ class Watched:
             return
         if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
             policy = replace(policy, switch_to_fused=False)
-        guard = LoopGuard(policy=policy, run_dir=run_dir)
+        guard = RecordedLoopGuard(policy=policy, run_dir=run_dir)
         roots = called(model)
         # Not on a compiled model itself: hooks become part of what is compiled.
         self._recorders = [RootRecorder(root, self._begin) for root in roots if "_orig_mod" not in root._modules]
@@ -296,9 +296,9 @@ class Watched:
             return
         self.tally.overflows += 1
         self._norms, self._max_norm, self._unclaimed = {}, None, []
-        guard.pass_over()
+        guard.withdraw(counts=True)
 
-    def _finish(self, guard: LoopGuard) -> None:
+    def _finish(self, guard: RecordedLoopGuard) -> None:
         """Deal with the verdict. What a refused step is examined with must not show: random numbers and gradients are the
         script's, whose next batch may have been drawn already, and whose other optimizers have still to step."""
         began, incidents = time.perf_counter(), len(guard.incidents)
@@ -315,7 +315,7 @@ class Watched:
             self._spent = time.perf_counter() - began
 
     @contextmanager
-    def _unseen(self, guard: LoopGuard) -> Iterator[None]:
+    def _unseen(self, guard: RecordedLoopGuard) -> Iterator[None]:
         random = RandomState.now(guard._runner.devices)
         holders = {id(p): p for p in (*guard.model.parameters(), *guard._stepper.parameters.tensors)}
         gradients = [(p, p.grad) for p in holders.values()]
@@ -354,7 +354,7 @@ class Watched:
                 norms[place] = norm
         return Clipped(torch.stack(norms), self._max_norm)
 
-    def _prepare_to_hold(self, guard: LoopGuard) -> None:
+    def _prepare_to_hold(self, guard: RecordedLoopGuard) -> None:
         """Where verdicts come late, a step may be held and taken again by the guard: then it has to be clipped as the script
         does. What else the script does to gradients cannot be done again, so such a step is judged by itself."""
         stepper = guard._stepper
