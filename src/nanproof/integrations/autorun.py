@@ -28,7 +28,7 @@ from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations.imports import AfterImport, Then
 from nanproof.integrations.session import Options, Session
 from nanproof.integrations.summary import Summary, summary_of
-from nanproof.integrations.trainers import TRAINERS, follow
+from nanproof.integrations.trainers import ENGINES, TRAINERS, follow, follow_engine
 
 
 def autorun(script: str, args: Sequence[str], *, module: bool, options: Options) -> tuple[int | str | None, Summary]:
@@ -45,6 +45,8 @@ def autorun(script: str, args: Sequence[str], *, module: bool, options: Options)
     then: dict[str, Then] = {"torch": change_torch}
     for name in TRAINERS:
         then[name] = follow(session, name)
+    for name in ENGINES:
+        then[name] = follow_engine(session, name)
     finder = AfterImport(then)
     run = _prepared(script, args, module)
     finder.install()

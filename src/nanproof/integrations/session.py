@@ -167,6 +167,11 @@ class Session:
                 watched.close(error)
             except Exception as failure:
                 self.say(f"while closing the guard of {watched.tally.name}: {failure!r}")
+        for name, guard in self.trainers:
+            try:
+                guard.__exit__(None if error is None else type(error), error, None)
+            except Exception as failure:
+                self.say(f"while closing the guard of {name}: {failure!r}")
         self._open = False
 
     def say(self, text: str) -> None:

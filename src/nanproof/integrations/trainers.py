@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from nanproof.errors import NanproofError
+from nanproof.integrations import automatic
 from nanproof.integrations.session import Session
 
 TRAINERS = {
@@ -22,6 +23,45 @@ TRAINERS = {
     "pytorch_lightning.trainer.trainer": ("Trainer", "fit"),
 }
 """The module, the class in it, and the method that trains."""
+
+
+ENGINES = {"deepspeed.runtime.engine": ("DeepSpeedEngine", ("backward", "step"))}
+"""Who takes steps in a way of its own, called by a loop of the script: protected as soon as it is made."""
+
+
+def follow_engine(session: Session, name: str) -> Callable[[ModuleType], None]:
+    """What to do once the module of an engine is imported."""
+    kind_name, methods = ENGINES[name]
+
+    def change(module: ModuleType) -> None:
+        kind: Any = getattr(module, kind_name, None)
+        if kind is None:
+            return
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            if session.guarding and type(self) is kind and _protect(session, self):
+                automatic[self] = session.trainers[-1][1]
+
+        kind.__init__ = made
+        for method in methods:
+            setattr(kind, method, _away(session, getattr(kind, method)))
+
+    return change
+
+
+def _away(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Its optimizers are no business of the generic patches, guarded or not: they hold parts of parameters that differ from rank
+    to rank."""
+
+    @functools.wraps(original)
+    def undisturbed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with session.away():
+            return original(self, *args, **kwargs)
+
+    return undisturbed
 
 
 def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
@@ -72,7 +112,7 @@ def _protect(session: Session, trainer: Any) -> bool:
 
             session.tallies.append(Tally(type(trainer).__name__, path="the script guards it itself"))
             return True
-        session.say_once(f"{type(trainer).__name__} is watched as a plain loop: {error}")
+        session.say_once(f"{type(trainer).__name__} has no adapter of its own here: {error}")
         return False
     session.trainers.append((type(trainer).__name__, guard))
     return True
