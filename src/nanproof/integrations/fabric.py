@@ -21,7 +21,7 @@ from nanproof.integrations.lightning_replay import without_trace
 from nanproof.integrations.lightning_seam import KNOWN_STEPS, check_package, refuse_arguments, refuse_value_clipping
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
-from nanproof.integrations.recorded import RootRecorder
+from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder
 from nanproof.policy import Policy
 
 
@@ -61,7 +61,7 @@ def protect_fabric(
     return guard
 
 
-class FabricGuard(LoopGuard):
+class FabricGuard(RecordedLoopGuard):
     """A guard that one Fabric tells of everything."""
 
     def __init__(self, fabric: Any, max_norm: Any, **settings: Any) -> None:

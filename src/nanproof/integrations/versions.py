@@ -13,7 +13,7 @@ TESTED = {
     "accelerate": ("1.10", "2"),
     "lightning": ("2.4", "3"),
     "pytorch-lightning": ("2.4", "3"),
-    "deepspeed": ("0.18", "1"),
+    "deepspeed": ("0.19", "1"),
 }
 """From this version on, and below that one."""
 
