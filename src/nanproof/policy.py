@@ -62,6 +62,10 @@ class Policy:
     if the step made any of them non-finite; "look" only reports. "auto" restores, except over bf16 weights under a
     fused optimizer, whose fp32 arithmetic cannot overflow on finite gradients: there it only looks, and saves the copy."""
 
+    switch_to_fused: bool = True
+    """Switch Adam, AdamW, SGD or Adagrad with neither `fused` nor `foreach` set to the fused form, which refuses a step without a
+    host read and differs from the others in the last digit. False keeps the form it has."""
+
     lag: int | None = None
     """Steps between a verdict on the device and its record on the host. None: 0 on CPU, 2 on CUDA."""
 
@@ -113,7 +117,7 @@ class Policy:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
             raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
-        for name in ("heal", "salvage"):
+        for name in ("heal", "salvage", "switch_to_fused"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Policy({name}={getattr(self, name)!r}): True or False is needed")
         if self.heal and self.diagnose == "never":

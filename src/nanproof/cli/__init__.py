@@ -10,6 +10,7 @@ from nanproof import __version__
 from nanproof.cli.check import check
 from nanproof.cli.demo import demo
 from nanproof.cli.replay import replay
+from nanproof.cli.run import run
 from nanproof.cli.scan import scan
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -17,6 +18,7 @@ app.command()(demo)
 app.command()(check)
 app.command()(replay)
 app.command()(scan)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def _version(asked: bool) -> None:

@@ -112,8 +112,8 @@ class HostPath:
         pass
 
 
-def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) -> DevicePath | HostPath:
-    """The device path where it is exact; switches an optimizer whose user left `fused` and `foreach` unset to fused."""
+def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer, switch: bool = True) -> DevicePath | HostPath:
+    """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused."""
     if _fused_is_wrong(optimizer, asked=True):
         for group in (*optimizer.param_groups, optimizer.defaults):
             group["fused"] = False
@@ -126,6 +126,8 @@ def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer) 
         return HostPath(optimizer, why)
     if all(group["fused"] for group in optimizer.param_groups):
         return DevicePath(optimizer, "")
+    if not switch:
+        return HostPath(optimizer, f"{type(optimizer).__name__} is kept as it is (switch_to_fused=False)")
     return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused")
 
 

@@ -28,6 +28,9 @@ from nanproof.core.verdict import Learned, Reading, Verdict, judge
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
 
+guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have a guard: nobody else should put another one around them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -47,6 +50,16 @@ class Report:
     read: Callable[[], Reading]
 
 
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """What the loop did by itself just before the step: it read the norms of the gradients, and clipped them."""
+
+    norms: Tensor
+    """Of each gradient that is there, in the order of the parameters, before clipping."""
+    max_norm: float | None
+    """What they were clipped to; None where that was not one norm over all of them."""
+
+
 class Stepper:
     """Owns everything on the device: norms, verdict, optimizer path, kept state, running statistics, loss scale."""
 
@@ -64,7 +77,7 @@ class Stepper:
             )
         device, dtype = self.parameters.device, self.parameters.dtype
         self.ranks = Ranks(model, device)
-        self.path = choose_path(model, self.parameters, optimizer)
+        self.path = choose_path(model, self.parameters, optimizer, policy.switch_to_fused)
         self.scale = LossScale(scaler, device) if scaler is not None and scaler.is_enabled() else None
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self.buffers = BufferKeeper(model)
@@ -80,6 +93,9 @@ class Stepper:
         """The watched gradient as the last step left it, and how often it had been written."""
         self.uncleared = False
         """In a loop of the user's own: backward added to the gradients of the step before."""
+        self.clipped: Clipped | None = None
+        """Set before a step whose gradients were clipped already: no second pass over them, and no second clipping."""
+        guarded.add(optimizer)
         self._probe = self._watch_one_gradient()
         self._note_left()
         self._unreduced = self.ranks.unreduced(self.parameters)
@@ -115,13 +131,31 @@ class Stepper:
         self._losses.append(loss.detach().reshape(()))
         return self._seed(loss)
 
+    def loss_is_bad(self) -> bool:
+        """Whether one of the losses since the last step is non-finite. Waits: for failures."""
+        return any(not bool(torch.isfinite(loss).all()) for loss in self._losses)
+
+    @property
+    def backwards(self) -> int:
+        """Backwards that reached the watched gradient since the last step."""
+        return len(self._probes)
+
+    def only_backwards(self, count: int) -> None:
+        """Later backwards were none of the loop's."""
+        while len(self._probes) > count:
+            self._probes.pop()
+
+    def drop_loss(self) -> None:
+        """The backward whose loss was noted last was another optimizer's business."""
+        if self._losses:
+            self._losses.pop()
+
     def _seed(self, loss: Tensor) -> Tensor | None:
         return self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
 
     def forget(self) -> None:
         """Clear gradients and what was noted of backwards since the last step."""
-        self._losses = []
-        self._probes.clear()
+        self.forget_losses()
         self.optimizer.zero_grad()
 
     def step(self, loss: Tensor | None, again: bool) -> Report:
@@ -151,7 +185,9 @@ class Stepper:
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
         gradients = parameters.gradients(present)
-        norms = parameters.norms(gradients, self._kernels)
+        clipped, self.clipped = self.clipped, None
+        norms = parameters.norms(gradients, self._kernels) if clipped is None else clipped.norms
+        max_norm = self.max_norm if clipped is None else clipped.max_norm
         if self._unreduced:
             norms = self.ranks.share_norms(norms, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
@@ -161,7 +197,7 @@ class Stepper:
         latch = self._latch if latching else None
         alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
         if self._kernels is not None and self.scale is None and self.weights is None:
-            verdict = self._kernels.judge(own, norms, also, bad_buffer, alone, self.max_norm, self.stats, skip_spikes, latch)
+            verdict = self._kernels.judge(own, norms, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
         else:
             verdict = judge(
                 own,
@@ -170,19 +206,21 @@ class Stepper:
                 bad_buffer=bad_buffer,
                 loss_decides=alone,
                 scale=None if self.scale is None else self.scale.value(),
-                max_norm=self.max_norm,
+                max_norm=max_norm,
                 stats=self.stats,
                 skip_spikes=skip_spikes,
                 held=None if latch is None else latch > 0,
             )
-        refused, read = self._apply(verdict, gradients)
+        if clipped is not None:
+            verdict = replace(verdict, divisor=None if self.scale is None else self.scale.value().float())
+        refused, read = self._apply(verdict, gradients, clipped is not None)
         self.buffers.settle(refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
         self._note_left()
         return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read)
 
-    def _apply(self, verdict: Verdict, gradients: list[Tensor]) -> tuple[Tensor, Callable[[], Reading]]:
+    def _apply(self, verdict: Verdict, gradients: list[Tensor], clipped: bool) -> tuple[Tensor, Callable[[], Reading]]:
         """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later."""
         keeper, scaled = self.weights, self.scale is not None
         refused = verdict.skip > 0
@@ -198,7 +236,7 @@ class Stepper:
             parcel = self._courier.send(verdict.packed)
             return refused, lambda: Reading.of(parcel(), scaled)
         reading = Reading.of(verdict.packed.tolist(), scaled)
-        self.path.step(reading, gradients)
+        self.path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()
             reading = replace(reading, weights_bad=True)
@@ -247,7 +285,7 @@ class Stepper:
         """Take in the parameters the optimizer has now; no step may be under way."""
         self.path.close()
         self.parameters = Parameters(self.model, self.optimizer)
-        self.path = choose_path(self.model, self.parameters, self.optimizer)
+        self.path = choose_path(self.model, self.parameters, self.optimizer, self.policy.switch_to_fused)
         self.weights = self._weight_keeper()
         self._unreduced = self.ranks.unreduced(self.parameters)
 

@@ -134,7 +134,7 @@ class Case:
                 first = tuple(int(i) for i in torch.nonzero(bad)[0])
                 hit = where_in_batch(bad, samples, length)[0] if tensor.dim() and samples else ()
                 negative = bool((tensor[bad] == -torch.inf).all())
-                found.append(BadTensor(name, count, first, float(tensor[first]), hit, negative))
+                found.append(BadTensor(name, count, first, float(tensor[first].detach()), hit, negative))
         return found
 
     @cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ _ADAPTERS = {
 }
 """The module that defines a class, and who protects its objects."""
 
+automatic: weakref.WeakKeyDictionary[Any, LoopGuard] = weakref.WeakKeyDictionary()
+"""Protected by `nanproof run`, before the script could: if it does so too, it gets that guard."""
+
 
 def protect(
     trainer: Any, *, policy: Policy | None = None, run_dir: str | Path | None = "auto", checkpoints: Any = None
@@ -35,6 +40,9 @@ def protect(
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's own folder if it has one.
         checkpoints: `Checkpoints(folder)`, to go back to when the trainer's own are not enough.
     """
+    with suppress(TypeError):  # what cannot be referred to weakly is no trainer, or none of those
+        if trainer in automatic:
+            return automatic[trainer]
     for kind in type(trainer).__mro__:
         if kind.__module__ in _ADAPTERS:
             name, function = _ADAPTERS[kind.__module__]

@@ -138,6 +138,16 @@ class LoopGuard(Guard):
         assert attempt.report is not None
         return attempt.report.total
 
+    @property
+    def replayable(self) -> bool:
+        """The step that began can be run again, as far as is known."""
+        return self._open is not None and bool(self._open.batches)
+
+    def is_refused(self) -> bool:
+        """Whether the step just taken was refused, where that is known already: not where verdicts come late."""
+        report = None if self._taken is None else self._taken.report
+        return report is not None and not self._stepper.lag and report.read().refused
+
     def finish(self) -> None:
         """After the loop's own business with a step: its schedule, and the verdicts that are due."""
         attempt, self._taken = self._taken, None

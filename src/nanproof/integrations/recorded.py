@@ -1,7 +1,7 @@
 """RootRecorder: what a raw loop gives its model, so that a bad step can be run again although nobody handed over its batch.
 
 A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own output (the output itself,
-its `loss`, its first item), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
+its `loss`, one of its items), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
 batch, and calling the model again is the loss function. Where the loss was made of something else, that is said, and the step
 cannot be run again.
 
@@ -52,19 +52,17 @@ class RootRecorder:
         self._losses: list[tuple[Any, Tensor]] = []
         """What the last call returned that could be its loss, and how to get at it."""
         self._again = False
-        owner = weakref.ref(self)  # functions, not methods: a copy of the model must not copy the recorder with it
+        self.paused = False
+        """Set while another guard runs the model again."""
+        self._hooks = [
+            model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
+            model.register_forward_hook(Hook(self, "_after")),
+        ]
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder = owner()
-            if recorder is not None and recorder._counts(module):
-                recorder._note(module, args, kwargs)
-
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            recorder = owner()
-            if recorder is not None and recorder._counts(module):
-                recorder._losses = list(_candidates(output))
-
-        self._hooks = [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Since the last backward; of many, the last two."""
+        return list(self._calls)
 
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
         """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
@@ -96,18 +94,50 @@ class RootRecorder:
             hook.remove()
         self._calls, self._losses = [], []
 
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._counts(module):
+            self._note(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._counts(module):
+            self._losses = list(_candidates(output))
+
     def _counts(self, module: nn.Module) -> bool:
-        return not self._again and torch.is_grad_enabled() and module is self._model()
+        return not (self._again or self.paused) and torch.is_grad_enabled() and module is self._model()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = {"args": args, "kwargs": dict(kwargs), "loss": None}
         if not self._told:
             self._calls.pop()
-        self._calls.append(batch)
+        self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
         if self._told:
-            self._begin(batch)
+            self._begin(batch if len(self._calls) == 1 else UNKNOWN)
+
+
+class Hook:
+    """A hook of a module: calls a method of its owner, while there is one. A copy of the module, or one that was pickled, gets a
+    hook that does nothing: it is another module."""
+
+    def __init__(self, owner: Any, method: str) -> None:
+        self._owner, self._method = weakref.ref(owner), method
+
+    def __call__(self, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _nothing(*_: Any) -> None:
+    """What a hook becomes in a copy."""
+
+
+def _no_hook() -> Any:
+    return _nothing
 
 
 class RecordedLoopGuard(LoopGuard):
@@ -119,6 +149,12 @@ class RecordedLoopGuard(LoopGuard):
         super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
+
+    @property
+    def replayable(self) -> bool:
+        if not self._ranks.together:
+            return super().replayable
+        return bool(self._aside) and not self._stepper.lag and all(batch is not UNKNOWN for batch in self._aside)
 
     def micro_batch(self, batch: Any) -> None:
         if not (self.started and self._ranks.together):
@@ -159,8 +195,8 @@ def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:
         found.append(("loss", output.get("loss")))
     else:
         found.append((".loss", getattr(output, "loss", None)))
-        if isinstance(output, (tuple, list)) and output:
-            found.append((0, output[0]))
+        if isinstance(output, (tuple, list)):
+            found += enumerate(output)
     for where, value in found:
         if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
             yield where, value

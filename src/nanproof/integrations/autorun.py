@@ -1,0 +1,113 @@
+"""`nanproof run`: somebody's training script, unchanged, protected.
+
+While the script runs, torch is changed underneath it (torch_patches.py): every optimizer gets a guard with the first backward,
+and a step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is
+imported that the script does not import; nothing is written where no folder was named.
+
+What users may expect of an unchanged script: while nothing is wrong, its weights are those of a run without nanproof. On CPU
+they are so to the last bit: the optimizer keeps the form it has, and clipping is torch's own arithmetic. On CUDA an optimizer
+that was left to choose its form is switched to fused, as `Guard` does, which costs no host read and differs by a rounding error
+an update (below 2e-7 of the update's size); `optimizer="own"` keeps it there too, at one host read a step.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import runpy
+import sys
+import time
+import types
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+from nanproof.errors import TrainingHalted, UsageError
+from nanproof.integrations.imports import AfterImport, Then
+from nanproof.integrations.session import Options, Session
+from nanproof.integrations.summary import Summary, summary_of
+from nanproof.integrations.trainers import ENGINES, TRAINERS, follow, follow_engine
+
+
+def autorun(script: str, args: Sequence[str], *, module: bool, options: Options) -> tuple[int | str | None, Summary]:
+    """Run a script (or, with `module`, what `python -m` would) as Python does, protected. Returns its exit status, which may be
+    what `sys.exit` was called with, and what happened."""
+    session = Session(options)
+    undo: list[Callable[[], None]] = []
+
+    def change_torch(_: types.ModuleType) -> None:
+        from nanproof.integrations.torch_patches import install
+
+        undo.append(install(session))
+
+    then: dict[str, Then] = {"torch": change_torch}
+    for name in TRAINERS:
+        then[name] = follow(session, name)
+    for name in ENGINES:
+        then[name] = follow_engine(session, name)
+    finder = AfterImport(then)
+    run = _prepared(script, args, module)
+    finder.install()
+    began = time.perf_counter()
+    error: BaseException | None = None
+    status: int | str | None = None
+    try:
+        run()
+    except SystemExit as exit:
+        error, status = exit, exit.code
+    except BaseException as raised:
+        error, status = raised, _told(raised)
+    if not session.mine:  # a fork of the script that came back here
+        sys.stdout.flush()
+        os._exit(status if isinstance(status, int) else 0 if status is None else 1)
+    session.close(error)
+    finder.remove()
+    for put_back in undo:
+        put_back()
+    return status, summary_of(session, " ".join([script, *args]), time.perf_counter() - began, error)
+
+
+def _prepared(script: str, args: Sequence[str], module: bool) -> Callable[[], object]:
+    """`sys.argv`, `sys.path[0]` and `__main__` as Python sets them."""
+    safe = getattr(sys.flags, "safe_path", False)
+    if module:
+        sys.argv = [script, *args]
+        if not safe:
+            sys.path[0] = os.getcwd()
+        return lambda: runpy.run_module(script, run_name="__main__", alter_sys=True)
+    if not os.path.exists(script):
+        raise UsageError(f"there is no file {script}. Name the script after the options, or a module with -m")
+    sys.argv = [script, *args]
+    if os.path.isdir(script) or (not script.endswith((".py", ".pyw")) and zipfile.is_zipfile(script)):
+        return lambda: runpy.run_path(script, run_name="__main__")
+    if not safe:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    return lambda: _run_file(os.path.abspath(script))
+
+
+def _run_file(path: str) -> None:
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=path, __builtins__=builtins, __cached__=None, __package__=None, __loader__=SourceFileLoader("__main__", path)
+    )
+    with io.open_code(path) as file:
+        source = file.read()
+    sys.modules["__main__"] = main  # and it stays: threads and exit handlers of the script may look there
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _told(error: BaseException) -> int:
+    """Print what Python would have printed, without the frames of the way here; returns the exit status."""
+    if isinstance(error, TrainingHalted):
+        sys.stdout.flush()
+        print(f"nanproof: training was halted: {error}", file=sys.stderr, flush=True)
+        return 1
+    trace = error.__traceback__
+    here = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next
+    sys.stdout.flush()
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1

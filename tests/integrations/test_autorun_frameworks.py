@@ -1,0 +1,83 @@
+"""`nanproof run` on scripts of Lightning and DeepSpeed that know nothing of it: their own adapters are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+MODEL = """
+import math, os, sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+x = torch.randn(32, 6)
+y = x.sum(dim=1, keepdim=True)
+x[21] = math.nan
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+"""
+
+LIGHTNING = """
+import lightning.pytorch as pl
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, index):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), data)
+"""
+
+DEEPSPEED = """
+import deepspeed
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, y):
+        return (self.net(x) - y).square().mean()
+
+model = Module()
+config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2), config=config)
+for batch in data:
+    engine.backward(engine(*batch))
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "script", "name"),
+    [
+        ("lightning", LIGHTNING, "Trainer"),
+        pytest.param("deepspeed", DEEPSPEED, "DeepSpeedEngine", marks=pytest.mark.slow),
+    ],
+)
+def test_the_adapter_is_used(tmp_path, package, script, name):
+    """One guard, the adapter's; the step of the bad sample is refused and explained, and the weights stay finite."""
+    pytest.importorskip(package)
+    check = "\nassert all(bool(torch.isfinite(p).all()) for p in net.parameters())\n"
+    (tmp_path / "script.py").write_text(MODEL + script + check)
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29781"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(one_rank if package == "deepspeed" else {})}
+    run = [sys.executable, "-m", "nanproof", "run", "--json", "--run-dir", "records", "script.py"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (one,) = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
+    assert (one["name"], one["guarded"], one["steps"], one["refused"]) == (name, True, 8, 1)
+    (incident,) = one["incidents"]
+    assert incident["step"] == 5 and incident["diagnosis"]["cause"] == "nonfinite-batch"
+    assert (tmp_path / "records" / "incidents.jsonl").exists()

@@ -1,0 +1,98 @@
+"""`nanproof run` on scripts that do what scripts do: losses of their own, copies, pickles, sweeps, recomputed activations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SWEEP = """
+import gc, math, weakref
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 12), nn.Linear(12, 1)
+
+    def forward(self, x, y):
+        hidden = checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=True)
+        return (self.head(hidden) - y).square().mean()
+
+
+alive = []
+for run in range(3):
+    torch.manual_seed(run)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    alive += [weakref.ref(model), weakref.ref(optimizer)]
+    for step in range(70):
+        x = torch.randn(8, 6)
+        y = x.sum(dim=1, keepdim=True)
+        if step == 65:
+            x[2] = math.nan
+        optimizer.zero_grad()
+        loss = model(x.requires_grad_(), y)
+        loss.backward()
+        optimizer.step()
+del model, optimizer, loss
+gc.collect()
+print(sum(reference() is not None for reference in alive))
+"""
+
+
+def protected(*args: str, cwd: Path) -> tuple[str, list[dict]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    run = [sys.executable, "-m", "nanproof", "run", "--json", *args]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
+
+
+def test_a_sweep_leaves_nothing_behind(tmp_path):
+    """One model after the other: each has its guard, its records and its explanation, and goes when the script lets go of it. The
+    backward inside a recomputed block is part of the one around it."""
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    said, guarded = protected("--run-dir", "records", "sweep.py", cwd=tmp_path)
+    assert said == "0\n"
+    assert [(one["steps"], one["refused"]) for one in guarded] == [(70, 1)] * 3
+    for one in guarded:
+        incident = next(i for i in one["incidents"] if i["kind"] == "nonfinite-loss")
+        assert incident["step"] == 65 and incident["micro_batch"] is None
+        assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [2]
+    folders = [tmp_path / "records", *(tmp_path / "records" / f"optimizer-{i}" for i in (2, 3))]
+    assert all(len((folder / "steps.jsonl").read_text().splitlines()) == 71 for folder in folders)
+
+
+def test_a_loss_of_the_scripts_own(tmp_path):
+    """Outside of the model it cannot be computed again; what the model was called with is looked at instead. And the script may
+    copy and pickle what it likes."""
+    script = tmp_path / "own_loss.py"
+    script.write_text(
+        "import copy, math, torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for step in range(6):\n"
+        "    x, y = torch.randn(4, 3), torch.randn(4, 1)\n"
+        "    if step == 2: x[1, 0] = math.inf\n"
+        "    if step == 4: y[3] = math.nan\n"
+        "    optimizer.zero_grad()\n"
+        "    torch.nn.functional.mse_loss(model(x), y).backward()\n"
+        "    optimizer.step()\n"
+        "    twin, other = copy.deepcopy(model), copy.deepcopy(optimizer)\n"
+        "    torch.save(model, 'model.pt')\n"
+        "    twin(x).sum().backward()\n"
+        "print(bool(torch.isfinite(model.weight).all()))\n"
+    )
+    said, (one, *copies) = protected(str(script), cwd=tmp_path)
+    assert all(copy["steps"] == 0 for copy in copies)
+    assert said == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
+    assert [note.rpartition("; ")[2] for note in one["notes"]] == [
+        "the model was called with non-finite numbers: args[0], sample 1",
+        "the model was called with finite numbers only",
+    ]
