@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import random
 import statistics
 import tempfile
@@ -33,20 +34,19 @@ MODELS = {
 
 
 class Clock(TrainerCallback):
-    """Seconds between two steps of a run; and, on CUDA, how often the host waited in the steps behind them."""
+    """The median time of a step in the middle of a run (the Trainer itself waits for the device in every one); and, on CUDA, how
+    often the host waited in the steps behind them."""
 
     def __init__(self, first: int, last: int, count_syncs: bool) -> None:
         self._first, self._last, self._count = first, last, count_syncs
-        self.seconds = 0.0
+        self._ends: list[float] = []
         self.syncs: list[str] = []
         self._caught: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step
-        if step in (self._first, self._last):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.seconds
+        if self._first <= step <= self._last:
+            self._ends.append(time.perf_counter())
         if self._count and step == self._last:
             self._caught = warnings.catch_warnings(record=True)
             self._seen = self._caught.__enter__()
@@ -56,6 +56,10 @@ class Clock(TrainerCallback):
             torch.cuda.set_sync_debug_mode("default")
             self._caught.__exit__(None, None, None)
             self.syncs = [f"{Path(w.filename).name}:{w.lineno}" for w in self._seen if "synchroniz" in str(w.message)]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(b - a for a, b in itertools.pairwise(self._ends))
 
 
 def rows(count: int, length: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -97,7 +101,7 @@ def compare(size: str, batch: int, length: int, accumulation: int, rounds: int, 
         for name in now:
             clock = one_run(name, model, data, batch, accumulation, steps, torch.cuda.is_available() and round_ == 0)
             if round_:
-                times[name].append(clock.seconds / (steps - steps // 3))
+                times[name].append(clock.seconds)
             else:
                 syncs[name] = clock.syncs
     found = {}
@@ -129,8 +133,9 @@ def main() -> None:
     for size in ("small", "271 M") if cuda and not options.small_only else ("small",):
         for accumulation in (1, 4):
             batch, length = (8, 1024) if size != "small" else (8, 256) if cuda else (4, 32)
-            steps = 30 if size == "small" else 18
-            found = compare(size, batch, length, accumulation, options.rounds, steps)
+            steps = 45 if size == "small" else 18
+            rounds = options.rounds if size == "small" else (options.rounds + 1) // 2
+            found = compare(size, batch, length, accumulation, rounds, steps)
             name = f"{size}, accumulation {accumulation}"
             results[name] = found
             print(

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import nanproof
+from toys import syncs_raise
 
 pytestmark = pytest.mark.gpu
 
@@ -84,11 +85,8 @@ def test_healthy_steps_do_not_wait_for_the_device():
 
     for _ in range(5):
         step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_raise():
         for _ in range(5):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     guard.close()
     assert guard.incidents == [] and len(guard.history) == 10

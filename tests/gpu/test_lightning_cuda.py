@@ -20,6 +20,7 @@ pytestmark = [
         "ignore:.*LeafSpec.*",
         "ignore:.*Precision 16-mixed is not supported by the model summary.*",
         "ignore:.*TF32.*",
+        "ignore:.*ynchronization debug mode.*",
         "ignore:.*multi-threaded, use of fork.*",
     ),
 ]
