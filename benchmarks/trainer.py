@@ -1,8 +1,8 @@
 """What protection costs in the Trainer of transformers: `python benchmarks/trainer.py --out DIR`, on the CPU or a CUDA device.
 
 Trainers over the same model and data, in alternating rounds: as it comes, protected, and, with --filter-off, bare with its NaN
-filter off. Time is of the steps in the middle of a run, logging not among them. On CUDA the host's waits are counted too, by torch's own
-sync debug mode, over steps without a log.
+filter off. Time is of the steps in the middle of a run, logging not among them. On CUDA the host's waits are counted too, by
+torch's own sync debug mode, over steps without a log.
 """
 
 from __future__ import annotations

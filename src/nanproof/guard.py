@@ -394,7 +394,9 @@ class Guard:
                 self._report(back)
                 return True
         if cap:
-            self._halt(incident, cap)
+            where = "" if self._recovery.on else ": Policy(snapshot_every=...) or Checkpoints(...) keep some"
+            nowhere = f", and there was no good state to go back to{where}" if may_go_back and not broken else ""
+            self._halt(incident, cap + nowhere)
         self._report(incident)
         return False
 

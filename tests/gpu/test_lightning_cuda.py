@@ -97,12 +97,11 @@ def test_the_run_that_never_saw_the_bad_batch(precision, accumulate, every):
     assert rate == other
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_healthy_run_is_lightnings_own_and_never_waits(precision):
-    """Weights to 1e-6; from the fifth batch on, nothing between the forward and the end of the batch waits for the device. A step
-    that overflows while fp16's scale finds its size is looked at, which waits."""
-    strict_from = None if precision == "16-mixed" else 4
-    weights, guard, rate = fit(samples(bad=False), precision=precision, max_epochs=1, strict_from=strict_from)
+    """Weights to 1e-6; from the fifth batch on, nothing between the forward and the end of the batch waits for the device. (fp16
+    is another matter: while its scale finds its size steps are refused, and Lightning's own schedule does not wait for them.)"""
+    weights, guard, rate = fit(samples(bad=False), precision=precision, max_epochs=1, strict_from=4)
     plain, _, other = fit(samples(bad=False), precision=precision, max_epochs=1, protect=False)
     assert not guard.incidents and rate == other
     tolerance = 1e-6 if precision == "32-true" else 1e-4

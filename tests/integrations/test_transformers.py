@@ -252,7 +252,7 @@ def test_a_run_of_bad_batches_ends(tmp_path):
     """Skipping is capped: with nothing to go back to, training halts with the diagnosis."""
     trainer = make_trainer(tmp_path, llama(), token_rows(64, range(8, 64)))
     nanproof.protect(trainer, policy=Policy(max_consecutive_skips=3))
-    with pytest.raises(TrainingHalted, match="no-supervised-targets"):
+    with pytest.raises(TrainingHalted, match=r"no good state to go back to.*snapshot_every.*no-supervised-targets"):
         trainer.train()
     assert all_finite(trainer.model)
 
@@ -318,6 +318,34 @@ def test_resuming_passes_over_broken_and_suspect_checkpoints(tmp_path, caplog):
     again.train(resume_from_checkpoint=True)
     assert guard.history[0].step == 6
     assert "checkpoint-12" in caplog.text and "head.weight" in caplog.text and "checkpoint-9" in caplog.text
+
+
+def test_a_refused_step_taints_no_checkpoint(tmp_path):
+    """A sample that overflows a BatchNorm's statistics: the buffers were put back, so what was saved before it stays good."""
+    rows = feature_rows(160, {93: 1e30})
+    trainer = make_trainer(tmp_path, Regression(), rows, save_strategy="steps", save_steps=10)
+    guard = nanproof.protect(trainer)
+    trainer.train()
+    assert [i.step for i in guard.incidents] == [23] and all_finite(trainer.model)
+    marks = {path.name: json.loads((path / "nanproof.json").read_text())["state"] for path in tmp_path.glob("checkpoint-*")}
+    assert marks == {
+        "checkpoint-10": "good",
+        "checkpoint-20": "candidate",
+        "checkpoint-30": "candidate",
+        "checkpoint-40": "candidate",
+    }
+
+
+def test_counts_go_on_when_a_run_is_resumed(tmp_path):
+    """`nanproof/skipped` in the log of a resumed run begins where the first one stopped."""
+    rows = feature_rows(48, {5: math.nan})
+    first = make_trainer(tmp_path, Regression(), rows, max_steps=6, save_strategy="steps", save_steps=6)
+    nanproof.protect(first)
+    first.train()
+    second = make_trainer(tmp_path, Regression(), rows, max_steps=12)
+    nanproof.protect(second)
+    second.train(resume_from_checkpoint=True)
+    assert [e["nanproof/skipped"] for e in second.state.log_history if "loss" in e] == [0] + [1] * 11
 
 
 def test_seq2seq(tmp_path):
@@ -441,6 +469,12 @@ def test_what_is_no_trainer_is_refused():
     """The error says what can be protected, and what to use instead."""
     with pytest.raises(UsageError, match=r"protect\(Linear\).*nanproof.Guard"):
         nanproof.protect(torch.nn.Linear(1, 1))
+
+
+def test_a_policy_of_another_kind_is_refused(tmp_path):
+    """Said at once, by name."""
+    with pytest.raises(UsageError, match=r"a nanproof\.Policy is needed, not str"):
+        nanproof.protect(make_trainer(tmp_path, Regression(), feature_rows(8)), policy="skip")
 
 
 def test_another_version_is_warned_of_once(monkeypatch, caplog):

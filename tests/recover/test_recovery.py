@@ -283,6 +283,19 @@ def test_without_a_wrapped_loader_the_data_goes_on():
     assert seen[22:26] == [23, 20, 21, 22] and len(seen) == 60
 
 
+@pytest.mark.parametrize("every", [1, 2, 5, 10])
+def test_copies_are_not_pushed_out_while_the_run_stands_still(every):
+    """Many bad batches in a row: however often copies are made, one from before them is there to go back to."""
+    data = [(x, y) for x, y in loader(Rows(count=400))]
+    for batch in data[20:32]:
+        batch[0][:] = math.nan
+    guard = made(policy={"snapshot_every": every, "max_consecutive_skips": 9})
+    with guard:
+        for batch in data:
+            guard.train_step(batch)
+    assert [i.action for i in guard.incidents].count("rewound") == 1
+
+
 def test_snapshots_cost_no_step_and_change_nothing():
     """A run that keeps copies is bit for bit the run that does not."""
     plain = made()

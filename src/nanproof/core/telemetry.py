@@ -80,7 +80,7 @@ class Journal:
         except OSError as error:
             self.close()
             raise UsageError(
-                f"Guard(run_dir={str(folder)!r}) cannot be written: {error.strerror}. Choose a folder that can"
+                f"Guard(run_dir={str(folder)!r}) cannot be written: {error.strerror}. Choose one that can be written"
             ) from error
 
     def step(self, record: StepRecord) -> None:

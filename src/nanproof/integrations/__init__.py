@@ -50,6 +50,6 @@ def protect(
             guard: LoopGuard = getattr(adapter, function)(trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints)
             return guard
     raise UsageError(
-        f"protect({type(trainer).__name__}): not a trainer that nanproof knows (transformers, TRL, Lightning, Accelerate, "
-        "DeepSpeed). For a loop of your own, use nanproof.Guard(model, optimizer)"
+        f"protect({type(trainer).__name__}): not a trainer that nanproof knows (transformers, TRL, Lightning, Fabric, "
+        "Accelerate, DeepSpeed). For a loop of your own, use nanproof.Guard(model, optimizer)"
     )

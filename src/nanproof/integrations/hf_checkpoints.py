@@ -59,7 +59,9 @@ class TrainerCheckpoints:
         """After a step: which candidates have proved good, which have not."""
         new, self._seen = self._guard.incidents[self._seen :], len(self._guard.incidents)
         for incident in new:
-            if incident.kind in ("divergence", "nonfinite-weight") or incident.action in ("rewound", "rolled-back", "halted"):
+            # A refused step spoils nothing, however many there were.
+            broken = incident.kind == "nonfinite-weight" and incident.action != "skipped"
+            if incident.kind == "divergence" or broken:
                 for candidate in [c for c in self._candidates if c.step > incident.step - self._prove]:
                     self._candidates.remove(candidate)
                     _mark(candidate.folder, "suspect", candidate.step)

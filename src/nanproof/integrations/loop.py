@@ -33,6 +33,8 @@ class LoopGuard(Guard):
     """What `protect` returns. It begins with the trainer's loop; until then it has seen nothing."""
 
     def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+        if policy is not None and not isinstance(policy, Policy):
+            raise UsageError(f"protect(policy=...): a nanproof.Policy is needed, not {type(policy).__name__}")
         self.policy = policy if policy is not None else Policy()
         self.incidents: list[Incident] = []
         self.started = False
@@ -188,7 +190,18 @@ class LoopGuard(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `Guard`; a step that has begun does not count."""
-        return {**super().state_dict(), "step": self._next - self.open}
+        counted = {"accepted": self.accepted_so_far, "refused": self.refused_so_far}
+        return {**super().state_dict(), "step": self._next - self.open, "loop": counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `Guard`."""
+        super().load_state_dict(state)
+        counted = state.get("loop", {"accepted": 0, "refused": 0})
+        self.accepted_so_far, self.refused_so_far = counted["accepted"], counted["refused"]
+
+    def __repr__(self) -> str:
+        taken, refused, found = self.accepted_so_far, self.refused_so_far, len(self.incidents)
+        return f"<{type(self).__name__} ({self.path}): {taken} steps taken, {refused} refused, {found} incidents>"
 
     def _close(self, alone: bool) -> None:
         self.withdraw()  # the loop ended within a step; what came before it has its verdicts to come

@@ -149,7 +149,13 @@ class _Extension:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._window is not None and self._trainer.model.training:
-            logs.update({f"nanproof/rl/{name}": value for name, value in self._window.read().items()})
+            found = self._window.read()
+            logs.update({f"nanproof/rl/{name}": value for name, value in found.items()})
+            if found.get("reward_nonfinite"):
+                log.warning(
+                    "nanproof: up to step %d: %d rewards were NaN or Inf; a batch with one of them teaches nothing, look at the "
+                    "reward functions", self._trainer.state.global_step - 1, found["reward_nonfinite"],
+                )  # fmt: skip
         return original(logs, *args, **kwargs)
 
 

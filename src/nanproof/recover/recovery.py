@@ -100,7 +100,7 @@ class Recovery:
         """Checkpoints that are not proven yet: healthy steps so far."""
         self._due_keep = self._due_save = False
         self._tries, self._last = 0, -1
-        self._off = self._resumed = False
+        self._off = self._resumed = self._refusing = False
         self._settled = True
         self.has_good = False
         """There has been a good state."""
@@ -186,6 +186,8 @@ class Recovery:
         if not self.on:
             return None
         self._settled = settled
+        if self._refusing:
+            return None
         every = self._policy.snapshot_every
         if every > 0 and next_step // every > self._kept_at // every:
             self._due_keep, self._kept_at = True, next_step
@@ -206,6 +208,7 @@ class Recovery:
 
     def accepted(self, step: int, settled: bool) -> str | None:
         """A step's verdict came: accepted. Returns what a copy shows to be broken, if anything."""
+        self._refusing = False
         if step > self._last + _FORGIVEN:
             self._tries = 0
         if not self.on:
@@ -218,7 +221,12 @@ class Recovery:
         return self._confirm(step)
 
     def refused(self) -> None:
-        """A step was refused: what was copied after it was copied in the middle of things. It is due again."""
+        """A step was refused: what was copied after it was copied in the middle of things. It is due again, once a step is
+        accepted: copies made while the run stands still would push out those from before it did."""
+        self._refusing = True
+        self._drop_taken()
+
+    def _drop_taken(self) -> None:
         for taken in self._taken:
             self._due_keep |= taken.keep
             self._due_save |= taken.save
@@ -363,7 +371,8 @@ class Recovery:
 
     def _give_up_after(self, step: int) -> None:
         """What was kept of the way that was given up."""
-        self.refused()
+        self._drop_taken()
+        self._refusing = False
         self._waiting.clear()
         self._unscheduled.clear()
         self._due_keep = self._due_save = False

@@ -101,7 +101,7 @@ class Store:
             except OSError as error:
                 self.close()
                 raise UsageError(
-                    f"Checkpoints(folder={str(folder)!r}) cannot be written: {reason(error)}. Choose a folder that can"
+                    f"Checkpoints(folder={str(folder)!r}) cannot be written: {reason(error)}. Choose one that can be written"
                 ) from error
             for path in self.folder.iterdir():  # what killed runs left half written, or half deleted
                 if _HIDDEN.fullmatch(path.name):
