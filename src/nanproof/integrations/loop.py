@@ -38,6 +38,8 @@ class LoopGuard(Guard):
         self.started = False
         self.refused_so_far = 0
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
+        self.refused_for_good = 0
+        """Those of them that could not be run again: after them no schedule went back."""
         self.accepted_so_far = 0
         """Steps that were taken, of those that the host knows of."""
         self.spoiled: deque[tuple[int, list[Tensor]]] = deque(maxlen=1024)
@@ -155,7 +157,9 @@ class LoopGuard(Guard):
             return
         if attempt.batches is not None:
             self._runner.done(attempt)
+        self._runner.finishing = attempt if attempt.batches is None else None
         self._after_step(attempt)
+        self._runner.finishing = None
 
     def abandon(self) -> None:
         """What was accumulated so far is dropped; the step that began is not taken."""
@@ -200,6 +204,7 @@ class LoopGuard(Guard):
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
+        self.refused_for_good += reading.refused and attempt.batches is None
         self.accepted_so_far += not reading.refused
         if reading.refused and not math.isfinite(reading.loss):
             self.spoiled.append((attempt.step, report.losses))
