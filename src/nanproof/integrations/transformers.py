@@ -78,6 +78,8 @@ class MicroBatch(dict[str, Any]):
 
     num_items_in_batch: Any = None
     accumulation: int = 1
+    at: tuple[int, float] = (0, 0.0)
+    """The trainer's count of steps, and its epoch: losses that change over the run go by them."""
 
 
 class _Watch(TrainerCallback):
@@ -126,7 +128,7 @@ class _Watch(TrainerCallback):
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
         self._arguments = {}
-        self._unknown, self._refused = False, self.guard.refused_so_far
+        self._unknown, self._refused = False, self.guard.refused_for_good
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
@@ -222,12 +224,10 @@ class _Watch(TrainerCallback):
         """The trainer would advance its schedule now. The guard does, but not after a step that cannot be run again."""
         unknown, self._unknown = self._unknown, False
         self.guard.finish()
-        if unknown and self.guard.refused_so_far > self._refused:
+        if unknown and self.guard.refused_for_good > self._refused:
             self._refused += 1
         elif unknown:
             self.guard.scheduler.step()
-        else:
-            self._refused = self.guard.refused_so_far
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -271,6 +271,7 @@ class _Watch(TrainerCallback):
         batch = MicroBatch(given if isinstance(given, Mapping) else {"inputs": given})
         batch.num_items_in_batch = self._num_items
         batch.accumulation = self.trainer.current_gradient_accumulation_steps
+        batch.at = (self.trainer.state.global_step, self.trainer.state.epoch)
         self.guard.micro_batch(batch)
         self._told = True
 
@@ -323,7 +324,7 @@ class _Watch(TrainerCallback):
             raise UsageError("the trainer's loss needs a micro-batch as the guard recorded it")
         losses: list[Tensor] = []
         inputs: Any = batch["inputs"] if set(batch) == {"inputs"} and not isinstance(batch["inputs"], Tensor) else batch
-        with self._undisturbed(), _current_accumulation(self.trainer, batch.accumulation):
+        with self._undisturbed(), _as_it_was(self.trainer, batch):
             self._again = losses
             try:
                 self._training_step(model, inputs, batch.num_items_in_batch)
@@ -452,13 +453,17 @@ def _steps_alone(schedule: Any) -> bool:
 
 
 @contextmanager
-def _current_accumulation(trainer: Trainer, steps: int) -> Iterator[None]:
-    before = trainer.current_gradient_accumulation_steps
-    trainer.current_gradient_accumulation_steps = steps
+def _as_it_was(trainer: Trainer, batch: MicroBatch) -> Iterator[None]:
+    """The trainer's counters are those of the micro-batch."""
+    state = trainer.state
+    before, at = trainer.current_gradient_accumulation_steps, (state.global_step, state.epoch)
+    trainer.current_gradient_accumulation_steps = batch.accumulation
+    state.global_step, state.epoch = batch.at
     try:
         yield
     finally:
         trainer.current_gradient_accumulation_steps = before
+        state.global_step, state.epoch = at
 
 
 def _plain(value: Any, depth: int = 0) -> bool:
