@@ -101,6 +101,16 @@ class LoopGuard(Guard):
         return self._open is not None
 
     @property
+    def late(self) -> bool:
+        """Verdicts come later than their steps: one behind a bad one is held, and run again."""
+        return self._stepper.lag > 0
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer trains."""
+        return self._stepper.parameters.tensors
+
+    @property
     def settled(self) -> bool:
         """No jump of the loss is being watched."""
         return self._watch.settled

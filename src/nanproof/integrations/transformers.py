@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.hf_callbacks import (
     ActivationMonitorCallback,
@@ -105,6 +106,12 @@ class _Watch(TrainerCallback):
         """Whether `training_step` calls `_prepare_inputs`, as the trainer's own does."""
         self._unknown, self._refused = False, 0
         """Whether the step under way cannot be run again; refused steps after which the schedule has waited."""
+        self._given, self._found = MicroBatch(), list[int]()
+        """The last micro-batch, and how often its tensors had been written before the forward."""
+        self._writes = False
+        """Whether the loss writes into its batch."""
+        self._written: list[tuple[int, int]] | None = None
+        """The gradients as backward left them, where verdicts come late: which, and how often they had been written."""
         self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
         trainer.callback_handler.callbacks.insert(1, self)
@@ -128,7 +135,7 @@ class _Watch(TrainerCallback):
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
         self._arguments = {}
-        self._unknown, self._refused = False, self.guard.refused_for_good
+        self._unknown, self._refused, self._written = False, self.guard.refused_for_good, None
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
@@ -248,6 +255,12 @@ class _Watch(TrainerCallback):
             if not self._noted:  # a training_step that calls loss.backward() itself, which cannot be kept from doing it again
                 self._note(loss)
                 self._cannot_be_run_again()
+            elif self._versions(self._given) != self._found:
+                # A loss that writes into its batch would do so twice: this micro-batch is lost, of the next ones a copy is kept.
+                self._writes = True
+                self._cannot_be_run_again()
+            if self.guard.late and any(_sees_gradients(callback) for callback in self.trainer.callback_handler.callbacks):
+                self._written = self._gradients()
         except torch.OutOfMemoryError:
             self.guard.abandon()
             raise
@@ -272,6 +285,9 @@ class _Watch(TrainerCallback):
         batch.num_items_in_batch = self._num_items
         batch.accumulation = self.trainer.current_gradient_accumulation_steps
         batch.at = (self.trainer.state.global_step, self.trainer.state.epoch)
+        if self._writes:
+            batch = map_tensors(batch, Tensor.clone)
+        self._given, self._found = batch, self._versions(batch)
         self.guard.micro_batch(batch)
         self._told = True
 
@@ -287,6 +303,14 @@ class _Watch(TrainerCallback):
     def _cannot_be_run_again(self) -> None:
         self.guard.micro_batch(UNKNOWN)
         self._unknown = True
+
+    @staticmethod
+    def _versions(batch: MicroBatch) -> list[int]:
+        return [tensor._version for _, tensor in tensors_in(batch) if not tensor.is_inference()]
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        there = (p.grad for p in self.guard.parameters if p.grad is not None)
+        return [(id(gradient), gradient._version) for gradient in there]
 
     def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
         if self._again is not None:
@@ -312,6 +336,9 @@ class _Watch(TrainerCallback):
             return
         if not self.trainer.accelerator.sync_gradients:
             return
+        if self._written is not None and self._written != self._gradients():
+            self._cannot_be_run_again()  # a callback has changed the gradients, which nobody can ask for a second time
+        self._written = None
         total = self.guard.take()
         self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]  # what the schedule looks for, to see that steps and it come in turn
         if self._norm is not None:
@@ -450,6 +477,11 @@ class _Waits:
 def _steps_alone(schedule: Any) -> bool:
     """Whether it advances without being given a metric."""
     return type(schedule).__name__ != "GreedyLR"
+
+
+def _sees_gradients(callback: Any) -> bool:
+    """Whether it is called between backward and the step, where it may change them."""
+    return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
 
 
 @contextmanager

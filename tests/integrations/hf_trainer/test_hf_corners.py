@@ -330,3 +330,36 @@ def test_the_schedule_counts_what_was_taken_where_some_steps_cannot_be_run_again
     assert [incident.step for incident in guard.incidents] == [3]
     assert sorted(record.step for record in guard.history) == list(range(STEPS))
     assert trainer.lr_scheduler.last_epoch == STEPS - 1
+
+
+class WritesIntoItsBatch(Annealed):
+    """Every look at the batch halves it."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["x"].mul_(0.5)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class ScalesGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad.mul_(0.1)
+
+
+@pytest.mark.incidents
+@pytest.mark.parametrize(("kind", "callbacks"), [(WritesIntoItsBatch, []), (Annealed, [ScalesGradients])])
+def test_what_cannot_be_done_twice_is_not(tmp_path, kind, callbacks):
+    """A batch that the loss writes into and gradients that a callback changes: late verdicts train the weights that immediate
+    ones do. (Steps behind a bad one were run again with a batch halved twice, and without the callback.)"""
+    runs = []
+    for late in (0, 2):
+        extras = {"callbacks": [callback() for callback in callbacks]}
+        options = {"learning_rate": 0.01, "logging_steps": 100, "optim": "sgd", "lr_scheduler_type": "constant"}
+        trainer = line_trainer(tmp_path / str(late), trainer=kind, extras=extras, **options)
+        trainer.bad = True
+        guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=late))
+        trainer.train()
+        assert guard.incidents[0].step == 3
+        runs.append(trainer)
+    assert_same_weights(*runs, rtol=0, atol=0)
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
