@@ -210,6 +210,24 @@ def test_the_log_tells_the_truth(tmp_path):
     assert result.metrics["train_loss"] == pytest.approx(sum(finite) / 7, rel=1e-6)
 
 
+@pytest.mark.parametrize("history", [1000, 2])
+@pytest.mark.parametrize("logging_steps", [1, 6, 8, 500])
+def test_the_averages_are_over_the_losses_there_were(tmp_path, logging_steps, history):
+    """However long the windows, and however short the history: those of the log, `train_loss`, and what train() returns."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}), logging_steps=logging_steps)
+    nanproof.protect(trainer, policy=Policy(history=history))
+    output = trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "nanproof" / "steps.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 8 and not isinstance(losses[3], float)
+    finite = [[loss for loss in losses[i : i + logging_steps] if isinstance(loss, float)] for i in range(0, 8, logging_steps)]
+    windows = [sum(window) / len(window) if window else math.nan for window in finite]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(windows[: 8 // logging_steps], nan_ok=True, rel=1e-5)
+    everything = [loss for window in finite for loss in window]
+    assert output.training_loss == output.metrics["train_loss"] == pytest.approx(sum(everything) / 7, rel=1e-5)
+
+
 def test_the_schedule_waits_for_a_step_that_was_taken(tmp_path):
     """Learning rates as logged: the one of the refused step comes again."""
     trainer = make_trainer(tmp_path, llama(), token_rows(24, BAD))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.errors import UnsupportedError, UsageError
@@ -33,6 +32,7 @@ from nanproof.integrations.hf_callbacks import (
     NanproofCallback,
 )
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
+from nanproof.integrations.hf_losses import HonestLoss
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
@@ -89,7 +89,7 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: Trainer, guard: LoopGuard) -> None:
         self.trainer, self.guard = trainer, guard
         self._patches = Patches()
-        self._losses = _HonestLoss(0)
+        self._losses = HonestLoss(0, 0)
         self._checkpoints: TrainerCheckpoints | None = None
         self._resumed_from: str | Path | None = None
         self._norm: Tensor | None = None
@@ -129,6 +129,8 @@ class _Watch(TrainerCallback):
             self._end(error)
             raise
         self._end(None)
+        if isinstance(result, TrainOutput) and "train_loss" in result.metrics:
+            result = result._replace(training_loss=result.metrics["train_loss"])
         return result
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -152,7 +154,7 @@ class _Watch(TrainerCallback):
         )
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
-        self._losses = _HonestLoss(state.global_step)
+        self._losses = HonestLoss(state.global_step, guard.refused_so_far)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
         extend_grpo(trainer, self._patches, replaying=lambda: self._again is not None)
@@ -383,7 +385,8 @@ class _Watch(TrainerCallback):
             for view in self._views:
                 logs.update(view.metrics())
         elif "train_loss" in logs:
-            self._losses.correct_total(logs, self.trainer)
+            self.guard.sync()
+            self._losses.correct_total(logs, self.trainer, self.guard)
         original(logs, *args, **kwargs)
 
     def _settled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -408,50 +411,6 @@ class _Watch(TrainerCallback):
             yield
         finally:
             vars(args).update(changed)
-
-
-class _HonestLoss:
-    """Keeps a bad loss out of the trainer's running sum, which it would spoil for ever, and out of the averages made of it."""
-
-    def __init__(self, step: int) -> None:
-        self._begun = self._told = step
-        self._steps, self._sum = 0.0, 0.0
-        """What all averages so far left out."""
-
-    @staticmethod
-    def of(loss: Tensor) -> Tensor:
-        """What to add to the running sum for a micro-batch."""
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
-
-    def correct(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
-        """The mean of the window, over the steps whose loss was finite; NaN if there was none."""
-        since, now = self._told, trainer.state.global_step
-        self._told = now
-        if not any(since <= record.step < now and record.action == "skipped" for record in guard.history):
-            return
-        # Every rank comes here: all of them know of a refused step, though the loss may have been one rank's.
-        spoiled = [
-            torch.stack([self.of(loss.float()) for loss in losses]).sum() for step, losses in guard.spoiled if step >= since
-        ]
-        guard.spoiled.clear()
-        counted = torch.zeros(2, device=trainer.args.device)
-        for loss in spoiled:
-            counted += torch.stack([torch.ones_like(loss), loss])
-        steps, total = (trainer.accelerator.reduce(counted, "sum") / trainer.accelerator.num_processes).tolist()
-        self._steps, self._sum = self._steps + steps, self._sum + total
-        logs["loss"] = _mean_without(logs["loss"], now - since, steps, total)
-
-    def correct_total(self, logs: dict[str, float], trainer: Trainer) -> None:
-        """The same for the whole run."""
-        if self._steps:
-            logs["train_loss"] = _mean_without(
-                logs["train_loss"], trainer.state.global_step - self._begun, self._steps, self._sum
-            )
-
-
-def _mean_without(mean: float, count: int, steps: float, total: float) -> float:
-    """A mean over `count`, without so many of them that add up to `total`."""
-    return (mean * count - total) / (count - steps) if steps < count else math.nan
 
 
 class _Waits:
