@@ -338,6 +338,27 @@ def test_resuming_passes_over_broken_and_suspect_checkpoints(tmp_path, caplog):
     assert "checkpoint-12" in caplog.text and "head.weight" in caplog.text and "checkpoint-9" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["nan", "suspect"])
+def test_where_no_checkpoint_is_good_none_is_resumed_from(tmp_path, how):
+    """They are passed over to the last one, which is said; it was resumed from all the same."""
+    from safetensors.torch import load_file, save_file
+
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32), save_strategy="steps", save_steps=4)
+    nanproof.protect(trainer)
+    trainer.train()
+    for folder in tmp_path.glob("checkpoint-*"):
+        if how == "nan":
+            tensors = load_file(folder / "model.safetensors")
+            tensors["head.bias"][0] = math.nan
+            save_file(tensors, folder / "model.safetensors")
+        else:
+            (folder / "nanproof.json").write_text('{"version": 1, "state": "suspect", "step": 4}')
+    again = make_trainer(tmp_path, Regression(), feature_rows(32), save_strategy="steps", save_steps=4, num_train_epochs=2)
+    nanproof.protect(again)
+    with pytest.raises(UsageError, match="none of the 2 checkpoints"):
+        again.train(resume_from_checkpoint=True)
+
+
 def test_seq2seq(tmp_path):
     """Seq2SeqTrainer with an encoder and a decoder."""
     from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
