@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import nanproof
 from nanproof import Policy, TrainingHalted, UsageError
@@ -250,6 +251,35 @@ def test_nothing_stays_replaced(tmp_path):
     assert [record.step for record in guard.history] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match="protected already"):
         nanproof.protect(trainer)
+
+
+def test_nothing_stays_replaced_after_train_of_the_class(tmp_path):
+    """`Trainer.train(trainer)` goes past the method that protect replaced; arguments, methods and the folder are free all the
+    same."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}), save_total_limit=2)
+    guard = nanproof.protect(trainer)
+    Trainer.train(trainer)
+    assert [incident.step for incident in guard.incidents] == [3]
+    assert trainer.args.logging_nan_inf_filter is True and trainer.args.save_total_limit == 2
+    assert not {"log", "training_step", "evaluate", "save_model"} & vars(trainer).keys()
+    other = make_trainer(tmp_path, Regression(), feature_rows(32))
+    nanproof.protect(other)
+    other.train()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_copy_of_a_protected_trainer_is_another_trainer(tmp_path, before):
+    """Its train() trains the copy, under a guard of its own; it was the first trainer's."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}))
+    guard = nanproof.protect(trainer)
+    if not before:
+        trainer.train()
+    seen, kept = len(guard.incidents), weights(trainer.model)
+    other = copy.deepcopy(trainer)
+    assert other.nanproof is not guard
+    other.train()
+    assert same(weights(trainer.model), kept) and not same(weights(other.model), kept) and all_finite(other.model)
+    assert len(guard.incidents) == seen and len(other.nanproof.incidents) == seen + 1
 
 
 def test_an_error_in_the_forward_is_an_incident_and_still_raised(tmp_path):

@@ -51,6 +51,16 @@ class LoopGuard(Guard):
         self._open: Attempt | None = None
         self._taken: Attempt | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoopGuard:
+        """For a copy of the trainer: one that has not begun, and knows what this one has seen."""
+        other = type(self)(policy=self.policy, run_dir=self._run_dir, checkpoints=self._checkpoints)
+        memo[id(self)] = other
+        other.incidents.extend(self.incidents)
+        other._history.extend(self._history)
+        other.refused_so_far, other.refused_for_good = self.refused_so_far, self.refused_for_good
+        other.accepted_so_far = self.accepted_so_far
+        return other
+
     def start(
         self,
         model: nn.Module,

@@ -115,16 +115,18 @@ class _Watch(TrainerCallback):
         self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
         trainer.callback_handler.callbacks.insert(1, self)
-        Patches().wrap(trainer, "train", self._train)
+        self._plain_train = trainer.train
+        # A method of this object, so that a copy of the trainer trains the copy.
+        trainer.train = self._train  # type: ignore[method-assign]
 
     # -- the run ---------------------------------------------------------------------------------------------------------------
 
-    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = TrainerCheckpoints.newest_usable(self.trainer.args.output_dir) or True
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
-            result = original(resume_from_checkpoint, *args, **kwargs)
+            result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._end(error)
             raise
@@ -194,10 +196,14 @@ class _Watch(TrainerCallback):
         if args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Here too, for who calls `Trainer.train(trainer)` past the method that was replaced."""
+        self._end(None)
+
     def _end(self, error: BaseException | None) -> None:
         """Nothing stays replaced; the guard's last records are in."""
         self._patches.undo()
-        self._arguments = {}
+        self._arguments, self._given = {}, MicroBatch()
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
