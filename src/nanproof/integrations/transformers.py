@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from nanproof.core.tree import map_tensors, tensors_in
+from nanproof.core.tree import map_tensors
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.hf_callbacks import (
     ActivationMonitorCallback,
@@ -37,6 +37,7 @@ from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
 from nanproof.integrations.versions import check_version
+from nanproof.integrations.written import gradients_now, writes_to_batch
 from nanproof.policy import Policy
 
 __all__ = [
@@ -263,12 +264,12 @@ class _Watch(TrainerCallback):
             if not self._noted:  # a training_step that calls loss.backward() itself, which cannot be kept from doing it again
                 self._note(loss)
                 self._cannot_be_run_again()
-            elif self._versions(self._given) != self._found:
+            elif writes_to_batch(self._given) != self._found:
                 # A loss that writes into its batch would do so twice: this micro-batch is lost, of the next ones a copy is kept.
                 self._writes = True
                 self._cannot_be_run_again()
             if self.guard.late and any(_sees_gradients(callback) for callback in self.trainer.callback_handler.callbacks):
-                self._written = self._gradients()
+                self._written = gradients_now(self.guard.parameters)
         except torch.OutOfMemoryError:
             self.guard.abandon()
             raise
@@ -295,7 +296,7 @@ class _Watch(TrainerCallback):
         batch.at = (self.trainer.state.global_step, self.trainer.state.epoch)
         if self._writes:
             batch = map_tensors(batch, Tensor.clone)
-        self._given, self._found = batch, self._versions(batch)
+        self._given, self._found = batch, writes_to_batch(batch)
         self.guard.micro_batch(batch)
         self._told = True
 
@@ -311,14 +312,6 @@ class _Watch(TrainerCallback):
     def _cannot_be_run_again(self) -> None:
         self.guard.micro_batch(UNKNOWN)
         self._unknown = True
-
-    @staticmethod
-    def _versions(batch: MicroBatch) -> list[int]:
-        return [tensor._version for _, tensor in tensors_in(batch) if not tensor.is_inference()]
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        there = (p.grad for p in self.guard.parameters if p.grad is not None)
-        return [(id(gradient), gradient._version) for gradient in there]
 
     def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
         if self._again is not None:
@@ -344,7 +337,7 @@ class _Watch(TrainerCallback):
             return
         if not self.trainer.accelerator.sync_gradients:
             return
-        if self._written is not None and self._written != self._gradients():
+        if self._written is not None and self._written != gradients_now(self.guard.parameters):
             self._cannot_be_run_again()  # a callback has changed the gradients, which nobody can ask for a second time
         self._written = None
         total = self.guard.take()
