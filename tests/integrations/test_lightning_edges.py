@@ -264,3 +264,40 @@ class TestManual:
         fit(guarded, samples(bad=False))
         a, b = weights(plain), weights(guarded)
         assert all(torch.allclose(a[k], b[k], atol=1e-6, rtol=0) for k in a)
+
+
+def _halves_its_batch(module):
+    step = module.training_step
+
+    def training_step(batch, batch_idx):
+        batch[0].mul_(0.5)
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+
+
+def _scales_gradients(event):
+    def change(module):
+        def scale(*_):
+            for p in module.parameters():
+                p.grad.mul_(0.1)
+
+        setattr(module, event, scale)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change", [_halves_its_batch, _scales_gradients("on_after_backward"), _scales_gradients("on_before_optimizer_step")]
+)
+def test_what_cannot_be_done_twice_is_not(change):
+    """A batch that the step writes into, gradients that a hook changes: late verdicts train as if the bad batch had never been
+    there. (Steps behind it were run again with a batch halved twice, and without the hook.)"""
+    made = []
+    for data in (samples(bad=True), samples(bad=False, without=(BAD,))):
+        module = toy("lightning.pytorch", optimizer="sgd", dropout=0.0, interval="epoch")
+        change(module)
+        _, guard = fit(module, data, policy=nanproof.Policy(lag=2))
+        made.append(weights(module))
+        assert len(guard.incidents) == (len(made) == 1)
+    assert same(*made)

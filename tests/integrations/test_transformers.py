@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import nanproof
 from nanproof import Policy, TrainingHalted, UsageError
@@ -210,6 +211,24 @@ def test_the_log_tells_the_truth(tmp_path):
     assert result.metrics["train_loss"] == pytest.approx(sum(finite) / 7, rel=1e-6)
 
 
+@pytest.mark.parametrize("history", [1000, 2])
+@pytest.mark.parametrize("logging_steps", [1, 6, 8, 500])
+def test_the_averages_are_over_the_losses_there_were(tmp_path, logging_steps, history):
+    """However long the windows, and however short the history: those of the log, `train_loss`, and what train() returns."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}), logging_steps=logging_steps)
+    nanproof.protect(trainer, policy=Policy(history=history))
+    output = trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "nanproof" / "steps.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 8 and not isinstance(losses[3], float)
+    finite = [[loss for loss in losses[i : i + logging_steps] if isinstance(loss, float)] for i in range(0, 8, logging_steps)]
+    windows = [sum(window) / len(window) if window else math.nan for window in finite]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(windows[: 8 // logging_steps], nan_ok=True, rel=1e-5)
+    everything = [loss for window in finite for loss in window]
+    assert output.training_loss == output.metrics["train_loss"] == pytest.approx(sum(everything) / 7, rel=1e-5)
+
+
 def test_the_schedule_waits_for_a_step_that_was_taken(tmp_path):
     """Learning rates as logged: the one of the refused step comes again."""
     trainer = make_trainer(tmp_path, llama(), token_rows(24, BAD))
@@ -232,6 +251,35 @@ def test_nothing_stays_replaced(tmp_path):
     assert [record.step for record in guard.history] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match="protected already"):
         nanproof.protect(trainer)
+
+
+def test_nothing_stays_replaced_after_train_of_the_class(tmp_path):
+    """`Trainer.train(trainer)` goes past the method that protect replaced; arguments, methods and the folder are free all the
+    same."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}), save_total_limit=2)
+    guard = nanproof.protect(trainer)
+    Trainer.train(trainer)
+    assert [incident.step for incident in guard.incidents] == [3]
+    assert trainer.args.logging_nan_inf_filter is True and trainer.args.save_total_limit == 2
+    assert not {"log", "training_step", "evaluate", "save_model"} & vars(trainer).keys()
+    other = make_trainer(tmp_path, Regression(), feature_rows(32))
+    nanproof.protect(other)
+    other.train()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_copy_of_a_protected_trainer_is_another_trainer(tmp_path, before):
+    """Its train() trains the copy, under a guard of its own; it was the first trainer's."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32, {13: math.nan}))
+    guard = nanproof.protect(trainer)
+    if not before:
+        trainer.train()
+    seen, kept = len(guard.incidents), weights(trainer.model)
+    other = copy.deepcopy(trainer)
+    assert other.nanproof is not guard
+    other.train()
+    assert same(weights(trainer.model), kept) and not same(weights(other.model), kept) and all_finite(other.model)
+    assert len(guard.incidents) == seen and len(other.nanproof.incidents) == seen + 1
 
 
 def test_an_error_in_the_forward_is_an_incident_and_still_raised(tmp_path):
@@ -346,6 +394,27 @@ def test_counts_go_on_when_a_run_is_resumed(tmp_path):
     nanproof.protect(second)
     second.train(resume_from_checkpoint=True)
     assert [e["nanproof/skipped"] for e in second.state.log_history if "loss" in e] == [0] + [1] * 11
+
+
+@pytest.mark.parametrize("how", ["nan", "suspect"])
+def test_where_no_checkpoint_is_good_none_is_resumed_from(tmp_path, how):
+    """They are passed over to the last one, which is said; it was resumed from all the same."""
+    from safetensors.torch import load_file, save_file
+
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(32), save_strategy="steps", save_steps=4)
+    nanproof.protect(trainer)
+    trainer.train()
+    for folder in tmp_path.glob("checkpoint-*"):
+        if how == "nan":
+            tensors = load_file(folder / "model.safetensors")
+            tensors["head.bias"][0] = math.nan
+            save_file(tensors, folder / "model.safetensors")
+        else:
+            (folder / "nanproof.json").write_text('{"version": 1, "state": "suspect", "step": 4}')
+    again = make_trainer(tmp_path, Regression(), feature_rows(32), save_strategy="steps", save_steps=4, num_train_epochs=2)
+    nanproof.protect(again)
+    with pytest.raises(UsageError, match="none of the 2 checkpoints"):
+        again.train(resume_from_checkpoint=True)
 
 
 def test_seq2seq(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -33,6 +33,13 @@ class Attempt:
     parted: bool = False
     """What is left of a batch after something bad was taken out of it."""
 
+    def refused(self) -> bool:
+        """Waits. The report can still be read afterwards, which it otherwise can once."""
+        assert self.report is not None
+        reading = self.report.read()
+        self.report = replace(self.report, read=lambda: reading)
+        return reading.refused
+
     def take_changes(self) -> Groups:
         """Once: run yet again, the step goes back to settings that hold them already."""
         changes, self.changes = self.changes, []
@@ -56,21 +63,29 @@ class Afterwards:
 
 
 def to_run_again(
-    bad: Attempt, behind: Sequence[Attempt], random_now: RandomState, settings_now: Groups
+    bad: Attempt, behind: Sequence[Attempt], random_now: RandomState, settings_now: Groups, scheduled: bool = False
 ) -> tuple[list[Attempt], Afterwards | None]:
-    """The attempts behind a bad one, made anew, each with what the user's code changed before it; and what comes afterwards."""
+    """The attempts behind a bad one, made anew, each with what the user's code changed before it; and what comes afterwards.
+
+    One that cannot be run again was not held: what it drew is drawn. `scheduled`: the schedule that advanced after it goes back
+    and is advanced anew, so it is not taken for a change that the user's code made.
+    """
     if bad.schedule is None:
         return [], None
     again: list[Attempt] = []
     drawn: set[str] = set()
-    earlier = bad
+    earlier, between = bad, False
     for later in behind:
+        if later.batches is None:
+            between = True
+            continue
         assert later.random is not None and later.schedule is not None
         assert earlier.random_after is not None and earlier.settings_after is not None
         drawn |= later.random.moved_since(earlier.random_after)
-        changes = changed_settings(earlier.settings_after, later.schedule.groups)
+        changes = [] if between and scheduled else changed_settings(earlier.settings_after, later.schedule.groups)
         again.append(Attempt(later.step, later.batches, later.mode, changes, tickets=later.tickets, parted=later.parted))
-        earlier = later
+        earlier, between = later, False
     assert earlier.random_after is not None and earlier.settings_after is not None
     drawn |= random_now.moved_since(earlier.random_after)
-    return again, Afterwards(random_now.only(drawn), changed_settings(earlier.settings_after, settings_now))
+    changes = [] if between and scheduled else changed_settings(earlier.settings_after, settings_now)
+    return again, Afterwards(random_now.only(drawn), changes)

@@ -56,6 +56,8 @@ class Runner:
         self.held: deque[Attempt] = deque()
         """Good batches that a bad one held up, to be trained on again before anything else."""
         self.devices = sorted({p.device for p in stepper.parameters.tensors if p.device.type == "cuda"}, key=str)
+        self.finishing: Attempt | None = None
+        """A step after which the loop has not advanced its schedule yet."""
         self._afterwards: Afterwards | None = None
         self._modules = list(self.model.modules())
 
@@ -150,14 +152,20 @@ class Runner:
         self.stepper.buffers.restore()
 
     def put_back(self, bad: Attempt, random_now: RandomState, settings_now: Groups) -> None:
-        """Back to before the bad step, and the batches behind it into `held`."""
+        """Back to before the bad step, and the batches behind it into `held`. Steps behind it that cannot be run again were not
+        held: the optimizer has taken them, and their records are still to come."""
         self.pending.popleft()
         assert bad.random is not None
         bad.random.restore()
         if bad.schedule is not None:
             bad.schedule.restore(self.optimizer, self.scheduler)
-        again, self._afterwards = to_run_again(bad, self.pending, random_now, settings_now)
+        again, self._afterwards = to_run_again(bad, self.pending, random_now, settings_now, self.scheduler is not None)
+        taken = [attempt for attempt in self.pending if attempt.batches is None]
         self.pending.clear()
+        self.pending.extend(taken)
+        for attempt in taken:
+            if self.scheduler is not None and attempt is not self.finishing and not attempt.refused():
+                self.scheduler.step()
         self.held.extend(again)
         self.stepper.release()
 

@@ -18,7 +18,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from nanproof.core.files import strict_json, write_whole
-from nanproof.errors import NanproofError
+from nanproof.errors import NanproofError, UsageError
 from nanproof.integrations.loop import LoopGuard
 from nanproof.recover.scan import scan
 
@@ -90,8 +90,10 @@ class TrainerCheckpoints:
 
     @staticmethod
     def newest_usable(output_dir: str | None) -> str | None:
-        """The newest checkpoint that is whole, finite and not suspect; what is passed over is logged."""
-        for folder in reversed(_checkpoints(Path(output_dir))) if output_dir else ():
+        """The newest checkpoint that is whole, finite and not suspect; what is passed over is logged. None if there is none at
+        all; an error if there are some, and no good one among them."""
+        there = _checkpoints(Path(output_dir)) if output_dir else []
+        for folder in reversed(there):
             if _state(folder) == "suspect":
                 log.warning("nanproof: passed over %s: the run had gone wrong before it", folder.name)
                 continue
@@ -100,6 +102,11 @@ class TrainerCheckpoints:
                 log.warning("nanproof: passed over %s: %s", folder.name, bad)
                 continue
             return str(folder)
+        if there:
+            raise UsageError(
+                f"resume_from_checkpoint=True: none of the {len(there)} checkpoints in {output_dir} is finite and from before "
+                f'the run went wrong. Start anew, or name one to use it all the same: resume_from_checkpoint="{there[-1]}"'
+            )
         return None
 
     @staticmethod

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.core.tree import own_copy
+from nanproof.core.tree import map_tensors, own_copy
 from nanproof.errors import NanproofError, UnsupportedError
 from nanproof.integrations.lightning_averages import EpochAverages
 from nanproof.integrations.lightning_replay import Rerun, StepSchedules, TrainingStep
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.versions import check_version
+from nanproof.integrations.written import gradients_now, writes_to_batch
 
 KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
 
@@ -51,7 +52,14 @@ class Seam:
         """Of this batch."""
         self._unknown = False
         """This step cannot be run again: the guard leaves its schedule alone."""
-        self._refused, self._too_far = guard.refused_so_far, 0
+        self._given: Any = None
+        self._found: list[int] = []
+        """The batch of the last micro-batch, and how often its tensors had been written before the forward."""
+        self._writes = False
+        """Whether `training_step` writes into its batch."""
+        self._left: list[tuple[int, int]] | None = None
+        """The gradients as backward and its hooks left them, where verdicts come late."""
+        self._refused, self._too_far = guard.refused_for_good, 0
         """Refused steps that were seen to; schedules that moved before it was known that their step was refused."""
         self._steps_before, self._taken = 0, False
         self._averages, self._left_out = EpochAverages(trainer), guard.refused_so_far
@@ -82,6 +90,7 @@ class Seam:
         wrap(self.strategy, "on_train_batch_start", self.on_train_batch_start)
         wrap(self.strategy, "training_step", self.training_step)
         wrap(self.strategy, "backward", self.backward)
+        wrap(self.plugin, "post_backward", self.post_backward)
         wrap(self.plugin, "optimizer_step", self.optimizer_step)
         wrap(self.plugin, "clip_gradients", self.clip_gradients)
         wrap(self.trainer, "save_checkpoint", self.save_checkpoint)
@@ -110,7 +119,9 @@ class Seam:
         if not guard.open:
             self._losses, self._unknown = 0, not (self._rerun is not None and self._rerun.possible)
         self._steps_before, self._taken, self._forwards = self.trainer.global_step, False, 0
-        guard.micro_batch(UNKNOWN if self._unknown else TrainingStep(own_copy(batch), batch_idx, parts))
+        self._given = map_tensors(batch, Tensor.clone) if self._writes else own_copy(batch)
+        self._found = writes_to_batch(self._given)
+        guard.micro_batch(UNKNOWN if self._unknown else TrainingStep(self._given, batch_idx, parts))
         return answer
 
     def note_averages(self, batch_idx: int) -> None:
@@ -121,10 +132,27 @@ class Seam:
         assert self._rerun is not None
         self._rerun.takes_index = len(args) > 1
         if self._forwards:  # an `optimizer_step` of the module's own runs the closure twice, and why is not known
-            self.guards[0].micro_batch(UNKNOWN)
-            self._unknown = True
+            self._cannot_be_run_again()
         self._forwards += 1
-        return self._watched(lambda: original(*args, **kwargs))
+        result = self._watched(lambda: original(*args, **kwargs))
+        if writes_to_batch(self._given) != self._found:  # it would do so twice; of the batches to come a copy is kept
+            self._writes = True
+            self._cannot_be_run_again()
+        return result
+
+    def _cannot_be_run_again(self) -> None:
+        self.guards[0].micro_batch(UNKNOWN)
+        self._unknown = True
+
+    def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hooks may change the gradients in here (`on_after_backward`), which running the step again would not."""
+        guard = self.guards[0]
+        before = gradients_now(guard.parameters) if guard.late else None
+        result = original(*args, **kwargs)
+        self._left = gradients_now(guard.parameters) if guard.late else None
+        if self._left != before:
+            self._cannot_be_run_again()
+        return result
 
     def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._losses += 1
@@ -144,17 +172,19 @@ class Seam:
         if not self._losses or (result is None and getattr(self.plugin, "scaler", None) is not None):
             guard.withdraw(counts=True)
         else:
+            if self._left is not None and self._left != gradients_now(guard.parameters):  # in `on_before_optimizer_step`
+                self._cannot_be_run_again()
             self.norms[0] = guard.take()
             self._taken = True
             guard.finish()
             self._advance_schedules()
-        self._losses = 0
+        self._losses, self._left = 0, None
         return result
 
     def _advance_schedules(self) -> None:
         """After a step that the guard cannot run again: unless it was refused. On CUDA that shows later, and then the schedule
         stands still once."""
-        refused = self.guards[0].refused_so_far - self._refused
+        refused = self.guards[0].refused_for_good - self._refused
         self._refused += refused
         if self._unknown and self.schedules is not None:
             self._too_far += refused
@@ -269,6 +299,9 @@ class ManualSeam(Seam):
         if self._inside:
             guard.micro_batch(UNKNOWN)  # here, not at its next backward: the buffers of before the forward are to be kept
         return result
+
+    def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
 
     def of(self, optimizer: Any) -> LoopGuard:
         return self.guards[self._place(optimizer)]

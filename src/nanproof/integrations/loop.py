@@ -40,6 +40,8 @@ class LoopGuard(Guard):
         self.started = False
         self.refused_so_far = 0
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
+        self.refused_for_good = 0
+        """Those of them that could not be run again: after them no schedule went back."""
         self.accepted_so_far = 0
         """Steps that were taken, of those that the host knows of."""
         self.spoiled: deque[tuple[int, list[Tensor]]] = deque(maxlen=1024)
@@ -50,6 +52,16 @@ class LoopGuard(Guard):
         self._closed = True
         self._open: Attempt | None = None
         self._taken: Attempt | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoopGuard:
+        """For a copy of the trainer: one that has not begun, and knows what this one has seen."""
+        other = type(self)(policy=self.policy, run_dir=self._run_dir, checkpoints=self._checkpoints)
+        memo[id(self)] = other
+        other.incidents.extend(self.incidents)
+        other._history.extend(self._history)
+        other.refused_so_far, other.refused_for_good = self.refused_so_far, self.refused_for_good
+        other.accepted_so_far = self.accepted_so_far
+        return other
 
     def start(
         self,
@@ -99,6 +111,16 @@ class LoopGuard(Guard):
     def open(self) -> bool:
         """A step has begun and was not taken."""
         return self._open is not None
+
+    @property
+    def late(self) -> bool:
+        """Verdicts come later than their steps: one behind a bad one is held, and run again."""
+        return self._stepper.lag > 0
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer trains."""
+        return self._stepper.parameters.tensors
 
     @property
     def settled(self) -> bool:
@@ -157,7 +179,9 @@ class LoopGuard(Guard):
             return
         if attempt.batches is not None:
             self._runner.done(attempt)
+        self._runner.finishing = attempt if attempt.batches is None else None
         self._after_step(attempt)
+        self._runner.finishing = None
 
     def abandon(self) -> None:
         """What was accumulated so far is dropped; the step that began is not taken."""
@@ -213,6 +237,7 @@ class LoopGuard(Guard):
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         self.refused_so_far += reading.refused
+        self.refused_for_good += reading.refused and attempt.batches is None
         self.accepted_so_far += not reading.refused
         if reading.refused and not math.isfinite(reading.loss):
             self.spoiled.append((attempt.step, report.losses))

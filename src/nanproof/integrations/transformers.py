@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from nanproof.core.tree import map_tensors
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.hf_callbacks import (
     ActivationMonitorCallback,
@@ -32,10 +32,12 @@ from nanproof.integrations.hf_callbacks import (
     NanproofCallback,
 )
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
+from nanproof.integrations.hf_losses import HonestLoss
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
 from nanproof.integrations.versions import check_version
+from nanproof.integrations.written import gradients_now, writes_to_batch
 from nanproof.policy import Policy
 
 __all__ = [
@@ -78,6 +80,8 @@ class MicroBatch(dict[str, Any]):
 
     num_items_in_batch: Any = None
     accumulation: int = 1
+    at: tuple[int, float] = (0, 0.0)
+    """The trainer's count of steps, and its epoch: losses that change over the run go by them."""
 
 
 class _Watch(TrainerCallback):
@@ -86,7 +90,7 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: Trainer, guard: LoopGuard) -> None:
         self.trainer, self.guard = trainer, guard
         self._patches = Patches()
-        self._losses = _HonestLoss(0)
+        self._losses = HonestLoss(0, 0)
         self._checkpoints: TrainerCheckpoints | None = None
         self._resumed_from: str | Path | None = None
         self._norm: Tensor | None = None
@@ -103,30 +107,40 @@ class _Watch(TrainerCallback):
         """Whether `training_step` calls `_prepare_inputs`, as the trainer's own does."""
         self._unknown, self._refused = False, 0
         """Whether the step under way cannot be run again; refused steps after which the schedule has waited."""
+        self._given, self._found = MicroBatch(), list[int]()
+        """The last micro-batch, and how often its tensors had been written before the forward."""
+        self._writes = False
+        """Whether the loss writes into its batch."""
+        self._written: list[tuple[int, int]] | None = None
+        """The gradients as backward left them, where verdicts come late: which, and how often they had been written."""
         self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
         trainer.callback_handler.callbacks.insert(1, self)
-        Patches().wrap(trainer, "train", self._train)
+        self._plain_train = trainer.train
+        # A method of this object, so that a copy of the trainer trains the copy.
+        trainer.train = self._train  # type: ignore[method-assign]
 
     # -- the run ---------------------------------------------------------------------------------------------------------------
 
-    def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = TrainerCheckpoints.newest_usable(self.trainer.args.output_dir) or True
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
-            result = original(resume_from_checkpoint, *args, **kwargs)
+            result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._end(error)
             raise
         self._end(None)
+        if isinstance(result, TrainOutput) and "train_loss" in result.metrics:
+            result = result._replace(training_loss=result.metrics["train_loss"])
         return result
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
         self._arguments = {}
-        self._unknown, self._refused = False, self.guard.refused_so_far
+        self._unknown, self._refused, self._written = False, self.guard.refused_for_good, None
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
@@ -143,7 +157,7 @@ class _Watch(TrainerCallback):
         )
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
-        self._losses = _HonestLoss(state.global_step)
+        self._losses = HonestLoss(state.global_step, guard.refused_so_far)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
         extend_grpo(trainer, self._patches, replaying=lambda: self._again is not None)
@@ -183,10 +197,14 @@ class _Watch(TrainerCallback):
         if args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Here too, for who calls `Trainer.train(trainer)` past the method that was replaced."""
+        self._end(None)
+
     def _end(self, error: BaseException | None) -> None:
         """Nothing stays replaced; the guard's last records are in."""
         self._patches.undo()
-        self._arguments = {}
+        self._arguments, self._given = {}, MicroBatch()
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
@@ -222,12 +240,10 @@ class _Watch(TrainerCallback):
         """The trainer would advance its schedule now. The guard does, but not after a step that cannot be run again."""
         unknown, self._unknown = self._unknown, False
         self.guard.finish()
-        if unknown and self.guard.refused_so_far > self._refused:
+        if unknown and self.guard.refused_for_good > self._refused:
             self._refused += 1
         elif unknown:
             self.guard.scheduler.step()
-        else:
-            self._refused = self.guard.refused_so_far
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -248,6 +264,12 @@ class _Watch(TrainerCallback):
             if not self._noted:  # a training_step that calls loss.backward() itself, which cannot be kept from doing it again
                 self._note(loss)
                 self._cannot_be_run_again()
+            elif writes_to_batch(self._given) != self._found:
+                # A loss that writes into its batch would do so twice: this micro-batch is lost, of the next ones a copy is kept.
+                self._writes = True
+                self._cannot_be_run_again()
+            if self.guard.late and any(_sees_gradients(callback) for callback in self.trainer.callback_handler.callbacks):
+                self._written = gradients_now(self.guard.parameters)
         except torch.OutOfMemoryError:
             self.guard.abandon()
             raise
@@ -271,6 +293,10 @@ class _Watch(TrainerCallback):
         batch = MicroBatch(given if isinstance(given, Mapping) else {"inputs": given})
         batch.num_items_in_batch = self._num_items
         batch.accumulation = self.trainer.current_gradient_accumulation_steps
+        batch.at = (self.trainer.state.global_step, self.trainer.state.epoch)
+        if self._writes:
+            batch = map_tensors(batch, Tensor.clone)
+        self._given, self._found = batch, writes_to_batch(batch)
         self.guard.micro_batch(batch)
         self._told = True
 
@@ -311,6 +337,9 @@ class _Watch(TrainerCallback):
             return
         if not self.trainer.accelerator.sync_gradients:
             return
+        if self._written is not None and self._written != gradients_now(self.guard.parameters):
+            self._cannot_be_run_again()  # a callback has changed the gradients, which nobody can ask for a second time
+        self._written = None
         total = self.guard.take()
         self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]  # what the schedule looks for, to see that steps and it come in turn
         if self._norm is not None:
@@ -323,7 +352,7 @@ class _Watch(TrainerCallback):
             raise UsageError("the trainer's loss needs a micro-batch as the guard recorded it")
         losses: list[Tensor] = []
         inputs: Any = batch["inputs"] if set(batch) == {"inputs"} and not isinstance(batch["inputs"], Tensor) else batch
-        with self._undisturbed(), _current_accumulation(self.trainer, batch.accumulation):
+        with self._undisturbed(), _as_it_was(self.trainer, batch):
             self._again = losses
             try:
                 self._training_step(model, inputs, batch.num_items_in_batch)
@@ -355,7 +384,8 @@ class _Watch(TrainerCallback):
             for view in self._views:
                 logs.update(view.metrics())
         elif "train_loss" in logs:
-            self._losses.correct_total(logs, self.trainer)
+            self.guard.sync()
+            self._losses.correct_total(logs, self.trainer, self.guard)
         original(logs, *args, **kwargs)
 
     def _settled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -380,50 +410,6 @@ class _Watch(TrainerCallback):
             yield
         finally:
             vars(args).update(changed)
-
-
-class _HonestLoss:
-    """Keeps a bad loss out of the trainer's running sum, which it would spoil for ever, and out of the averages made of it."""
-
-    def __init__(self, step: int) -> None:
-        self._begun = self._told = step
-        self._steps, self._sum = 0.0, 0.0
-        """What all averages so far left out."""
-
-    @staticmethod
-    def of(loss: Tensor) -> Tensor:
-        """What to add to the running sum for a micro-batch."""
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
-
-    def correct(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
-        """The mean of the window, over the steps whose loss was finite; NaN if there was none."""
-        since, now = self._told, trainer.state.global_step
-        self._told = now
-        if not any(since <= record.step < now and record.action == "skipped" for record in guard.history):
-            return
-        # Every rank comes here: all of them know of a refused step, though the loss may have been one rank's.
-        spoiled = [
-            torch.stack([self.of(loss.float()) for loss in losses]).sum() for step, losses in guard.spoiled if step >= since
-        ]
-        guard.spoiled.clear()
-        counted = torch.zeros(2, device=trainer.args.device)
-        for loss in spoiled:
-            counted += torch.stack([torch.ones_like(loss), loss])
-        steps, total = (trainer.accelerator.reduce(counted, "sum") / trainer.accelerator.num_processes).tolist()
-        self._steps, self._sum = self._steps + steps, self._sum + total
-        logs["loss"] = _mean_without(logs["loss"], now - since, steps, total)
-
-    def correct_total(self, logs: dict[str, float], trainer: Trainer) -> None:
-        """The same for the whole run."""
-        if self._steps:
-            logs["train_loss"] = _mean_without(
-                logs["train_loss"], trainer.state.global_step - self._begun, self._steps, self._sum
-            )
-
-
-def _mean_without(mean: float, count: int, steps: float, total: float) -> float:
-    """A mean over `count`, without so many of them that add up to `total`."""
-    return (mean * count - total) / (count - steps) if steps < count else math.nan
 
 
 class _Waits:
@@ -451,14 +437,23 @@ def _steps_alone(schedule: Any) -> bool:
     return type(schedule).__name__ != "GreedyLR"
 
 
+def _sees_gradients(callback: Any) -> bool:
+    """Whether it is called between backward and the step, where it may change them."""
+    return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+
+
 @contextmanager
-def _current_accumulation(trainer: Trainer, steps: int) -> Iterator[None]:
-    before = trainer.current_gradient_accumulation_steps
-    trainer.current_gradient_accumulation_steps = steps
+def _as_it_was(trainer: Trainer, batch: MicroBatch) -> Iterator[None]:
+    """The trainer's counters are those of the micro-batch."""
+    state = trainer.state
+    before, at = trainer.current_gradient_accumulation_steps, (state.global_step, state.epoch)
+    trainer.current_gradient_accumulation_steps = batch.accumulation
+    state.global_step, state.epoch = batch.at
     try:
         yield
     finally:
         trainer.current_gradient_accumulation_steps = before
+        state.global_step, state.epoch = at
 
 
 def _plain(value: Any, depth: int = 0) -> bool:

@@ -278,3 +278,88 @@ def test_an_epoch_shorter_than_a_step(tmp_path):
     trainer = trained(build)
     assert trainer.state.global_step == 3
     assert_same_weights(trainer, trained_plain(build))
+
+
+class Annealed(Trainer):
+    """Its loss goes by the step, as a curriculum or an annealed penalty does; one step is bad."""
+
+    bad = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs) * (1 + self.state.global_step) / STEPS
+        return loss * math.nan if self.bad and self.state.global_step == 3 else loss
+
+
+@pytest.mark.incidents
+def test_a_step_is_run_again_as_of_its_own_time(tmp_path):
+    """A loss that depends on the count of steps is the same when a step behind a bad one is taken later."""
+    runs = []
+    for late in (0, 2):
+        trainer = line_trainer(tmp_path / str(late), trainer=Annealed, learning_rate=0.1, logging_steps=100, max_grad_norm=0.0)
+        trainer.bad = True
+        guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=late))
+        trainer.train()
+        assert guard.incidents[0].step == 3
+        runs.append(trainer)
+    assert_same_weights(*runs, rtol=0, atol=0)
+
+
+class SometimesByHand(Trainer):
+    """Some of its steps call `loss.backward()` itself: those cannot be run again."""
+
+    by_hand: tuple[int, ...] = ()
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step not in self.by_hand:
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = model(**self._prepare_inputs(inputs))[0]
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.incidents
+@pytest.mark.parametrize("by_hand", [(4,), (5,), (4, 5)])
+def test_the_schedule_counts_what_was_taken_where_some_steps_cannot_be_run_again(tmp_path, by_hand):
+    """A step behind a bad one that cannot be run again neither ends the run nor costs the schedule a step."""
+    trainer = line_trainer(tmp_path, trainer=SometimesByHand, learning_rate=0.1, logging_steps=100)
+    trainer.by_hand = by_hand
+    bad, original = iter([False] * 3 + [True]), trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * (float("nan") if next(bad, False) else 1)
+    guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=2))
+    trainer.train()
+    assert [incident.step for incident in guard.incidents] == [3]
+    assert sorted(record.step for record in guard.history) == list(range(STEPS))
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
+
+
+class WritesIntoItsBatch(Annealed):
+    """Every look at the batch halves it."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs["x"].mul_(0.5)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class ScalesGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad.mul_(0.1)
+
+
+@pytest.mark.incidents
+@pytest.mark.parametrize(("kind", "callbacks"), [(WritesIntoItsBatch, []), (Annealed, [ScalesGradients])])
+def test_what_cannot_be_done_twice_is_not(tmp_path, kind, callbacks):
+    """A batch that the loss writes into and gradients that a callback changes: late verdicts train the weights that immediate
+    ones do. (Steps behind a bad one were run again with a batch halved twice, and without the callback.)"""
+    runs = []
+    for late in (0, 2):
+        extras = {"callbacks": [callback() for callback in callbacks]}
+        options = {"learning_rate": 0.01, "logging_steps": 100, "optim": "sgd", "lr_scheduler_type": "constant"}
+        trainer = line_trainer(tmp_path / str(late), trainer=kind, extras=extras, **options)
+        trainer.bad = True
+        guard = nanproof.protect(trainer, policy=nanproof.Policy(lag=late))
+        trainer.train()
+        assert guard.incidents[0].step == 3
+        runs.append(trainer)
+    assert_same_weights(*runs, rtol=0, atol=0)
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
