@@ -417,6 +417,55 @@ def test_where_no_checkpoint_is_good_none_is_resumed_from(tmp_path, how):
         again.train(resume_from_checkpoint=True)
 
 
+ENTRY = """
+from tiny import llama, make_trainer, token_rows
+def build():
+    return {"trainer": make_trainer("elsewhere", llama(), token_rows(8), gradient_accumulation_steps=2)}
+"""
+
+
+def test_a_bundle_is_run_again_through_a_trainer(tmp_path, monkeypatch):
+    """`nanproof replay` with a Trainer for an entry: the same loss, the same cause, `num_items_in_batch` and all."""
+    from typer.testing import CliRunner
+
+    from nanproof.cli import app
+
+    trainer = make_trainer(tmp_path / "out", llama(), token_rows(48, range(24, 32)), gradient_accumulation_steps=2)
+    guard = nanproof.protect(trainer)
+    trainer.train()
+    [incident] = guard.incidents
+    (tmp_path / "entry_of_trainer.py").write_text(ENTRY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = CliRunner().invoke(app, ["replay", incident.bundle, "--entry", "entry_of_trainer:build", "--json"])
+    assert done.exit_code == 1, done.output
+    told = json.loads(done.stdout)
+    assert told["diagnosis"]["cause"] == incident.diagnosis.cause == "no-supervised-targets"
+
+
+def test_two_guards_for_one_trainer_are_refused(tmp_path):
+    """`protect` and a NanproofCallback would take each step twice: an error, whichever comes first."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(8), callbacks=[NanproofCallback()])
+    with pytest.raises(UsageError, match="NanproofCallback"):
+        nanproof.protect(trainer)
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(8))
+    nanproof.protect(trainer)
+    trainer.add_callback(NanproofCallback())
+    with pytest.raises(UsageError, match="NanproofCallback"):
+        trainer.train()
+
+
+def test_a_rewound_step_is_left_out_of_the_averages(tmp_path):
+    """Going back takes the record away, but not the truth about the loss."""
+    told = {}
+    for name, policy in (("skip", Policy()), ("back", Policy(snapshot_every=2, max_consecutive_skips=0))):
+        trainer = make_trainer(tmp_path / name, llama(dropout=0.0), token_rows(32, BAD), logging_steps=4, learning_rate=1e-6)
+        nanproof.protect(trainer, policy=policy)
+        told[name] = trainer.train().metrics["train_loss"], [e["loss"] for e in trainer.state.log_history if "loss" in e]
+    assert told["back"][0] == pytest.approx(told["skip"][0], rel=1e-4)
+    assert told["back"][1] == pytest.approx(told["skip"][1], rel=1e-4)
+
+
 def test_seq2seq(tmp_path):
     """Seq2SeqTrainer with an encoder and a decoder."""
     from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments

@@ -34,7 +34,8 @@ class Made:
 
 
 def built(entry: str) -> Made:
-    """Import the module, call the function, and take from what it returns, a dictionary or an object, what is there."""
+    """Import the module, call the function, and take from what it returns, a dictionary or an object, what is there: `model` and
+    `loss_fn`, or `trainer`; perhaps `optimizer`, `scaler`, `scheduler`, `batch`, `batches`."""
     from torch import nn
 
     module_name, colon, name = entry.partition(":")
@@ -51,6 +52,8 @@ def built(entry: str) -> Made:
         made = build()
     get = made.get if isinstance(made, dict) else lambda key: getattr(made, key, None)
     model, loss_fn = get("model"), get("loss_fn")
+    if (trainer := get("trainer")) is not None:
+        model, loss_fn = _of_trainer(entry, trainer)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{entry}: its 'model' is {type(model).__name__}. Return {{'model': module, 'loss_fn': function}}")
     if not callable(loss_fn):
@@ -60,6 +63,17 @@ def built(entry: str) -> Made:
         with users_code(f"{entry}: its 'batches' cannot be read", "Return a batch, or a loader of batches"):
             batch = next(itertools.islice(batches, 1), None)
     return Made(model, loss_fn, get("optimizer"), get("scaler"), get("scheduler"), batch)
+
+
+def _of_trainer(entry: str, trainer: Any) -> tuple[Any, Any]:
+    """A Trainer of transformers has a model and knows its loss."""
+    if not any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
+        raise UsageError(
+            f"{entry}: its 'trainer' is {type(trainer).__name__}, not a Trainer of transformers. Return model and loss_fn"
+        )
+    from nanproof.integrations.transformers import replay_loss
+
+    return trainer.model, replay_loss(trainer)
 
 
 def could_not_run(error: UsageError) -> typer.Exit:

@@ -149,10 +149,17 @@ def run(path: Path, entry: str, seconds: float) -> Result:
         if first.error is not None and bundle.incident.kind not in ("exception", "generation"):
             raise UsageError(
                 f"{entry}: the step raises here what it did not then ({type(first.error).__name__}: {first.error}). "
-                "Dataclasses and named tuples come back as dictionaries and tuples; let loss_fn take these"
+                f"The batch came back as {_shape_of(bundle)}; let loss_fn take that (dataclasses and named tuples come back as "
+                "dictionaries and tuples; for bundles of trainers see docs/trainers.md)"
             )
         result = Result(bundle, (first, second), _same(bundle, first), after[0] if after else "", None, tuple(notes))
         return replace(result, diagnosis=_diagnosis(result, step, optimizer, seconds)) if result.bad else result
+
+
+def _shape_of(bundle: Bundle) -> str:
+    first = bundle.batches[0] if bundle.batches else None
+    keys = ", ".join(repr(key) for key in first) if isinstance(first, dict) else ""
+    return f"a dictionary with {keys}" if keys else f"a {type(first).__name__}"
 
 
 @contextlib.contextmanager

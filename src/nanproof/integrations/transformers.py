@@ -8,10 +8,8 @@ trainer's own `training_step`.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from nanproof.integrations.hf_callbacks import (
 )
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
 from nanproof.integrations.hf_losses import HonestLoss
+from nanproof.integrations.hf_replay import Again, micro_batch, replay_loss
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
@@ -47,6 +46,7 @@ __all__ = [
     "LossCheckCallback",
     "NanproofCallback",
     "protect_trainer",
+    "replay_loss",
 ]
 
 log = logging.getLogger("nanproof")
@@ -61,6 +61,10 @@ def protect_trainer(
     there = getattr(trainer, "nanproof", None)
     if there is not None:
         raise UsageError("protect(trainer): this trainer is protected already; its guard is trainer.nanproof")
+    _refuse_a_second_guard(trainer)
+    if trainer.state.global_step:
+        log.warning("nanproof: protect(trainer) comes after %d steps of training: the next train() is protected, they were not",
+                    trainer.state.global_step)  # fmt: skip
     missing = [
         name for name in ("_prepare_inputs", "training_step", "callback_handler", "accelerator") if not hasattr(trainer, name)
     ]
@@ -75,15 +79,6 @@ def protect_trainer(
     return guard
 
 
-class MicroBatch(dict[str, Any]):
-    """What one forward of the trainer was given."""
-
-    num_items_in_batch: Any = None
-    accumulation: int = 1
-    at: tuple[int, float] = (0, 0.0)
-    """The trainer's count of steps, and its epoch: losses that change over the run go by them."""
-
-
 class _Watch(TrainerCallback):
     """Stands between one trainer and its optimizer."""
 
@@ -94,8 +89,7 @@ class _Watch(TrainerCallback):
         self._checkpoints: TrainerCheckpoints | None = None
         self._resumed_from: str | Path | None = None
         self._norm: Tensor | None = None
-        self._again: list[Tensor] | None = None
-        """Not None while a step is run again: where its loss goes."""
+        self._again = Again(trainer)
         self._num_items: Any = None
         self._arguments: dict[str, Any] = {}
         """What the user gave where an argument has another value for a while."""
@@ -107,13 +101,12 @@ class _Watch(TrainerCallback):
         """Whether `training_step` calls `_prepare_inputs`, as the trainer's own does."""
         self._unknown, self._refused = False, 0
         """Whether the step under way cannot be run again; refused steps after which the schedule has waited."""
-        self._given, self._found = MicroBatch(), list[int]()
+        self._given, self._found = dict[str, Any](), list[int]()
         """The last micro-batch, and how often its tensors had been written before the forward."""
         self._writes = False
         """Whether the loss writes into its batch."""
         self._written: list[tuple[int, int]] | None = None
         """The gradients as backward left them, where verdicts come late: which, and how often they had been written."""
-        self._training_step: Callable[..., Tensor] = trainer.training_step
         # Right behind the callback that decides what is due: everyone else's see a settled state.
         trainer.callback_handler.callbacks.insert(1, self)
         self._plain_train = trainer.train
@@ -144,12 +137,13 @@ class _Watch(TrainerCallback):
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         optimizer = trainer.optimizer
         assert optimizer is not None
+        _refuse_a_second_guard(trainer)
         self._refuse_what_cannot_be_guarded()
         schedule = self._take_schedule()
         guard.start(
             trainer.model_wrapped,
             optimizer,
-            loss_fn=self._loss_again,
+            loss_fn=self._again.loss_fn,
             max_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
             scaler=getattr(accelerator, "scaler", None),
             scheduler=schedule,
@@ -160,8 +154,8 @@ class _Watch(TrainerCallback):
         self._losses = HonestLoss(state.global_step, guard.refused_so_far)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
-        extend_grpo(trainer, self._patches, replaying=lambda: self._again is not None)
-        self._training_step = wrap(trainer, "training_step", self._step)
+        extend_grpo(trainer, self._patches, replaying=lambda: self._again.running)
+        self._again.training_step = wrap(trainer, "training_step", self._step)
         wrap(trainer, "_prepare_inputs", self._prepared)
         wrap(trainer, "log", self._log)
         wrap(trainer, "save_model", self._save_model)
@@ -204,11 +198,15 @@ class _Watch(TrainerCallback):
     def _end(self, error: BaseException | None) -> None:
         """Nothing stays replaced; the guard's last records are in."""
         self._patches.undo()
-        self._arguments, self._given = {}, MicroBatch()
+        self._arguments, self._given = {}, dict[str, Any]()
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
-        self.guard.__exit__(type(error) if error is not None else None, error, None)
+        guard = self.guard
+        guard.__exit__(type(error) if error is not None else None, error, None)
+        if guard.refused_so_far and self.trainer.is_world_process_zero():
+            counts = guard.accepted_so_far, guard.refused_so_far, len(guard.incidents)
+            log.warning("nanproof: %d steps taken, %d refused, %d incidents", *counts)
 
     @property
     def _views(self) -> list[GuardView]:
@@ -281,7 +279,7 @@ class _Watch(TrainerCallback):
         return self._losses.of(loss)
 
     def _prepared(self, original: Callable[..., Any], inputs: Any) -> Any:
-        if self._again is not None:
+        if self._again.running:
             return inputs
         prepared = original(inputs)
         if self._inside and not self._told:
@@ -290,10 +288,7 @@ class _Watch(TrainerCallback):
 
     def _tell(self, given: Any) -> None:
         """The guard learns what the forward gets, once a micro-batch."""
-        batch = MicroBatch(given if isinstance(given, Mapping) else {"inputs": given})
-        batch.num_items_in_batch = self._num_items
-        batch.accumulation = self.trainer.current_gradient_accumulation_steps
-        batch.at = (self.trainer.state.global_step, self.trainer.state.epoch)
+        batch = micro_batch(self.trainer, given, self._num_items)
         if self._writes:
             batch = map_tensors(batch, Tensor.clone)
         self._given, self._found = batch, writes_to_batch(batch)
@@ -314,8 +309,8 @@ class _Watch(TrainerCallback):
         self._unknown = True
 
     def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
-        if self._again is not None:
-            self._again.append(loss)
+        if self._again.running:
+            self._again.take(loss)
             return
         if self._inside:
             seed = self._note(loss)
@@ -345,33 +340,6 @@ class _Watch(TrainerCallback):
         if self._norm is not None:
             self._norm.copy_(total)
             self._norm = None
-
-    def _loss_again(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """What the trainer's own `training_step` would give to backward for this micro-batch."""
-        if not isinstance(batch, MicroBatch):
-            raise UsageError("the trainer's loss needs a micro-batch as the guard recorded it")
-        losses: list[Tensor] = []
-        inputs: Any = batch["inputs"] if set(batch) == {"inputs"} and not isinstance(batch["inputs"], Tensor) else batch
-        with self._undisturbed(), _as_it_was(self.trainer, batch):
-            self._again = losses
-            try:
-                self._training_step(model, inputs, batch.num_items_in_batch)
-            finally:
-                self._again = None
-        if not losses:
-            raise UsageError("this trainer's training_step calls no accelerator.backward: its steps cannot be run again")
-        return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum()
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """What the trainer counts and collects on the way (metrics, tokens) is counted once."""
-        attributes = vars(self.trainer)
-        before = {name: value for name, value in attributes.items() if _plain(value)}
-        attributes.update({name: _copied(value) for name, value in before.items()})
-        try:
-            yield
-        finally:
-            attributes.update(before)
 
     # -- what is said, what is saved -------------------------------------------------------------------------------------------
 
@@ -432,6 +400,11 @@ class _Waits:
         return type(self._schedule)
 
 
+def _refuse_a_second_guard(trainer: Trainer) -> None:
+    if any(isinstance(callback, NanproofCallback) for callback in trainer.callback_handler.callbacks):
+        raise UsageError("protect(trainer): this trainer has a NanproofCallback too; leave it out, protect does all that it does")
+
+
 def _steps_alone(schedule: Any) -> bool:
     """Whether it advances without being given a metric."""
     return type(schedule).__name__ != "GreedyLR"
@@ -440,39 +413,3 @@ def _steps_alone(schedule: Any) -> bool:
 def _sees_gradients(callback: Any) -> bool:
     """Whether it is called between backward and the step, where it may change them."""
     return type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
-
-
-@contextmanager
-def _as_it_was(trainer: Trainer, batch: MicroBatch) -> Iterator[None]:
-    """The trainer's counters are those of the micro-batch."""
-    state = trainer.state
-    before, at = trainer.current_gradient_accumulation_steps, (state.global_step, state.epoch)
-    trainer.current_gradient_accumulation_steps = batch.accumulation
-    state.global_step, state.epoch = batch.at
-    try:
-        yield
-    finally:
-        trainer.current_gradient_accumulation_steps = before
-        state.global_step, state.epoch = at
-
-
-def _plain(value: Any, depth: int = 0) -> bool:
-    """Numbers, and containers that a trainer collects them in."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return True
-    return type(value).__name__ in ("dict", "list", "deque", "defaultdict") and depth < 3
-
-
-def _copied(value: Any, depth: int = 0) -> Any:
-    if depth >= 3:
-        return value
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = _copied(item, depth + 1)
-        return copied
-    if isinstance(value, deque):
-        return copy.copy(value)
-    if isinstance(value, list):
-        return [_copied(item, depth + 1) for item in value]
-    return value
