@@ -26,7 +26,7 @@ from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
-from nanproof.integrations.written import writes_to_batch
+from nanproof.integrations.written import gradients_now, writes_to_batch
 from nanproof.policy import Policy
 from nanproof.records import StepRecord
 
@@ -170,6 +170,25 @@ class RecordedLoopGuard(LoopGuard):
         super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
+        self._left: list[tuple[int, int]] | None = None
+        """The gradients as the last backward left them, where verdicts come late."""
+
+    def went_back(self) -> None:
+        """A backward has ended. What the loop writes into the gradients from now on, running the step again would not."""
+        self._left = gradients_now(self.parameters) if self.late and self.open else None
+
+    def note_loss(self, loss: Tensor) -> Tensor | None:
+        self._look_at_gradients()
+        return super().note_loss(loss)
+
+    def take(self) -> Tensor:
+        self._look_at_gradients()
+        return super().take()
+
+    def _look_at_gradients(self) -> None:
+        left, self._left = self._left, None
+        if left is not None and left != gradients_now(self.parameters):
+            self.micro_batch(UNKNOWN)
 
     @property
     def replayable(self) -> bool:
