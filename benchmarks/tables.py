@@ -264,7 +264,30 @@ def poison_table() -> str:
     return "\n".join(lines)
 
 
+def trainer_table() -> str:
+    """The Trainer with and without protection."""
+    lines = [
+        "| | steps of the Trainer as it comes | protected, ratio (middle half of rounds) | host waits in 10 steps, without and with |",
+        "|---|---:|---:|---:|",
+    ]
+    facts = []
+    for name in ("trainer_gpu", "trainer_cpu"):
+        data = load(name)
+        short = "H200, bf16" if "H200" in data["device"] else "CPU"
+        for job, found in sorted((job, found) for job, found in data.items() if isinstance(found, dict)):
+            plain, ours = found["rows"]["Trainer as it comes"], found["rows"]["protected"]
+            batch = " × ".join(map(str, found["batch"]))
+            waits = "" if short == "CPU" else f"{plain['syncs in 10 steps']}, {ours['syncs in 10 steps']}"
+            size = f"{found['parameters'] / 1e6:.0f} M Llama, {batch}, accumulation {found['accumulation']}"
+            lines.append(
+                f"| {short}, {size} | {plain['ms']:.0f} ms | {ours['ratio']:.3f} ({ours['low']:.3f} to {ours['high']:.3f}) | {waits} |"
+            )
+        facts.append(f"{data['device']}, torch {data['torch']}, {data['date']}")
+    return "\n".join([*lines, "", "; ".join(facts) + ". Medians of alternating runs; `benchmarks/trainer.py`."])
+
+
 BLOCKS = {
+    "trainer": trainer_table,
     "cost": cost_table,
     "campaign": campaign_line,
     "zoo": zoo_summary,

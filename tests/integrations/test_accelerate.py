@@ -246,6 +246,38 @@ def test_clipping_a_part_or_by_value_keeps_the_evidence() -> None:
     guard.close()
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("how", ["value", "hand"])
+def test_gradients_that_the_loop_changes_are_not_asked_for_again(how: str, accumulation: int) -> None:
+    """With late verdicts the run is the one that never saw the bad batch. (Steps behind it were run again without clipping by
+    value, and without what the loop itself did to its gradients.)"""
+
+    def run(batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = Net()
+        model.body[1].p = 0.0
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, fused=True))
+        guard = protect_accelerator(accelerator, policy=nanproof.Policy(lag=2))
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, labels=y)["loss"])
+                if how == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 0.01)
+                else:
+                    for p in model.parameters():
+                        p.grad.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        guard.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    batches = data(STEPS * accumulation)
+    first = BAD * accumulation
+    seen, never = run(poisoned(batches, first)), run([*batches[:first], *batches[first + accumulation :]])
+    assert all(torch.equal(a, b) for a, b in zip(seen, never, strict=True))
+
+
 def test_too_many_refused_steps_halt_the_loop() -> None:
     batches = data(STEPS)
     for at in range(3, STEPS):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanproof import Policy
+from nanproof import Policy, UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 
 STEPS, BAD = 12, 3
@@ -72,3 +72,14 @@ def test_steps_that_cannot_be_run_again_behind_a_bad_one(unknown, order, schedul
         assert torch.equal(mine, plain)
     if schedule is not None:
         assert schedule.last_epoch == STEPS - 1
+
+
+def test_a_guard_that_has_not_begun_says_so():
+    """What `protect(trainer)` returns, before the trainer trains: there is nothing to wait for, and no state. (It was an
+    AttributeError, or "this guard is closed; make a new one".)"""
+    guard = LoopGuard()
+    guard.sync()
+    guard.close()
+    for call in (guard.state_dict, guard.resume, lambda: guard.wrap([]), lambda: guard.load_state_dict({"version": 1})):
+        with pytest.raises(UsageError, match="which has not begun"):
+            call()

@@ -71,7 +71,7 @@ def protect_accelerator(
 class _Loop:
     """Stands between a loop and its accelerator, optimizer and schedulers. After `guard.close()` it only passes on."""
 
-    def __init__(self, accelerator: Any, guard: LoopGuard) -> None:
+    def __init__(self, accelerator: Any, guard: RecordedLoopGuard) -> None:
         self._accelerator, self._guard = accelerator, guard
         self._optimizer = accelerator._optimizers[0]
         trained = _trained(accelerator._models, self._optimizer)
@@ -123,6 +123,7 @@ class _Loop:
         except Exception as error:
             guard.raised(error)
             raise
+        guard.went_back()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         stepper = self._guard._stepper

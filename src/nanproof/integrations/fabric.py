@@ -201,10 +201,13 @@ class _Desk:
     def _backward(self, original: Callable[..., Any], tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         # Those whose model was called since their last step; all, where none was seen to be.
         told = [guard for guard in self.guards if (guard.open if model is None else guard.fabric_model is model)]
-        for guard in told or (self.guards if model is None else []):
+        told = told or (self.guards if model is None else [])
+        for guard in told:
             seed = guard.hear_of(tensor)
             tensor = tensor if seed is None else tensor * seed  # times 1, or times NaN where this rank's loss is bad
         original(tensor, *args, model=model, **kwargs)
+        for guard in told:
+            guard.went_back()
 
     def _clip_gradients(
         self,

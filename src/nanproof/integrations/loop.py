@@ -209,11 +209,33 @@ class LoopGuard(Guard):
     def sync(self) -> None:
         """As of `Guard`. Between the micro-batches of a step it does not wait: running held steps would clear the gradients."""
         self.finish()
-        if self._open is None:
+        if self._open is None and self.started:
             super().sync()
+
+    def wrap(self, data: Any) -> Any:
+        """As of `Guard`."""
+        self._check_started("wrap")
+        return super().wrap(data)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `Guard`."""
+        self._check_started("load_state_dict")
+        super().load_state_dict(state)
+
+    def _check_open(self, call: str) -> None:
+        self._check_started(call)
+        super()._check_open(call)
+
+    def _check_started(self, call: str) -> None:
+        if not self.started:
+            raise UsageError(
+                f"guard.{call}(): this guard begins with the trainer's loop, which has not begun; "
+                "to resume, use the trainer's own way"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As of `Guard`; a step that has begun does not count."""
+        self._check_started("state_dict")
         counted = {"accepted": self.accepted_so_far, "refused": self.refused_so_far}
         return {**super().state_dict(), "step": self._next - self.open, "loop": counted}
 

@@ -12,6 +12,7 @@ differ in what they do: one that runs a step again waits for the others. `Record
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.stepper import Report
+from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof.integrations.written import gradients_now, writes_to_batch
 from nanproof.policy import Policy
 from nanproof.records import StepRecord
 
@@ -51,6 +54,11 @@ class RootRecorder:
         """Whether `begin` knows of the last call."""
         self._losses: list[tuple[Any, Tensor]] = []
         """What the last call returned that could be its loss, and how to get at it."""
+        self._found: list[int] = []
+        """How often the tensors of the last call had been written before it."""
+        self._recent: deque[list[tuple[weakref.ref[Tensor], int]]] = deque(maxlen=8)
+        self._copies = False
+        """Whether a copy of the arguments is kept: where the loop uses one buffer for all its batches, or the model writes."""
         self._again = False
         self.paused = False
         """Set while another guard runs the model again."""
@@ -71,6 +79,9 @@ class RootRecorder:
         losses, self._losses = self._losses, []
         told, self._told = self._told, True
         if len(calls) != 1:
+            return False
+        if writes_to_batch(calls[0]) != self._found:
+            self._copies = True
             return False
         for where, found in losses:
             ops = _between(found, loss)
@@ -106,7 +117,13 @@ class RootRecorder:
         return not (self._again or self.paused) and torch.is_grad_enabled() and module is self._model()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = {"args": args, "kwargs": dict(kwargs), "loss": None}
+        given: Any = (args, dict(kwargs))
+        self._copies |= any(t is not None and t._version != count for call in self._recent for t, count in _alive(call))
+        self._recent.append([(weakref.ref(t), t._version) for _, t in tensors_in(given) if not t.is_inference()])
+        if self._copies:
+            given = map_tensors(given, lambda t: t if t.requires_grad else t.clone())
+        batch = {"args": given[0], "kwargs": given[1], "loss": None}
+        self._found = writes_to_batch(batch)
         if not self._told:
             self._calls.pop()
         self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
@@ -114,6 +131,10 @@ class RootRecorder:
         self._told = module.training
         if self._told:
             self._begin(batch if len(self._calls) == 1 else UNKNOWN)
+
+
+def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor | None, int]]:
+    return ((tensor(), count) for tensor, count in call)
 
 
 class Hook:
@@ -149,6 +170,25 @@ class RecordedLoopGuard(LoopGuard):
         super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
+        self._left: list[tuple[int, int]] | None = None
+        """The gradients as the last backward left them, where verdicts come late."""
+
+    def went_back(self) -> None:
+        """A backward has ended. What the loop writes into the gradients from now on, running the step again would not."""
+        self._left = gradients_now(self.parameters) if self.late and self.open else None
+
+    def note_loss(self, loss: Tensor) -> Tensor | None:
+        self._look_at_gradients()
+        return super().note_loss(loss)
+
+    def take(self) -> Tensor:
+        self._look_at_gradients()
+        return super().take()
+
+    def _look_at_gradients(self) -> None:
+        left, self._left = self._left, None
+        if left is not None and left != gradients_now(self.parameters):
+            self.micro_batch(UNKNOWN)
 
     @property
     def replayable(self) -> bool:
