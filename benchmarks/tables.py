@@ -267,14 +267,14 @@ def poison_table() -> str:
 def trainer_table() -> str:
     """The Trainer with and without protection."""
     lines = [
-        "| | steps of the Trainer as it comes | protected, ratio (middle half of rounds) | host waits in 10 steps, without and with |",
+        "| | the Trainer's step as it comes | protected, ratio (middle half of rounds) | host waits in 10 steps, without, with |",
         "|---|---:|---:|---:|",
     ]
     facts = []
     for name in ("trainer_gpu", "trainer_cpu"):
         data = load(name)
         short = "H200, bf16" if "H200" in data["device"] else "CPU"
-        for job, found in sorted((job, found) for job, found in data.items() if isinstance(found, dict)):
+        for found in (data[job] for job in sorted(data) if isinstance(data[job], dict)):
             plain, ours = found["rows"]["Trainer as it comes"], found["rows"]["protected"]
             batch = " × ".join(map(str, found["batch"]))
             waits = "" if short == "CPU" else f"{plain['syncs in 10 steps']}, {ours['syncs in 10 steps']}"

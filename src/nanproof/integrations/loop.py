@@ -217,11 +217,6 @@ class LoopGuard(Guard):
         self._check_started("wrap")
         return super().wrap(data)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of `Guard`."""
-        self._check_started("load_state_dict")
-        super().load_state_dict(state)
-
     def _check_open(self, call: str) -> None:
         self._check_started(call)
         super()._check_open(call)
@@ -241,6 +236,7 @@ class LoopGuard(Guard):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As of `Guard`."""
+        self._check_started("load_state_dict")
         super().load_state_dict(state)
         counted = state.get("loop", {"accepted": 0, "refused": 0})
         self.accepted_so_far, self.refused_so_far = counted["accepted"], counted["refused"]
