@@ -123,8 +123,8 @@ def test_an_exception_in_the_step_is_looked_into():
 
 
 def test_one_callback_for_both_packages():
-    callback = NanproofCallback(policy=nanproof.Policy(lag=0))
     bases = [importlib.import_module(package).Callback for package in PACKAGES]
+    callback = NanproofCallback(policy=nanproof.Policy(lag=0))
     assert all(isinstance(callback, base) for base in bases)
     assert callback.state_key == "NanproofCallback" and callback.guard.path == "not started"
 
