@@ -95,6 +95,7 @@ def test_torch_is_left_as_it_was():
             len(module._global_forward_hooks_with_kwargs),
             len(module._global_forward_pre_hooks),
             F.has_torch_function_unary,
+            torch.autograd.has_torch_function,
             "apply" in vars(checkpointing.CheckpointFunction),
             torch.distributions.Distribution.__init__,
             torch.is_grad_enabled(),

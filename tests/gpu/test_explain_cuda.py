@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import nanproof
 from nanproof.explain.replay import Replay
@@ -157,3 +158,34 @@ def test_silent_failures_are_found_without_a_sync():
         guard.train_step((torch.randn(16, 8, device="cuda", dtype=torch.bfloat16), torch.randint(0, 4, (16,), device="cuda")))
     guard.close()
     assert guard.incidents[0].diagnosis.cause == "bf16-update-rounding"
+
+
+class Rooted(nn.Module):
+    """Checkpoints a function of its own, with a root whose gradient at 0 is infinite."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(4, 4), reentrant
+
+    def forward(self, both):
+        x, kept = both
+        out = self.part(x, kept) if self.reentrant is None else checkpoint(self.part, x, kept, use_reentrant=self.reentrant)
+        return out, kept
+
+    def part(self, x, kept):
+        return x + torch.sqrt((self.linear(x) * kept).square())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parts(reentrant):
+    """Backward runs in a thread of its own, and computes the parts again there: place and verdict are those without."""
+    found = []
+    for how in (None, reentrant):
+        torch.manual_seed(0)
+        model = nn.Sequential(Rooted(how), Rooted(how), Rooted(how)).cuda()
+        kept = torch.ones(6, 1, device="cuda")
+        kept[SAMPLE] = 0
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).cuda().requires_grad_()
+        diagnosis = nanproof.diagnose(model, lambda m, b: m(b)[0].abs().mean(), (x, kept))
+        found.append((diagnosis.cause, diagnosis.where, diagnosis.op, diagnosis.samples, diagnosis.verified))
+    assert found[0] == found[1] == ("sqrt-at-zero", "2", "sqrt", (SAMPLE,), True)

@@ -1,7 +1,8 @@
 """Changes to a replay that stand for a fix: safe inputs of dangerous functions, fp32 everywhere, repaired weights.
 
 They act above autograd, at every matching call, so that forward and backward both follow from the changed computation; patching
-a backward operation instead would be disguise. Each is a context to run a replay under, and counts how often it acted.
+a backward operation instead would be disguise. What a checkpointed part computes a second time inside backward is forward, and
+is changed like the first time. Each is a context to run a replay under, and counts how often it acted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
+_BACKWARD_NAMES = {"gradient": "grad_tensors"}
+"""Arguments of Tensor.backward that torch.autograd.backward calls something else."""
 
 
 class Intervention(TorchFunctionMode):
@@ -40,11 +43,21 @@ class Intervention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
         name = getattr(func, "__name__", "")
         name = name if name.startswith("__") else name.removesuffix("_") or name
-        if not self.wants(name):
+        if not self.wants(name) or _in_a_backward_operation():
             return func(*args, **kwargs)
         return self.change(name, func, args, kwargs)
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """torch takes a mode off while it handles a call, here for the whole of backward: put it on again."""
+        TorchFunctionMode.__enter__(self)
+        try:
+            torch.autograd.backward(loss, *args, **{_BACKWARD_NAMES.get(k, k): v for k, v in kwargs.items()})
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
 
     def wants(self, name: str) -> bool:
         return name in self.names
@@ -53,7 +66,7 @@ class Intervention(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        self._open = _functional_in_pieces()
+        self._open = _in_pieces()
         self._open.__enter__()
         return super().__enter__()
 
@@ -69,18 +82,25 @@ class Intervention(TorchFunctionMode):
         return x
 
 
+def _in_a_backward_operation() -> bool:
+    """Python code of a backward itself (a custom autograd.Function); a checkpointed part is computed again with gradients on."""
+    return not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+
+
 @contextmanager
-def _functional_in_pieces() -> Iterator[None]:
-    """torch.nn.functional hands a whole function to a mode; here its body is to run, so that the mode sees what it calls."""
+def _in_pieces() -> Iterator[None]:
+    """torch.nn.functional and torch.autograd hand a whole function to a mode; here its body is to run, so that the mode sees what
+    it calls."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    saved = {name: getattr(torch.nn.functional, name) for name in names if hasattr(torch.nn.functional, name)}
-    for name in saved:
-        setattr(torch.nn.functional, name, lambda *_: False)
+    places = [(module, name) for module in (torch.nn.functional, torch.autograd) for name in names if hasattr(module, name)]
+    saved = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name in places:
+        setattr(module, name, lambda *_: False)
     try:
         yield
     finally:
-        for name, value in saved.items():
-            setattr(torch.nn.functional, name, value)
+        for module, name, value in saved:
+            setattr(module, name, value)
 
 
 class SafeInput(Intervention):

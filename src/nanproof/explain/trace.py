@@ -2,7 +2,8 @@
 
 A dispatch mode sees every operation below autograd, forward and backward. Only those of the chosen calls are looked at, and of
 these only the ones at which something turned bad are kept with their numbers. A backward operation is mapped to the
-forward operation whose gradient it computes by autograd's sequence numbers.
+forward operation whose gradient it computes by autograd's sequence numbers; one that a checkpointed part runs again inside
+backward, to the operation of the forward that it repeats.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from nanproof.explain.calls import GOOD, Call, CallStack, Range, range_of
@@ -77,7 +79,7 @@ class Op:
     scalars: list[Any]
     outputs: list[Operand] = field(default_factory=list)
     of: Op | None = None
-    """For a backward operation: the forward operation it belongs to."""
+    """For a backward operation: the forward operation it belongs to; for a repeated one: the one it repeats."""
     consumers: list[Op] = field(default_factory=list)
     node: str = ""
     """For a backward operation: autograd's name of the node, "SqrtBackward0"."""
@@ -88,7 +90,7 @@ class Op:
 
     @property
     def forward(self) -> Op:
-        """The forward operation: itself, or the one it is the backward of."""
+        """The forward operation: itself, or the one it is the backward or the repetition of."""
         return self.of if self.of is not None else self
 
     @property
@@ -140,7 +142,12 @@ class Trace(TorchDispatchMode):
         self._calls = calls
         self._writers: dict[int, list[tuple[int, Op]]] = {}
         """By storage: the operations that wrote to it since it was allocated, and where."""
-        self._by_sequence: dict[int, Op] = {}
+        self._by_sequence: dict[tuple[Any, int], Op] = {}
+        """By autograd's sequence numbers, which each thread counts for itself: a part that is checkpointed reentrantly is
+        computed again, and gets its graph, in the thread of backward, so what is in there has its own."""
+        self._reentrant = False
+        self._forward: dict[Any, list[Op]] = {}
+        """Operations of the forward, to find again those that are repeated."""
         self._in_backward = False
         self._active = False
         self._node = -1
@@ -188,7 +195,7 @@ class Trace(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             if node is not None:
                 sequence = node._sequence_nr()
-                of = self._by_sequence.get(sequence)
+                of = self._of_node(node)
                 if sequence != self._node:
                     self._next_node(sequence)
             if of is None and self._calls is not None:
@@ -246,13 +253,44 @@ class Trace(TorchDispatchMode):
             if tensor.layout is torch.strided:
                 self._note_write(tensor, op, bool(mutated), inside)
         if not backward:
-            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, op)  # type: ignore[attr-defined]
+            self._note_forward(op)
         if (op.newly_bad or op.comes_in) and self._kept < _KEPT_OPS:
             self._kept += 1
             self._keep_values(op, before if before and len(before) == len(tensors) else tensors, outputs)
-        elif op.name in _WORTH_KEEPING and not backward:
+        elif op.name in _WORTH_KEEPING and op.of is None and not backward:
             self._keep_values(op, tensors, outputs, _LARGEST // 4)
         return out
+
+    def _note_forward(self, op: Op) -> None:
+        alike = self._forward.setdefault((op.name, op.source, *(i.shape for i in op.inputs)), [])
+        sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node() if self._in_backward else None
+        if node is None:
+            alike.append(op)
+            self._by_sequence.setdefault((None, sequence), op)
+            return
+        op.of = self._repeated(op, alike, node)
+        op.call = op.of.call if op.of is not None else op.call
+        if isinstance(node, BackwardCFunction):  # otherwise what is computed again gets no backward of its own
+            self._by_sequence.setdefault((_identity(node), sequence), op.forward)
+            self._reentrant = True
+
+    def _of_node(self, node: Any) -> Op | None:
+        """The forward operation that a node of backward belongs to."""
+        return self._by_sequence.get((_around(node) if self._reentrant else None, node._sequence_nr()))
+
+    def _repeated(self, op: Op, alike: list[Op], node: Any) -> Op | None:
+        """The operation of the forward that a checkpointed part runs again: the same line, with the same numbers coming out.
+
+        Of several it is the nearest to the node that asked for it: a reentrant part has a node of its own, which comes before
+        its operations; otherwise the first node of backward that needs what the part did not keep, which comes after them.
+        """
+        asked = self._of_node(node)
+        reentrant = isinstance(node, BackwardCFunction)
+        able = [first for first in alike if _same_results(first, op) and (op.call is None or _same_module(first, op))]
+        if asked is not None:
+            able = [first for first in able if (first.number >= asked.number if reentrant else first.number <= asked.number)]
+        return able[0 if reentrant else -1] if able else None
 
     def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: set[int]) -> None:
         storage = tensor.untyped_storage().data_ptr()
@@ -290,6 +328,28 @@ _NEVER_WRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "empty_pe
 def _range(tensor: Tensor) -> Range:
     pair = range_of(tensor)
     return GOOD if pair is None else Range(*torch.stack(pair).tolist())
+
+
+def _identity(node: Any) -> tuple[int, int]:
+    return id(node), node._sequence_nr()
+
+
+def _around(node: Any) -> tuple[int, int] | None:
+    """The reentrantly checkpointed part whose backward, on this thread's stack, runs this node; None outside of one."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__ and (outer := frame.f_locals["self"]) is not node:
+            return _identity(outer)
+        frame = frame.f_back
+    return None
+
+
+def _same_results(a: Op, b: Op) -> bool:
+    return [repr(o.range) for o in a.outputs] == [repr(o.range) for o in b.outputs]  # NaN reads like NaN
+
+
+def _same_module(a: Op, b: Op) -> bool:
+    return a.call is not None and b.call is not None and a.call.module is b.call.module
 
 
 @cache
