@@ -114,6 +114,11 @@ class Stepper:
     def has_losses(self) -> bool:
         return bool(self._losses)
 
+    @property
+    def noted(self) -> int:
+        """Losses since the last step."""
+        return len(self._losses)
+
     def backward(self, loss: Tensor, scaled: bool = True) -> None:
         """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
         self._notice_cleared_gradients()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
+from nanproof.core.parameters import unwrap
 from nanproof.core.stepper import Report
 from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
@@ -29,6 +30,11 @@ from nanproof.records import StepRecord
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
+
+OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
+_SEVERAL_RANKS = (
+    "on several ranks a step is run again only where its verdict is read at once and no loss scale is used: Policy(lag=0)"
+)
 
 Op = tuple[str, float]
 """("/", 2.0) or ("*", 0.5)"""
@@ -44,6 +50,7 @@ class RootRecorder:
             begin: told of the batch just before each forward: `LoopGuard.micro_batch`.
         """
         self._model = weakref.ref(model)
+        self.name = type(unwrap(model)).__name__
         self._begin = begin
         self._calls: list[dict[str, Any]] = []
         """Since the last backward. Of those in eval mode only the last."""
@@ -51,6 +58,7 @@ class RootRecorder:
         """Whether `begin` knows of the last call."""
         self._losses: list[tuple[Any, Tensor]] = []
         """What the last call returned that could be its loss, and how to get at it."""
+        self._recognised: list[dict[str, Any]] = []
         self._again = False
         self.paused = False
         """Set while another guard runs the model again."""
@@ -61,13 +69,14 @@ class RootRecorder:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Since the last backward; of many, the last two."""
-        return list(self._calls)
+        """Those that were made for the backward last asked about, and may be looked at after it; of many, the last two."""
+        return list(self._recognised)
 
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
         """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
         `then` is what the framework itself still does to the loss."""
         calls, self._calls = self._calls, []
+        self._recognised = calls
         losses, self._losses = self._losses, []
         told, self._told = self._told, True
         if len(calls) != 1:
@@ -92,7 +101,7 @@ class RootRecorder:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._calls, self._losses = [], []
+        self._calls, self._recognised, self._losses = [], [], []
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts(module):
@@ -147,14 +156,9 @@ class RecordedLoopGuard(LoopGuard):
 
     def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
         super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self.why_not_again = OUTSIDE
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
-
-    @property
-    def replayable(self) -> bool:
-        if not self._ranks.together:
-            return super().replayable
-        return bool(self._aside) and not self._stepper.lag and all(batch is not UNKNOWN for batch in self._aside)
 
     def micro_batch(self, batch: Any) -> None:
         if not (self.started and self._ranks.together):
@@ -167,10 +171,13 @@ class RecordedLoopGuard(LoopGuard):
         super().micro_batch(UNKNOWN)
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
-        if self._ranks.together and attempt.batches is None and not self._stepper.lag and self._stepper.scale is None:
-            known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
+        known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
+        at_once = not self._stepper.lag and self._stepper.scale is None
+        if self._ranks.together and attempt.batches is None and at_once:
             if all(said[0] for said in self._ranks.gather([known]).values()):
                 attempt.batches = tuple(self._aside)
+        elif self._ranks.together:
+            self._examiner.why_not_again = _SEVERAL_RANKS if known else self.why_not_again
         super()._refuse(attempt, report, reading, record)
 
 
