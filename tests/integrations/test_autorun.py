@@ -84,6 +84,26 @@ def test_a_bad_batch_is_refused_and_explained(tmp_path):
     assert records[9]["clip"] == pytest.approx(max(norm, 1), rel=1e-4)
 
 
+def test_the_document_shows_what_is_printed(tmp_path):
+    """The sample of docs/run.md, word for word and in this order; numbers may differ, and "..." stands for anything."""
+    shown = re.findall(r"```\n\$ nanproof run (.*?)\n(.*?)```", (ROOT / "docs" / "run.md").read_text(), flags=re.DOTALL)
+    ((command, sample),) = shown
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+    args = [PLAIN if word == "train.py" else word for word in command.split()]
+    run = [sys.executable, "-m", "nanproof", "run", *args]
+    done = subprocess.run(
+        run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+
+    def words(text: str) -> str:
+        return " ".join(text.replace("nanproof: ", " ").split())
+
+    pattern = re.sub(r"\d+\\\.\d+", r"\\d+\\.\\d+", re.escape(words(sample))).replace(r"\.\.\.", ".*")
+    assert re.fullmatch(pattern, words(done.stdout)), done.stdout
+    assert max(map(len, done.stdout.split("AdamW of GPT")[1].splitlines())) <= 120
+
+
 def test_verdicts_that_come_late(tmp_path):
     """As on CUDA: the script saves two steps after a bad one, before its verdict was read, and what it saves holds the step that
     was held up behind the bad one."""

@@ -155,10 +155,15 @@ def _lines_of(group: list[Incident]) -> list[str]:
         told = [f"  steps {steps}: {first.kind}, {first.action} ({len(group)}). At step {first.step}: {first.message}"]
     if first.diagnosis is not None:
         told.append(f"    {first.diagnosis}")
-    bundles = [incident.bundle for incident in group if incident.bundle]
+    bundles = [_from_here(incident.bundle) for incident in group if incident.bundle]
     if bundles:
         told.append(f"    bundle: {bundles[0]}" + (f" and {len(bundles) - 1} more" if len(bundles) > 1 else ""))
     return told
+
+
+def _from_here(path: str) -> str:
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def spans(steps: Iterable[int], most: int = 6) -> str:
