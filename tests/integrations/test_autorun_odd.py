@@ -141,3 +141,30 @@ def test_the_summary_tells_what_is_the_same_once(tmp_path):
     places = [words.find(text) for text in expected]
     assert -1 not in places and places == sorted(places), words
     assert words.count("nonfinite-loss") == words.count("cause:") == 1 and "bundle" not in words
+
+
+GAN = """
+import math, torch
+class Generator(torch.nn.Linear): pass
+class Critic(torch.nn.Linear): pass
+generator, critic = Generator(4, 6), Critic(6, 1)
+og, od = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+for step in range(12):
+    real, fake = torch.randn(8, 6), generator(torch.randn(8, 4))
+    if step == 7: real[5, 1] = math.nan
+    od.zero_grad(); (critic(fake.detach()).mean() - critic(real).mean()).backward(); od.step()
+    og.zero_grad(); (-critic(fake).mean()).backward(); og.step()
+"""
+
+
+def test_two_optimizers_are_told_apart(tmp_path):
+    """By their models. The NaN is found in what the critic was called with: not in the gradients that the generator left to it."""
+    (tmp_path / "gan.py").write_text(GAN)
+    _, guarded = protected("gan.py", cwd=tmp_path)
+    by_model = {one["model"]: one for one in guarded}
+    assert by_model.keys() == {"Generator", "Critic"} and {one["name"] for one in guarded} == {"Adam"}
+    assert by_model["Generator"]["incidents"] == []
+    (incident,) = by_model["Critic"]["incidents"]
+    assert (incident["step"], incident["micro_batch"]) == (7, None)
+    assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [5]
+    assert incident["diagnosis"]["where"] == "args[0] of call 1"
