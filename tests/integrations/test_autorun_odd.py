@@ -158,7 +158,7 @@ for step in range(12):
 
 
 def test_two_optimizers_are_told_apart(tmp_path):
-    """By their models. The NaN is found in what the critic was called with: not in the gradients that the generator left to it."""
+    """By their models. The NaN is found in what the critic was called with, not in the gradients it was left."""
     (tmp_path / "gan.py").write_text(GAN)
     _, guarded = protected("gan.py", cwd=tmp_path)
     by_model = {one["model"]: one for one in guarded}
