@@ -279,9 +279,8 @@ def trainer_table() -> str:
             batch = " × ".join(map(str, found["batch"]))
             waits = "" if short == "CPU" else f"{plain['syncs in 10 steps']}, {ours['syncs in 10 steps']}"
             size = f"{found['parameters'] / 1e6:.0f} M Llama, {batch}, accumulation {found['accumulation']}"
-            lines.append(
-                f"| {short}, {size} | {plain['ms']:.0f} ms | {ours['ratio']:.3f} ({ours['low']:.3f} to {ours['high']:.3f}) | {waits} |"
-            )
+            ratio = f"{ours['ratio']:.3f} ({ours['low']:.3f} to {ours['high']:.3f})"
+            lines.append(f"| {short}, {size} | {plain['ms']:.0f} ms | {ratio} | {waits} |")
         facts.append(f"{data['device']}, torch {data['torch']}, {data['date']}")
     return "\n".join([*lines, "", "; ".join(facts) + ". Medians of alternating runs; `benchmarks/trainer.py`."])
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from nanproof.core.files import FolderLock
+
 TELL = """
 import json, sys
 print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "torch": "torch" in sys.modules,
@@ -48,7 +50,55 @@ def test_a_script_sees_what_python_would_show_it(folder, args):
 
 def test_nothing_to_guard_is_said(folder):
     done = run("scripts/tell.py", cwd=folder)
-    assert done.stderr == "nanproof: nothing was guarded: no optimizer of torch took a step after a backward\n"
+    said = "nanproof: nothing was guarded: no optimizer of torch took a step after a backward"
+    assert " ".join(done.stderr.split()) == said
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (("-m", "no_such_module"), 1),
+        (("scripts",), 1),
+        (("scripts/wrong.py",), 1),
+        (("scripts/crash.py",), 1),
+        (("scripts/options.py", "--lr", "fast"), 2),
+        (("scripts/options.py", "--quit"), 3),
+    ],
+    ids=["no module", "folder", "syntax", "crash", "argparse", "sys.exit"],
+)
+def test_a_script_that_fails_before_any_training_speaks_alone(folder, args, status):
+    """The status is Python's, and there is no summary of nothing."""
+    (folder / "scripts" / "wrong.py").write_text("def f(:")
+    (folder / "scripts" / "crash.py").write_text("raise ValueError('no data')")
+    (folder / "scripts" / "options.py").write_text(
+        "import argparse, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float)\n"
+        "parser.add_argument('--quit', action='store_true')\n"
+        "parser.parse_args()\n"
+        "sys.exit(3)\n"
+    )
+    oracle = run(*args, cwd=folder, before=())
+    done = run(*args, cwd=folder)
+    assert done.returncode == oracle.returncode == status
+    last, expected = ((text.splitlines() or [""])[-1] for text in (done.stderr, oracle.stderr))
+    assert last.split(": ")[-1].split(" in ")[0] == expected.split(": ")[-1].split(" in ")[0]
+    assert "guarded" not in done.stderr and "runpy" not in done.stderr
+
+
+def test_a_run_dir_that_cannot_be_written(folder):
+    """The script is not started: it would train unprotected. Nor is it where another run writes."""
+    (folder / "file").write_text("")
+    done = run("--run-dir", "file/records", "scripts/tell.py", cwd=folder)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert "--run-dir file/records cannot be written" in done.stderr and "a folder that can be made and written" in done.stderr
+    lock = FolderLock(folder, "test")
+    try:
+        done = run("--run-dir", ".", "scripts/tell.py", cwd=folder)
+    finally:
+        lock.release()
+    assert done.returncode == 2 and done.stdout == "" and "in use by another process" in done.stderr
+    assert run("--run-dir", "deep/records", "scripts/tell.py", cwd=folder).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,33 @@ def test_gradients_that_are_not_cleared():
         guard.close()
         causes = [i.diagnosis.cause for i in guard.incidents]
         assert causes[0] == ("gradients-not-cleared" if clear is None else "unknown")
+
+
+@pytest.mark.parametrize("clear", [None, True, False], ids=["never", "set to None", "set to zero"])
+def test_gradients_that_another_model_left_are_cleared_in_time(clear):
+    """The generator's backward adds to the discriminator's gradients, which it clears before its own, in two parts. A NaN in the
+    data is not blamed on that; on gradients that really stay it is."""
+    generator, critic = mlp(), mlp()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.0) for model in (generator, critic)]
+    guards = [nanproof.Guard(m, o) for m, o in zip((generator, critic), optimizers, strict=True)]
+    for i in range(4):
+        real, noise = data(i)[0].clone(), torch.randn_like(data(i)[0])
+        if i == 2:
+            real[0, 0] = float("nan")
+        if clear is not None:
+            optimizers[1].zero_grad(set_to_none=clear)
+        fake = generator(noise).expand(-1, real.shape[1])
+        losses = critic(real).mean(), -critic(fake.detach()).mean()
+        for loss in losses:
+            loss.backward()
+        guards[1].step(sum(losses))
+        if clear is not None:
+            optimizers[0].zero_grad(set_to_none=clear)
+        loss = critic(fake).mean()
+        loss.backward()
+        guards[0].step(loss)
+    for guard in guards:
+        guard.close()
+    assert guards[0].incidents == []
+    assert guards[1].incidents[0].step == 2
+    assert guards[1].incidents[0].diagnosis.cause == ("gradients-not-cleared" if clear is None else "unknown")

@@ -183,6 +183,8 @@ def test_a_loss_made_outside_of_the_model_is_refused_and_named() -> None:
     (incident,) = guard.incidents
     assert (incident.step, incident.kind) == (BAD, "nonfinite-loss")
     assert {name for name, _ in incident.culprits} >= {"body.0.weight", "head.weight"}
+    found = incident.diagnosis
+    assert (found.cause, found.verified, found.where) == ("nonfinite-batch", False, "args[0]") and found.samples == (SAMPLE,)
     assert all(p.isfinite().all() for p in saw[0].parameters())
     assert saw[2].scheduler.last_epoch == STEPS - 1
 

@@ -92,7 +92,79 @@ def test_a_loss_of_the_scripts_own(tmp_path):
     said, (one, *copies) = protected(str(script), cwd=tmp_path)
     assert all(copy["steps"] == 0 for copy in copies)
     assert said == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
-    assert [note.rpartition("; ")[2] for note in one["notes"]] == [
-        "the model was called with non-finite numbers: args[0], sample 1",
-        "the model was called with finite numbers only",
-    ]
+    first, second = (i["diagnosis"] for i in one["incidents"])
+    assert (first["cause"], first["where"], first["samples"], first["verified"]) == ("nonfinite-batch", "args[0]", [1], False)
+    assert first["confidence"] == 0.7
+    assert first["evidence"][0].startswith("the model was called with non-finite numbers: args[0] holds inf at [1, 0]")
+    assert second["cause"] == "unknown" and second["samples"] == []
+    assert second["fix"].startswith("Not explained: the model was called with finite numbers only, and the loss is made outside")
+
+
+ACCUMULATED = """
+import math, torch
+class Encoder(torch.nn.Linear): pass
+class Decoder(torch.nn.Linear): pass
+encoder, decoder = Encoder(3, 4), Decoder(4, 1)
+optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.01)
+other = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), 0.01)
+for step in range(14):
+    optimizer.zero_grad()
+    for part in range(3):
+        x = torch.randn(4, 3)
+        if 2 <= step < 8 and part == 1: x[3, 2] = math.nan
+        decoder(encoder(x)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_summary_tells_what_is_the_same_once(tmp_path):
+    """Six refused steps of one cause are one entry, with the sample of the micro-batch that was bad; what one model gives to the
+    next is no data. Lines are no longer than the terminal is wide."""
+    (tmp_path / "accumulated.py").write_text(ACCUMULATED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "90"}
+    run = [sys.executable, "-m", "nanproof", "run", "--run-dir", "r1", "accumulated.py"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    live = [line for line in done.stderr.splitlines() if line.startswith("nanproof: step ")]
+    assert [line.split(":")[1] for line in live] == [f" step {i}" for i in range(2, 8)]
+    assert all("micro-batch 1. cause: nonfinite-batch" in line and "in args[0] of Encoder, sample 3" in line for line in live)
+    told = done.stderr.split("nanproof: SGD of Encoder and Decoder: ")[1]
+    assert all(len(line) <= 90 for line in told.splitlines())
+    words = " ".join(told.replace("nanproof: ", " ").split())
+    expected = (
+        "14 steps, 6 refused (verdicts read on the host: its own form is kept)",
+        "steps 2-7: nonfinite-loss, skipped (6). At step 2: the loss is nan",
+        "cause: nonfinite-batch (confidence 0.70, fix not verified), in args[0] of Encoder, sample 3.",
+        "ms a step, which hardly grows with the model (here ",
+        "records: r1",
+    )
+    places = [words.find(text) for text in expected]
+    assert -1 not in places and places == sorted(places), words
+    assert words.count("nonfinite-loss") == words.count("cause:") == 1 and "bundle" not in words
+
+
+GAN = """
+import math, torch
+class Generator(torch.nn.Linear): pass
+class Critic(torch.nn.Linear): pass
+generator, critic = Generator(4, 6), Critic(6, 1)
+og, od = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+for step in range(12):
+    real, fake = torch.randn(8, 6), generator(torch.randn(8, 4))
+    if step == 7: real[5, 1] = math.nan
+    od.zero_grad(); (critic(fake.detach()).mean() - critic(real).mean()).backward(); od.step()
+    og.zero_grad(); (-critic(fake).mean()).backward(); og.step()
+"""
+
+
+def test_two_optimizers_are_told_apart(tmp_path):
+    """By their models. The NaN is found in what the critic was called with, not in the gradients it was left."""
+    (tmp_path / "gan.py").write_text(GAN)
+    _, guarded = protected("gan.py", cwd=tmp_path)
+    by_model = {one["model"]: one for one in guarded}
+    assert by_model.keys() == {"Generator", "Critic"} and {one["name"] for one in guarded} == {"Adam"}
+    assert by_model["Generator"]["incidents"] == []
+    (incident,) = by_model["Critic"]["incidents"]
+    assert (incident["step"], incident["micro_batch"]) == (7, None)
+    assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [5]
+    assert incident["diagnosis"]["where"] == "args[0] of call 1"

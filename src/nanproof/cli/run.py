@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +14,9 @@ import typer
 from nanproof.cli.entry import could_not_run
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
+
+_IN_A_FILE = 130
+"""Columns of a line that goes to no terminal."""
 
 
 def run(
@@ -46,7 +50,8 @@ def run(
 ) -> None:
     """Run a training script unchanged, with every optimizer guarded: a bad step never reaches the weights.
 
-    Exit status: that of the script; 1 also when training was halted, 2 when the script could not be started.
+    Exit status: that of the script, as Python gives it; 1 also when training was halted; 2 when an option is wrong, the script
+    is not there, or --run-dir cannot be written: then it was not started.
     """
     try:
         from nanproof.integrations.autorun import autorun
@@ -68,9 +73,19 @@ def run(
     if summary.rank == 0 and as_json:
         print(json.dumps(summary.to_json(), allow_nan=False), file=sys.stderr, flush=True)
     elif summary.rank == 0 and not quiet:
-        for line in summary.lines():
-            print(f"nanproof: {line}", file=sys.stderr, flush=True)
+        for line in summary.wrapped(_width()):
+            print(line, file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def _width() -> int:
+    """Columns of the terminal that standard error goes to; in a file lines are longer. COLUMNS, if set, counts."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # no terminal, or no file at all
+        columns = _IN_A_FILE
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() else columns or _IN_A_FILE
 
 
 def _form(name: str) -> Literal["auto", "own", "fused"]:

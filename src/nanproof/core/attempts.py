@@ -30,6 +30,8 @@ class Attempt:
     report: Report | None = None
     tickets: list[list[Any]] = field(default_factory=list)
     """What the wrapped loaders handed out for this step."""
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    """What the model was called with, a backward: for a step that cannot be run again, where somebody noted it."""
     parted: bool = False
     """What is left of a batch after something bad was taken out of it."""
 

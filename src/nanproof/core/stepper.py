@@ -90,7 +90,9 @@ class Stepper:
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
         self._left: tuple[Any, int] | None = None
-        """The watched gradient as the last step left it, and how often it had been written."""
+        """The watched gradient as the last step or backward left it, and how often it had been written."""
+        self._by_step = False
+        """It was a step that left it so."""
         self.uncleared = False
         """In a loop of the user's own: backward added to the gradients of the step before."""
         self.clipped: Clipped | None = None
@@ -111,6 +113,11 @@ class Stepper:
     @property
     def has_losses(self) -> bool:
         return bool(self._losses)
+
+    @property
+    def noted(self) -> int:
+        """Losses since the last step."""
+        return len(self._losses)
 
     def backward(self, loss: Tensor, scaled: bool = True) -> None:
         """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
@@ -311,6 +318,15 @@ class Stepper:
     def _note_left(self) -> None:
         gradient = None if self._probe_of is None else self._probe_of.grad
         self._left = None if gradient is None else (weakref.ref(gradient), gradient._version)
+        self._by_step = True
+
+    def _note_added(self, gradient: Tensor) -> None:
+        """A backward reached the watched gradient. Clearing makes a new tensor, or writes zeros: one more version than adding to
+        it. It may come after a backward too: that of a generator adds to gradients that its discriminator clears later."""
+        left, version = self._left if self._left is not None else (None, 0)
+        added = left is not None and left() is gradient and gradient._version == version + 1
+        self.uncleared = added and (self._by_step or self.uncleared)
+        self._left, self._by_step = (weakref.ref(gradient), gradient._version), False
 
     def _watch_one_gradient(self) -> Any:
         """A scalar a backward from one early, small parameter, before any reduction over ranks: bad gradients flow back to
@@ -328,11 +344,8 @@ class Stepper:
             if p.grad is not None and p.grad.layout is torch.strided:
                 probes.append(torch.linalg.vector_norm(p.grad.detach()))
                 owner = stepper()
-                if owner is not None and owner._left is not None:
-                    left, version = owner._left
-                    owner._left = None
-                    # Clearing makes a new tensor, or writes zeros: one more version than adding to it.
-                    owner.uncleared = left() is p.grad and p.grad._version == version + 1
+                if owner is not None:
+                    owner._note_added(p.grad)
 
         return chosen.register_post_accumulate_grad_hook(look)
 

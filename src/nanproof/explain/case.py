@@ -6,16 +6,16 @@ What costs a replay is a cached property: it is paid when the first cause asks, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.parameters import clean_name, local, unwrap
+from nanproof.core.parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import Survey
 from nanproof.explain.interventions import Intervention
@@ -51,6 +51,23 @@ class BadWeight:
     module: nn.Module
 
 
+def _bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
+    samples, length = batch_shape(batch)
+    found = []
+    for name, tensor in named:
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        bad = ~torch.isfinite(tensor)
+        count = int(bad.sum())
+        if not count:
+            continue
+        first = tuple(int(i) for i in torch.nonzero(bad)[0])
+        hit = where_in_batch(bad, samples, length)[0] if tensor.dim() and samples else ()
+        negative = bool((tensor[bad] == -torch.inf).all())
+        found.append(BadTensor(name, count, first, float(tensor[first].detach()), hit, negative))
+    return found
+
+
 class Case:
     """One thing that went wrong."""
 
@@ -71,6 +88,7 @@ class Case:
         weights_broke: bool = False,
         bad_buffer: str = "",
         uncleared: bool = False,
+        calls: Sequence[Any] = (),
         scheduler: Any = None,
         details: dict[str, Any] | None = None,
         healing: bool = False,
@@ -94,6 +112,9 @@ class Case:
         """The buffer that the forward made non-finite."""
         self.uncleared = uncleared
         """The gradients of the step before were still there when backward began."""
+        self.calls = calls
+        """What the model was called with, where the step cannot be run again: {"args": ..., "kwargs": ...} each, and "of"
+        which model where there are several."""
         self.scheduler = scheduler
         self.details = details or {}
         self.healing = healing
@@ -121,21 +142,18 @@ class Case:
 
     @cached_property
     def bad_batch(self) -> list[BadTensor]:
-        found = []
-        for batch in self.batches:
-            samples, length = batch_shape(batch)
-            for name, tensor in tensors_in(batch):
-                if not tensor.is_floating_point() or tensor.numel() == 0:
-                    continue
-                bad = ~torch.isfinite(tensor)
-                count = int(bad.sum())
-                if not count:
-                    continue
-                first = tuple(int(i) for i in torch.nonzero(bad)[0])
-                hit = where_in_batch(bad, samples, length)[0] if tensor.dim() and samples else ()
-                negative = bool((tensor[bad] == -torch.inf).all())
-                found.append(BadTensor(name, count, first, float(tensor[first].detach()), hit, negative))
-        return found
+        return [bad for batch in self.batches for bad in _bad_in_batch(batch, tensors_in(batch))]
+
+    @cached_property
+    def bad_inputs(self) -> list[BadTensor]:
+        """Of the first call that was given any. What another model computed is left out: it is no data."""
+        for number, call in enumerate(self.calls):
+            named = [pair for key in ("args", "kwargs") for pair in tensors_in(call[key], key)]
+            given = [(name, t) for name, t in named if t.grad_fn is None and t.layout is torch.strided and not is_dtensor(t)]
+            if found := _bad_in_batch(call, given):
+                which = call.get("of") or (f"call {number}" if number else "")
+                return [replace(bad, name=f"{bad.name} of {which}") for bad in found] if which else found
+        return []
 
     @cached_property
     def bad_weights(self) -> list[BadWeight]:

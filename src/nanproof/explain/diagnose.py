@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanproof.core.tree import tensors_in
 from nanproof.errors import UsageError
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
 from nanproof.explain.case import Case, Prescription
@@ -158,8 +159,14 @@ def _search(case: Case, troubles: list[str]) -> tuple[int, ...]:
 
 def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
     evidence: list[str] = []
+    fix = "No fix is known."
     if case.replay is None and case.nonfinite:
-        evidence.append("the step cannot be run again here: guard.train_step(batch) or nanproof.diagnose(...) can say more")
+        why = case.details.get("why_not_again", "the step cannot be run again here; nanproof.diagnose(...) can say more")
+        called = "the model was called with finite numbers only"
+        tensors = (t for call in case.calls for _, t in tensors_in((call["args"], call["kwargs"])))
+        looked = any(t.is_floating_point() for t in tensors) and not case.bad_inputs
+        evidence += [why] + [called] * looked
+        fix = f"Not explained: {called + ', and ' if looked else ''}{why}."
     where = op = source = None
     samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -190,7 +197,7 @@ def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
         samples=samples,
         tokens=tokens,
         evidence=(*evidence, *_context(case), *troubles),
-        fix="No fix is known.",
+        fix=fix,
         verified=False,
     )
 

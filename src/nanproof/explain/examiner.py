@@ -40,6 +40,9 @@ _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
 Reader = Callable[[], list[float]]
 _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
+WHY_NOT_AGAIN = (
+    "a step of a loop of one's own cannot be run again; guard.train_step(batch) or nanproof.diagnose(...) can say more"
+)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
 
 
@@ -79,6 +82,8 @@ class Examiner:
         self._sample = WeightSample(stepper.parameters, stepper.optimizer)
         self._courier = Courier(stepper.parameters.device)
         self._explained: set[str] = set()
+        self._causes: dict[str, str] = {}
+        """By kind: what the last diagnosis said."""
         self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
         self._taking = False
         self._before_forward: list[tuple[Tensor, int]] = []
@@ -87,6 +92,8 @@ class Examiner:
         self._bad_at_start = stepper.buffers.broken() if self.on else []
         self.living: Callable[[], AbstractContextManager[Any]] = nullcontext
         """What the run is under by now; replays are under it too."""
+        self.why_not_again = WHY_NOT_AGAIN
+        """Said of a refused step that cannot be run again and is not explained: why, and what would help."""
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
         """Adam's update over the learning rate, at spikes."""
@@ -263,8 +270,14 @@ class Examiner:
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
-        if not self.due(incident.kind):
+        calls = () if moment is not None else _calls(attempt, incident.micro_batch)
+        due = self.due(incident.kind)
+        # What a model was called with is looked at each time: that takes no replay.
+        if not due and (not calls or ranks.together or not self.on):
             return self._bundle(incident, moment, record) if mine else incident
+        details: dict[str, Any] = {"part": incident.micro_batch is not None}
+        if moment is None:
+            details["why_not_again"] = self.why_not_again
         diagnosis = None
         if mine:
             diagnosis = self._guarded(
@@ -276,11 +289,16 @@ class Examiner:
                     weights_broke=reading.weights_bad,
                     bad_buffer=buffer if incident.kind == "nonfinite-weight" else "",
                     uncleared=self._stepper.uncleared,
-                    details={"part": incident.micro_batch is not None},
+                    calls=calls,
+                    details=details,
                 )
             )
         if ranks.together:
             diagnosis = _shared(ranks, diagnosis, guilty)
+        cause = "unknown" if diagnosis is None else diagnosis.cause
+        before, self._causes[incident.kind] = self._causes.get(incident.kind), cause
+        if not due:
+            return incident if cause == before == "unknown" else replace(incident, diagnosis=diagnosis)
         named = diagnosis is not None and bool(diagnosis.samples)
         self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
         if ranks.together and diagnosis is not None and incident.rank is not None and one_rank:
@@ -415,6 +433,13 @@ class Examiner:
             stepper.forget_probes()
         log.debug("nanproof: diagnosed in %.2f s", time.perf_counter() - start)
         return diagnosis
+
+
+def _calls(attempt: Attempt, micro_batch: int | None) -> tuple[Any, ...]:
+    """What the model was called with; of an accumulated step, in the micro-batch that was bad."""
+    if micro_batch is not None and micro_batch < len(attempt.calls):
+        return attempt.calls[micro_batch]
+    return tuple(call for calls in attempt.calls for call in calls)
 
 
 def _part(moment: Moment | None, micro_batch: int | None) -> Moment | None:

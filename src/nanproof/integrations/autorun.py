@@ -17,6 +17,7 @@ import io
 import os
 import runpy
 import sys
+import tempfile
 import time
 import types
 import zipfile
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from nanproof.core.files import FolderLock
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations.imports import AfterImport, Then
 from nanproof.integrations.session import Options, Session
@@ -49,6 +51,7 @@ def autorun(script: str, args: Sequence[str], *, module: bool, options: Options)
         then[name] = follow_engine(session, name)
     finder = AfterImport(then)
     run = _prepared(script, args, module)
+    folder = None if options.run_dir is None else _writable(options.run_dir, session.rank)
     finder.install()
     began = time.perf_counter()
     error: BaseException | None = None
@@ -66,7 +69,22 @@ def autorun(script: str, args: Sequence[str], *, module: bool, options: Options)
     finder.remove()
     for put_back in undo:
         put_back()
+    if folder is not None:
+        folder.release()
     return status, summary_of(session, " ".join([script, *args]), time.perf_counter() - began, error)
+
+
+def _writable(run_dir: Path, rank: int) -> FolderLock | None:
+    """Make the folder and hold it, before the script begins: it would be too late to say afterwards that nothing was guarded."""
+    what = f"--run-dir {run_dir}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+        return FolderLock(run_dir, what) if rank == 0 else None
+    except OSError as error:
+        why = f"{what} cannot be written: {error.strerror or error}; the script was not started"
+        raise UsageError(f"{why}. Name a folder that can be made and written") from error
 
 
 def _prepared(script: str, args: Sequence[str], module: bool) -> Callable[[], object]:
@@ -109,5 +127,8 @@ def _told(error: BaseException) -> int:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
     sys.stdout.flush()
+    if trace is None and isinstance(error, ImportError):  # no such module, or a folder without __main__: no line of the script
+        print(f"nanproof: {error}", file=sys.stderr, flush=True)
+        return 1
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 130 if isinstance(error, KeyboardInterrupt) else 1

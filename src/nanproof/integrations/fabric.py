@@ -148,7 +148,7 @@ class FabricGuard(RecordedLoopGuard):
         assert self._recorder is not None
         if not self._recorder.recognise(loss):
             self.micro_batch(UNKNOWN)
-        return self.note_loss(loss)
+        return self.note_loss(loss, self._recorder.calls)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Notes the norm to clip to, which the step will do. Returns the norm of the gradients as they are; the step uses the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -52,6 +53,8 @@ class LoopGuard(Guard):
         self._closed = True
         self._open: Attempt | None = None
         self._taken: Attempt | None = None
+        self.why_not_again = ""
+        """Said of a refused step that cannot be run again; set before `start`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoopGuard:
         """For a copy of the trainer: one that has not begun, and knows what this one has seen."""
@@ -100,6 +103,7 @@ class LoopGuard(Guard):
             history.pop()
         self.incidents, self._history, self._next = incidents, history, step
         self._open = self._taken = None
+        self._examiner.why_not_again = self.why_not_again or self._examiner.why_not_again
         self.started = True
 
     @property
@@ -140,9 +144,21 @@ class LoopGuard(Guard):
         elif self._open.batches is not None:
             self._open.batches = (*self._open.batches, batch)
 
-    def note_loss(self, loss: Tensor) -> Tensor | None:
-        """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None."""
-        return self._stepper.note_loss(loss)
+    def note_loss(self, loss: Tensor, calls: Iterable[Any] = ()) -> Tensor | None:
+        """Just before backward, with the loss it gets. Returns what backward has to start from on several ranks, else None.
+        `calls`: what the model was called with for it, if that is known; looked at if the step cannot be run again."""
+        seed = self._stepper.note_loss(loss)
+        if self._open is not None:
+            if self._stepper.noted == 1:
+                self._open.calls.clear()  # of backwards whose gradients were cleared
+            self._open.calls.append(tuple(calls))
+        return seed
+
+    def drop_loss(self) -> None:
+        """The backward whose loss was noted last was another optimizer's business."""
+        self._stepper.drop_loss()
+        if self._open is not None:
+            del self._open.calls[-1:]
 
     def clip_to(self, max_norm: float | None) -> None:
         """The norm to clip to from now on; None or infinity does not clip."""
@@ -161,11 +177,6 @@ class LoopGuard(Guard):
         self._taken = attempt
         assert attempt.report is not None
         return attempt.report.total
-
-    @property
-    def replayable(self) -> bool:
-        """The step that began can be run again, as far as is known."""
-        return self._open is not None and bool(self._open.batches)
 
     def is_refused(self) -> bool:
         """Whether the step just taken was refused, where that is known already: not where verdicts come late."""

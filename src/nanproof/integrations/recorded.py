@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
+from nanproof.core.parameters import unwrap
 from nanproof.core.stepper import Report
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.core.verdict import Reading
@@ -32,6 +33,11 @@ from nanproof.records import StepRecord
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
+
+OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
+_SEVERAL_RANKS = (
+    "on several ranks a step is run again only where its verdict is read at once and no loss scale is used: Policy(lag=0)"
+)
 
 Op = tuple[str, float]
 """("/", 2.0) or ("*", 0.5)"""
@@ -47,6 +53,7 @@ class RootRecorder:
             begin: told of the batch just before each forward: `LoopGuard.micro_batch`.
         """
         self._model = weakref.ref(model)
+        self.name = type(unwrap(model)).__name__
         self._begin = begin
         self._calls: list[dict[str, Any]] = []
         """Since the last backward. Of those in eval mode only the last."""
@@ -59,6 +66,7 @@ class RootRecorder:
         self._recent: deque[list[tuple[weakref.ref[Tensor], int]]] = deque(maxlen=8)
         self._copies = False
         """Whether a copy of the arguments is kept: where the loop uses one buffer for all its batches, or the model writes."""
+        self._recognised: list[dict[str, Any]] = []
         self._again = False
         self.paused = False
         """Set while another guard runs the model again."""
@@ -69,13 +77,14 @@ class RootRecorder:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Since the last backward; of many, the last two."""
-        return list(self._calls)
+        """Those that were made for the backward last asked about, and may be looked at after it; of many, the last two."""
+        return list(self._recognised)
 
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
         """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
         `then` is what the framework itself still does to the loss."""
         calls, self._calls = self._calls, []
+        self._recognised = calls
         losses, self._losses = self._losses, []
         told, self._told = self._told, True
         if len(calls) != 1:
@@ -103,7 +112,7 @@ class RootRecorder:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._calls, self._losses = [], []
+        self._calls, self._recognised, self._losses = [], [], []
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts(module):
@@ -168,6 +177,7 @@ class RecordedLoopGuard(LoopGuard):
 
     def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
         super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self.why_not_again = OUTSIDE
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
         self._left: list[tuple[int, int]] | None = None
@@ -177,9 +187,9 @@ class RecordedLoopGuard(LoopGuard):
         """A backward has ended. What the loop writes into the gradients from now on, running the step again would not."""
         self._left = gradients_now(self.parameters) if self.late and self.open else None
 
-    def note_loss(self, loss: Tensor) -> Tensor | None:
+    def note_loss(self, loss: Tensor, calls: Iterable[Any] = ()) -> Tensor | None:
         self._look_at_gradients()
-        return super().note_loss(loss)
+        return super().note_loss(loss, calls)
 
     def take(self) -> Tensor:
         self._look_at_gradients()
@@ -189,12 +199,6 @@ class RecordedLoopGuard(LoopGuard):
         left, self._left = self._left, None
         if left is not None and left != gradients_now(self.parameters):
             self.micro_batch(UNKNOWN)
-
-    @property
-    def replayable(self) -> bool:
-        if not self._ranks.together:
-            return super().replayable
-        return bool(self._aside) and not self._stepper.lag and all(batch is not UNKNOWN for batch in self._aside)
 
     def micro_batch(self, batch: Any) -> None:
         if not (self.started and self._ranks.together):
@@ -207,10 +211,13 @@ class RecordedLoopGuard(LoopGuard):
         super().micro_batch(UNKNOWN)
 
     def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
-        if self._ranks.together and attempt.batches is None and not self._stepper.lag and self._stepper.scale is None:
-            known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
+        known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
+        at_once = not self._stepper.lag and self._stepper.scale is None
+        if self._ranks.together and attempt.batches is None and at_once:
             if all(said[0] for said in self._ranks.gather([known]).values()):
                 attempt.batches = tuple(self._aside)
+        elif self._ranks.together:
+            self._examiner.why_not_again = _SEVERAL_RANKS if known else self.why_not_again
         super()._refuse(attempt, report, reading, record)
 
 

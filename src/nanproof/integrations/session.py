@@ -66,6 +66,8 @@ class Session:
         """So far."""
         self.last_loss: Any = None
         """Of a backward at which nothing was guarded yet."""
+        self.seen = False
+        """An optimizer was made, or a trainer begun."""
         self._open = True
         self._away = 0
         self._process = os.getpid()
@@ -108,6 +110,7 @@ class Session:
             # On the optimizer itself, and it alone, so that both go when the script lets go of it.
             optimizer._nanproof_watched = Watched(optimizer, self.say_once, self.inside)  # type: ignore[attr-defined]
             self._all.add(optimizer)
+            self.seen = True
 
     def watched(self, optimizer: Optimizer) -> Watched | None:
         """None where the step is none of nanproof's business."""

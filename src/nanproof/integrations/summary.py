@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from nanproof.integrations.session import Session
 from nanproof.records import Incident
 
 _SHOWN = 10
-"""Incidents that are listed; the others are counted."""
+"""Groups of incidents that are listed; the others are counted."""
+_PREFIX = "nanproof: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +22,14 @@ class Guarded:
     """One optimizer, or one trainer."""
 
     name: str
+    model: str
+    """Class of the model, where it is known."""
     path: str
     guarded: bool
     steps: int
     refused: int
     overflows: int
     incidents: tuple[Incident, ...]
-    notes: tuple[str, ...]
     run_dir: Path | None
     own_seconds: float
     """In nanproof's own code, on the host, in all healthy steps; the optimizer, backward and clipping are not counted."""
@@ -35,40 +39,42 @@ class Guarded:
     """From the end of the first step to the end of the last."""
 
     def lines(self) -> list[str]:
+        """Each is a sentence or two; what belongs under another is indented by two spaces more."""
+        name = f"{self.name} of {self.model}" if self.model else self.name
         if not self.guarded:
-            return [f"{self.name}: {self.path}"]
+            return [f"{name}: {self.path}"]
         skipped = f", {self.refused} refused" if self.refused else ", none refused"
         skipped += f", {self.overflows} left out by the GradScaler" if self.overflows else ""
-        told = [f"{self.name} ({self.path}): {self.steps} steps{skipped}"]
-        for incident in self.incidents[:_SHOWN]:
-            why = f". {incident.diagnosis}" if incident.diagnosis is not None else ""
-            told.append(f"  {incident}{why}" + (f" Bundle: {incident.bundle}" if incident.bundle else ""))
-        if len(self.incidents) > _SHOWN:
-            told.append(f"  and {len(self.incidents) - _SHOWN} more incidents")
-        told += [f"  {note}" for note in self.notes]
+        told = [f"{name}: {self.steps} steps{skipped} ({_where_verdicts_are_read(self.path)})"]
+        groups = grouped(self.incidents)
+        for group in groups[:_SHOWN]:
+            told += _lines_of(group)
+        if len(groups) > _SHOWN:
+            told.append(f"  and {sum(map(len, groups[_SHOWN:]))} more incidents")
         if self.steps > 1 and self.span_seconds > 0:
             each = self.own_seconds / self.steps
             share = each / (self.span_seconds / (self.steps - 1))
             told.append(
-                f"  nanproof's own host time: {each * 1e3:.2f} ms a step ({share:.1%} of the time between steps; the optimizer, "
-                "backward and clipping are not counted)"
+                f"  nanproof's own host time: {each * 1e3:.2f} ms a step, which hardly grows with the model (here {share:.1%} of "
+                "the time between steps; optimizer, backward and clipping are not counted)"
             )
         if self.trouble_seconds:
             told.append(f"  dealing with bad steps: {self.trouble_seconds:.2f} s")
         if self.run_dir is not None:
-            told.append(f"  records and bundles: {self.run_dir}")
+            bundles = " and bundles" if any(incident.bundle for incident in self.incidents) else ""
+            told.append(f"  records{bundles}: {self.run_dir}")
         return told
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
+            "model": self.model,
             "path": self.path,
             "guarded": self.guarded,
             "steps": self.steps,
             "refused": self.refused,
             "overflows": self.overflows,
             "incidents": [incident.to_json() for incident in self.incidents],
-            "notes": list(self.notes),
             "run_dir": None if self.run_dir is None else str(self.run_dir),
             "own_seconds": self.own_seconds,
             "trouble_seconds": self.trouble_seconds,
@@ -84,13 +90,32 @@ class Summary:
     seconds: float
     rank: int
     halted: str | None
+    failed_early: bool
+    """The script ended with an error before it made an optimizer: there is nothing to tell."""
     guarded: tuple[Guarded, ...]
 
     def lines(self) -> list[str]:
         shown = [g for g in self.guarded if g.steps or not g.guarded]
-        if not shown:
-            return ["nothing was guarded: no optimizer of torch took a step after a backward"]
-        return [line for g in shown for line in g.lines()]
+        if shown:
+            return [line for g in shown for line in g.lines()]
+        return [] if self.failed_early else ["nothing was guarded: no optimizer of torch took a step after a backward"]
+
+    def wrapped(self, width: int) -> list[str]:
+        """The lines as they are printed; what a line goes on with stands under it."""
+        out: list[str] = []
+        for line in self.lines():
+            text = line.lstrip(" ")
+            indent = " " * (len(_PREFIX) + len(line) - len(text))
+            first = _PREFIX + indent[len(_PREFIX) :]
+            out += textwrap.wrap(
+                text,
+                max(width, 60),
+                initial_indent=first,
+                subsequent_indent=indent + "  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return out
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,17 +127,77 @@ class Summary:
         }
 
 
+def grouped(incidents: Iterable[Incident]) -> list[list[Incident]]:
+    """Those that tell the same: of one kind, dealt with alike, and with the cause of the first, as far as it was looked for."""
+    groups: list[list[Incident]] = []
+    for incident in incidents:
+        for group in reversed(groups):
+            if (group[0].kind, group[0].action) == (incident.kind, incident.action) and _one_cause(group[0], incident):
+                group.append(incident)
+                break
+        else:
+            groups.append([incident])
+    return groups
+
+
+def _one_cause(first: Incident, other: Incident) -> bool:
+    if first.diagnosis is None or other.diagnosis is None:
+        return other.diagnosis is None
+    return (first.diagnosis.cause, first.diagnosis.where) == (other.diagnosis.cause, other.diagnosis.where)
+
+
+def _lines_of(group: list[Incident]) -> list[str]:
+    first = group[0]
+    if len(group) == 1:
+        told = [f"  {first}"]
+    else:
+        steps = spans([incident.step for incident in group])
+        told = [f"  steps {steps}: {first.kind}, {first.action} ({len(group)}). At step {first.step}: {first.message}"]
+    if first.diagnosis is not None:
+        told.append(f"    {first.diagnosis}")
+    bundles = [_from_here(incident.bundle) for incident in group if incident.bundle]
+    if bundles:
+        told.append(f"    bundle: {bundles[0]}" + (f" and {len(bundles) - 1} more" if len(bundles) > 1 else ""))
+    return told
+
+
+def _from_here(path: str) -> str:
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def spans(steps: Iterable[int], most: int = 6) -> str:
+    """20-30, 35 for steps that follow each other and one that does not."""
+    found: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    told = [str(low) if low == high else f"{low}-{high}" for low, high in found[:most]]
+    return ", ".join(told) + (f" to {found[-1][1]}" if len(found) > most else "")
+
+
+def _where_verdicts_are_read(path: str) -> str:
+    """The guard's path without the names of settings that the user never made."""
+    place, _, why = path.partition(": ")
+    if why.endswith("(switch_to_fused=False)"):
+        why = "its own form is kept"
+    told = {"host": "verdicts read on the host", "device": "verdicts stay on the device"}.get(place)
+    return path if told is None else f"{told}: {why}" if why else told
+
+
 def summary_of(session: Session, command: str, seconds: float, error: BaseException | None) -> Summary:
     found = [
         Guarded(
             name=t.name,
+            model=t.model,
             path=t.path,
             guarded=t.guarded,
             steps=t.steps,
             refused=t.refused,
             overflows=t.overflows,
             incidents=tuple(t.incidents),
-            notes=tuple(t.notes),
             run_dir=t.run_dir,
             own_seconds=t.own,
             trouble_seconds=t.trouble,
@@ -124,13 +209,13 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
         found.append(
             Guarded(
                 name=name,
+                model="",
                 path=guard.path,
                 guarded=guard.started,
                 steps=guard.next_step,
                 refused=guard.refused_so_far,
                 overflows=0,
                 incidents=tuple(guard.incidents),
-                notes=(),
                 run_dir=getattr(guard, "_run_dir", None),
                 own_seconds=0.0,
                 trouble_seconds=0.0,
@@ -138,4 +223,5 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
             )
         )
     halted = str(error) if isinstance(error, TrainingHalted) else None
-    return Summary(command, seconds, session.rank, halted, tuple(found))
+    well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return Summary(command, seconds, session.rank, halted, not well and not session.seen and not found, tuple(found))

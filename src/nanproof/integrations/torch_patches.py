@@ -172,7 +172,7 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
         began = time.perf_counter()
         active, dormant = session.sorted_out(watching)
         alone = len(active) == 1
-        seed, before = None, [watched.backwards for watched in (*active, *dormant)]
+        seed = None
         for watched in active:
             try:
                 seed = watched.before_backward(loss, alone)
@@ -183,6 +183,8 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
         if seed is not None and isinstance(tensors, Tensor):
             seed = seed.to(tensors.dtype).reshape(tensors.shape if grad_tensors is None else ())
             grad_tensors = seed if grad_tensors is None else grad_tensors * seed
+        # Not before: noting the loss may show that gradients were cleared, and forget the backwards they came from.
+        before = [watched.backwards for watched in (*active, *dormant)]
         middle = time.perf_counter()
         with session.in_backward():
             original(tensors, grad_tensors, *args, **kwargs)

@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof.core.context import RandomState
-from nanproof.core.parameters import is_dtensor, local
+from nanproof.core.parameters import is_dtensor, local, unwrap
 from nanproof.core.stepper import Clipped, guarded
 from nanproof.errors import NanproofError
-from nanproof.integrations.inputs import bad_inputs
 from nanproof.integrations.loop import UNKNOWN
 from nanproof.integrations.owners import called, model_of
-from nanproof.integrations.recorded import Hook, RecordedLoopGuard, RootRecorder
+from nanproof.integrations.recorded import OUTSIDE, Hook, RecordedLoopGuard, RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Incident
 
 _NUMBERS = itertools.count()
-_NOTES = 10
-"""Refused steps of which that is told."""
 
 
 @dataclass(slots=True)
@@ -41,6 +38,8 @@ class Tally:
     """What is told at the end. It outlives the optimizer."""
 
     name: str
+    model: str = ""
+    """Class of the model that it trains; of several, all of them."""
     path: str = "never stepped"
     guarded: bool = False
     calls: int = 0
@@ -51,8 +50,6 @@ class Tally:
     """Steps that a GradScaler left out while it looked for its scale."""
     incidents: list[Incident] = field(default_factory=list)
     run_dir: Path | None = None
-    notes: list[str] = field(default_factory=list)
-    """Of refused steps that could not be run again: what can be told all the same."""
     own: float = 0.0
     """Seconds in nanproof's own code, on the host, while all was well."""
     trouble: float = 0.0
@@ -92,10 +89,6 @@ class Watched:
         """Clipping found them so; None before clipping."""
         self._busy = False
         self._spent = 0.0
-        self._calls: list[dict[str, Any]] = []
-        """What the model was called with since the last step."""
-        self._again = False
-        """The step that is being taken can be run again."""
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -130,7 +123,10 @@ class Watched:
         if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
             policy = replace(policy, switch_to_fused=False)
         guard = RecordedLoopGuard(policy=policy, run_dir=run_dir)
-        roots = called(model)
+        places = {id(p): i for i, p in enumerate(parameters)}
+        roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+        self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
+        guard.why_not_again = _why_not_again(roots)
         # Not on a compiled model itself: hooks become part of what is compiled.
         self._recorders = [RootRecorder(root, self._begin) for root in roots if "_orig_mod" not in root._modules]
         alone = len(self._recorders) == 1 and roots[0] is model
@@ -190,11 +186,18 @@ class Watched:
         guard = self.guard
         if guard is None:
             return None
-        self._calls = [*self._calls[-31:], *(call for recorder in self._recorders for call in recorder.calls)]
         known = [recorder.recognise(loss) for recorder in self._recorders]
-        if known != [True] or not guard.open or (guard._stepper.lag and not alone):
+        if known != [True] or not guard.open:
             guard.micro_batch(UNKNOWN)
-        return guard.note_loss(local(loss))
+        elif guard._stepper.lag and not alone:
+            self._cannot_again(guard, "there are several optimizers, and verdicts come late, so the step cannot be run again")
+        return guard.note_loss(local(loss), self._calls())
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """What the model was called with for this backward; of several models, which."""
+        if len(self._recorders) == 1:
+            return self._recorders[0].calls
+        return [{**call, "of": recorder.name} for recorder in self._recorders for call in recorder.calls]
 
     def after_backward(self, before: int, loss: Tensor, alone: bool, late: bool) -> None:
         """Where there are several optimizers, the loss is this one's if backward reached its parameters. `late`: it was not
@@ -212,7 +215,7 @@ class Watched:
         if alone:
             return
         if stepper.backwards == before:
-            stepper.drop_loss()
+            self.guard.drop_loss()
             self._unclaimed = [*self._unclaimed[-15:], local(loss.detach())]
 
     @property
@@ -270,12 +273,11 @@ class Watched:
         self._norms, self._max_norm = {}, None
         self._busy = True
         self.tally.calls += 1
-        self._again = guard.replayable
         try:
             guard.take()
             self._finish(guard)
         finally:
-            self._busy, self._calls = False, []
+            self._busy = False
             self._note()
 
     def stepped(self, began: float, others: float) -> None:
@@ -303,14 +305,8 @@ class Watched:
         script's, whose next batch may have been drawn already, and whose other optimizers have still to step."""
         began, incidents = time.perf_counter(), len(guard.incidents)
         bad = guard.is_refused()
-        step = guard.next_step - 1
         with self._unseen(guard) if bad else nullcontext():
             guard.finish()
-        if bad and not self._again and len(self.tally.notes) < _NOTES:
-            looked = bad_inputs(self._calls)
-            note = f"step {step} cannot be run again to explain it: its loss is not the model's own output"
-            here = f"; on rank {guard._ranks.rank} " if guard._ranks.several else "; "
-            self.tally.notes.append(note + (here + looked if looked else ""))
         if bad or len(guard.incidents) > incidents:
             self._spent = time.perf_counter() - began
 
@@ -363,7 +359,11 @@ class Watched:
         clipped = stepper.clipped
         guard.clip_to(None if clipped is None else clipped.max_norm)
         if (clipped is not None and clipped.max_norm is None) or self._touched(after_clipping=clipped is not None):
-            guard.micro_batch(UNKNOWN)
+            self._cannot_again(guard, "the script changes gradients in its own way, so the step cannot be run again")
+
+    def _cannot_again(self, guard: RecordedLoopGuard, why: str) -> None:
+        guard.micro_batch(UNKNOWN)
+        guard._examiner.why_not_again = why
 
     def _touched(self, after_clipping: bool) -> bool:
         """Somebody wrote into gradients between backward and clipping, or the step."""
@@ -378,6 +378,14 @@ class Watched:
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
             self.tally.refused = self.guard.refused_so_far
+
+
+def _why_not_again(roots: list[nn.Module]) -> str:
+    if any("_orig_mod" in root._modules for root in roots):
+        return "the calls of a compiled model are not followed, so the step cannot be run again; run it without torch.compile"
+    if len(roots) > 1:
+        return f"the optimizer trains {len(roots)} models, so the step cannot be run again; use guard.train_step"
+    return OUTSIDE
 
 
 def _together(model: nn.Module, parameters: Iterable[Tensor]) -> bool:

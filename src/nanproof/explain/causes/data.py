@@ -23,15 +23,21 @@ class NonfiniteBatch(Cause):
     fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
 
     def match(self, case: Case) -> Match | None:
-        if not case.nonfinite or not case.bad_batch:
+        if not case.nonfinite or not (case.bad_batch or case.bad_inputs):
             return None
         # -inf alone may be a mask that is there on purpose.
-        bad = sorted(case.bad_batch, key=lambda b: b.only_negative)
+        bad = sorted(case.bad_batch or case.bad_inputs, key=lambda b: b.only_negative)
         first = bad[0]
-        said = f"{first.name} holds {first.value} at {list(first.first)} before the forward ({first.count} such elements)"
+        when = "before the forward" if case.bad_batch else "when the step was refused"
+        said = f"{first.name} holds {first.value} at {list(first.first)} {when} ({first.count} such elements)"
         samples = tuple(sorted({s for b in bad if not b.only_negative or first.only_negative for s in b.samples}))
+        confidence = 0.45 if first.only_negative else 0.98
+        if not case.bad_batch:
+            # Looked at after the step, which may have written it, and without a replay that would tell whether it matters.
+            said = f"the model was called with non-finite numbers: {said}"
+            confidence = 0.3 if first.only_negative else 0.7
         return Match(
-            confidence=0.45 if first.only_negative else 0.98,
+            confidence=confidence,
             evidence=(said,),
             phase="batch",
             where=first.name,
