@@ -25,11 +25,13 @@ bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside o
 	$(BIN)/python -W ignore benchmarks/explain.py
 	$(BIN)/python -W ignore benchmarks/recovery.py
 	$(BIN)/python benchmarks/scan.py --save
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trainer.py
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
 	$(PYTHON) -W ignore benchmarks/explain.py
 	$(PYTHON) -W ignore benchmarks/recovery.py
+	$(PYTHON) -W ignore benchmarks/trainer.py
 
 campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, hundreds of kills, poisoned states
 	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
