@@ -280,6 +280,29 @@ def test_gradients_that_the_loop_changes_are_not_asked_for_again(how: str, accum
     assert all(torch.equal(a, b) for a, b in zip(seen, never, strict=True))
 
 
+def test_a_resumed_schedule_does_not_wait_for_steps_of_before() -> None:
+    """Refused steps that a loaded state knows of are counted, and were waited for in their own time."""
+    *_, first, _ = train(poisoned(data(STEPS), BAD))
+    state = first.state_dict()
+    assert first.refused_in_all == 1
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    guard = protect_accelerator(accelerator, policy=nanproof.Policy(lag=2))
+    guard.load_state_dict(state)
+    for x, y in data(6):
+        accelerator.backward(model(x, labels=y)["loss"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    guard.close()
+    assert schedule.scheduler.last_epoch == 6
+    assert (guard.refused_so_far, guard.refused_in_all) == (0, 1)
+
+
 def test_too_many_refused_steps_halt_the_loop() -> None:
     batches = data(STEPS)
     for at in range(3, STEPS):

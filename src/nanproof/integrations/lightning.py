@@ -186,7 +186,7 @@ class NanproofCallback:
 
     def _counted(self, device: torch.device) -> dict[str, Tensor]:
         """The counts as tensors on the device, made only when they change: making one waits for the device."""
-        counts = (sum(guard.refused_so_far for guard in self.guards), len(self.guard.incidents))
+        counts = (sum(guard.refused_in_all for guard in self.guards), len(self.guard.incidents))
         if self._counts is None or self._counts[0] != counts:
             names = ("nanproof/skipped", "nanproof/incidents")
             self._counts = counts, {n: torch.tensor(float(c), device=device) for n, c in zip(names, counts, strict=True)}

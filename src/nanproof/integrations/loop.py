@@ -41,6 +41,8 @@ class LoopGuard(Guard):
         self.started = False
         self.refused_so_far = 0
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
+        self.refused_before = 0
+        """Those of the run before it was resumed."""
         self.refused_for_good = 0
         """Those of them that could not be run again: after them no schedule went back."""
         self.accepted_so_far = 0
@@ -63,7 +65,7 @@ class LoopGuard(Guard):
         other.incidents.extend(self.incidents)
         other._history.extend(self._history)
         other.refused_so_far, other.refused_for_good = self.refused_so_far, self.refused_for_good
-        other.accepted_so_far = self.accepted_so_far
+        other.refused_before, other.accepted_so_far = self.refused_before, self.accepted_so_far
         return other
 
     def start(
@@ -242,15 +244,19 @@ class LoopGuard(Guard):
     def state_dict(self) -> dict[str, Any]:
         """As of `Guard`; a step that has begun does not count."""
         self._check_started("state_dict")
-        counted = {"accepted": self.accepted_so_far, "refused": self.refused_so_far}
-        return {**super().state_dict(), "step": self._next - self.open, "loop": counted}
+        return {**super().state_dict(), "step": self._next - self.open, "refused": self.refused_in_all}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As of `Guard`."""
         self._check_started("load_state_dict")
         super().load_state_dict(state)
-        counted = state.get("loop", {"accepted": 0, "refused": 0})
-        self.accepted_so_far, self.refused_so_far = counted["accepted"], counted["refused"]
+        # Apart from what this loop counts itself: by that schedules and averages are put right.
+        self.refused_before = int(state.get("refused", 0)) - self.refused_so_far
+
+    @property
+    def refused_in_all(self) -> int:
+        """Refused steps of the run, also of before it was resumed."""
+        return self.refused_before + self.refused_so_far
 
     def __repr__(self) -> str:
         taken, refused, found = self.accepted_so_far, self.refused_so_far, len(self.incidents)

@@ -336,7 +336,8 @@ class _Watch(TrainerCallback):
             self._cannot_be_run_again()  # a callback has changed the gradients, which nobody can ask for a second time
         self._written = None
         total = self.guard.take()
-        self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]  # what the schedule looks for, to see that steps and it come in turn
+        # What the schedule looks for, to see that steps and it come in turn.
+        self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]
         if self._norm is not None:
             self._norm.copy_(total)
             self._norm = None
@@ -347,7 +348,7 @@ class _Watch(TrainerCallback):
         if "loss" in logs and "learning_rate" in logs:
             self.guard.sync()  # the trainer has just waited for the device
             self._losses.correct(logs, self.trainer, self.guard)
-            logs["nanproof/skipped"] = self.guard.refused_so_far
+            logs["nanproof/skipped"] = self.guard.refused_in_all
             logs["nanproof/incidents"] = len(self.guard.incidents)
             for view in self._views:
                 logs.update(view.metrics())
