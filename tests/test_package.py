@@ -13,7 +13,20 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = ["records", "errors", "policy", "core", "explain", "recover", "numerics", "preflight", "guard", "integrations", "cli"]
+LAYERS = [
+    "records",
+    "errors",
+    "policy",
+    "core",
+    "observe",
+    "explain",
+    "recover",
+    "numerics",
+    "preflight",
+    "guard",
+    "integrations",
+    "cli",
+]
 """A module imports from its own layer or an earlier one."""
 
 
@@ -21,9 +34,11 @@ def test_the_public_names():
     assert sorted(nanproof.__all__) == [
         "Checkpoints",
         "Diagnosis",
+        "Forecast",
         "Guard",
         "Incident",
         "NanproofError",
+        "Observe",
         "Policy",
         "StepRecord",
         "TrainingHalted",
@@ -51,6 +66,7 @@ def test_the_signatures_other_programs_are_written_against():
         "policy",
         "run_dir",
         "checkpoints",
+        "observe",
     ]
     assert guard.parameters["max_norm"].default == 1.0
     assert all(p.kind is p.KEYWORD_ONLY for name, p in guard.parameters.items() if name not in ("model", "optimizer"))

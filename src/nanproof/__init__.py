@@ -9,18 +9,21 @@ if TYPE_CHECKING:
     from nanproof.explain.diagnose import diagnose
     from nanproof.guard import Guard
     from nanproof.integrations import protect
+    from nanproof.observe.settings import Observe
     from nanproof.policy import Policy
     from nanproof.preflight import preflight
-    from nanproof.records import Diagnosis, Incident, StepRecord
+    from nanproof.records import Diagnosis, Forecast, Incident, StepRecord
     from nanproof.recover.checkpoints import Checkpoints
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "Diagnosis",
+    "Forecast",
     "Guard",
     "Incident",
     "NanproofError",
+    "Observe",
     "Policy",
     "StepRecord",
     "TrainingHalted",
@@ -34,9 +37,11 @@ __all__ = [
 _HOME = {
     "Checkpoints": "recover.checkpoints",
     "Diagnosis": "records",
+    "Forecast": "records",
     "Guard": "guard",
     "Incident": "records",
     "NanproofError": "errors",
+    "Observe": "observe.settings",
     "Policy": "policy",
     "StepRecord": "records",
     "TrainingHalted": "errors",

@@ -38,8 +38,9 @@ from nanproof.core.telemetry import Journal
 from nanproof.core.verdict import Reading
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.explain.examiner import Examiner
+from nanproof.observe.lookout import Lookout
 from nanproof.policy import Policy
-from nanproof.records import Incident, StepRecord
+from nanproof.records import Forecast, Incident, StepRecord
 from nanproof.recover.heal import Healer
 from nanproof.recover.recovery import Recovery
 from nanproof.recover.salvage import Salvage
@@ -67,6 +68,7 @@ class Guard:
         policy: Policy | None = None,
         run_dir: str | Path | None = None,
         checkpoints: Any = None,
+        observe: Any = None,
     ) -> None:
         """
         Args:
@@ -79,6 +81,7 @@ class Guard:
             policy: what to do when; see `Policy`.
             run_dir: folder for `steps.jsonl`, `incidents.jsonl`, the bundles of bad steps and the quarantine.
             checkpoints: `Checkpoints(folder)`: save the run's state now and then, for `resume` and for going back.
+            observe: True or `Observe(...)`: activations, weights and attention in every record, and `forecasts`.
         """
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
         run_dir = None if run_dir is None else Path(run_dir).absolute()
@@ -89,10 +92,13 @@ class Guard:
         self.policy = policy if policy is not None else Policy()
         self.incidents: list[Incident] = []
         """Everything that went wrong so far, in the order it was found."""
+        self.forecasts: list[Forecast] = []
+        """What was seen coming so far; with `observe` only."""
         self._stepper = Stepper(model, self.optimizer, max_norm, scaler, self.policy)
         self._ranks = self._stepper.ranks
         self._watch = SpikeWatch()
         self._caps = SkipCaps(self.policy)
+        self._lookout = Lookout.of(self._stepper, observe)
         self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
         self._runner = Runner(self._stepper, loss_fn, scheduler)
         self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
@@ -107,7 +113,7 @@ class Guard:
         self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
         self._salvage = Salvage(self._runner, self._recovery.supply, self.policy.salvage)
         self._examiner.keep_asking = self.policy.salvage
-        self._runner.watchers += [self._examiner, self._recovery]
+        self._runner.watchers += [self._examiner, self._recovery, self._lookout]
         self._runner.on_error = self._report_exception
 
     # -- what users call -------------------------------------------------------------------------------------------------------
@@ -228,6 +234,7 @@ class Guard:
                 incident = Incident(step=max(self._next - 1, 0), kind="nonfinite-weight", action="recorded", message=message)
                 self._report(self._examiner.found_at_close(incident, self._history))
             self._stepper.close()
+            self._lookout.close()
             self._journal.close()
             self._examiner.close()
             self._recovery.close(alone)
@@ -295,6 +302,7 @@ class Guard:
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         lr = tuple(float(x) for x in report.lr)
         record = reading.record(attempt.step, report.names, report.present, lr, self._stepper.weights is not None)
+        record = self._lookout.observed(record)
         self._history.append(record)
         self._journal.step(record)
         return record
@@ -321,6 +329,8 @@ class Guard:
             self.scheduler.step()
         if reading.bad_buffer:
             self._report(bad_buffer(record, self._stepper.buffers.name_at(reading.bad_buffer)))
+        for forecast in self._lookout.foresee(record):
+            self._foretell(forecast)
         if self._found(self._watch.see(record, self._ranks.several)):
             return
         self._report(self._healer.treat(self._examiner.accepted(record, self._history)))
@@ -440,6 +450,7 @@ class Guard:
     def _forget_since(self, step: int) -> None:
         """The run is at an earlier step, or in a new process: what was known of later ones is not so any more."""
         self._examiner.rewound()
+        self._lookout.rewound()
         while self._history and self._history[-1].step >= step:
             self._history.pop()
 
@@ -453,6 +464,12 @@ class Guard:
         if self._ranks.rank == 0:
             why = f". {incident.diagnosis}" if incident.diagnosis is not None else ""
             log.warning("nanproof: %s%s%s", incident, why, f" Bundle: {incident.bundle}" if incident.bundle else "")
+
+    def _foretell(self, forecast: Forecast) -> None:
+        self.forecasts.append(forecast)
+        self._journal.forecast(forecast)
+        if self._ranks.rank == 0:
+            log.warning("nanproof: %s", forecast)
 
     def _report_exception(self, attempt: Attempt, error: BaseException) -> bool:
         """Whether it was healed: then the step can be run again."""

@@ -14,7 +14,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,65 @@ KINDS = (
     "generation",
 )
 ACTIONS = ("recorded", "clipped", "skipped", "rewound", "rolled-back", "halted")
+FORECASTS = (
+    "activation-overflow",
+    "gradient-overflow",
+    "divergence",
+    "stale-second-moment",
+    "exploding-depth",
+    "loss-scale-collapse",
+    "entropy-collapse",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """What one step looked like inside, where a guard observes: see `Observe`. Numbers stand in the order of `sites`, or of the
+    record's `names` for parameters; `ABSENT` where there is none."""
+
+    sites: tuple[str, ...]
+    """Modules whose outputs were looked at, shared by all records of a run."""
+    absmax: array[float]
+    """Largest absolute value of each output: NaN if there is one in it, else Inf if there is one."""
+    outputs: dict[str, array[float]] = field(default_factory=dict)
+    """Of a full look: "rms"; how many are "nan" and "inf"; the shares "zeros" and "near" (within a factor of 8 of the dtype's
+    maximum)."""
+    gradients: dict[str, array[float]] = field(default_factory=dict)
+    """The same and "absmax" for the gradient of each output, with the loss scale in it."""
+    updates: dict[str, array[float]] = field(default_factory=dict)
+    """Of a full look, by parameter, from a sample: "ratio" of update to weight, share that "changed", RMS of the update
+    "over_lr"."""
+    attention: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """By module, from a sample: largest logit; entropy over the largest possible one, of all heads and of the sharpest."""
+    unmoved: dict[str, float] = field(default_factory=dict)
+    """By embedding: share of the sampled rows that never had a gradient."""
+
+    @property
+    def by_site(self) -> dict[str, float]:
+        """Largest absolute value by module, for those that were called."""
+        return {site: value for site, value in zip(self.sites, self.absmax, strict=True) if value != ABSENT}
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"absmax": _numbers(self.absmax)}
+        for name in ("outputs", "gradients", "updates"):
+            columns: dict[str, array[float]] = getattr(self, name)
+            if columns:
+                plain[name] = {key: _numbers(values) for key, values in columns.items()}
+        if self.attention:
+            plain["attention"] = _encode_tree(self.attention)
+        if self.unmoved:
+            plain["unmoved"] = _encode_tree(self.unmoved)
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], sites: Iterable[str]) -> Observed:
+        columns = {
+            name: {key: _array(values) for key, values in data.get(name, {}).items()}
+            for name in ("outputs", "gradients", "updates")
+        }
+        attention = {name: (decode(a), decode(b), decode(c)) for name, (a, b, c) in data.get("attention", {}).items()}
+        unmoved = {name: decode(share) for name, share in data.get("unmoved", {}).items()}
+        return cls(sites=tuple(sites), absmax=_array(data["absmax"]), attention=attention, unmoved=unmoved, **columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +126,8 @@ class StepRecord:
     """Parameter names, shared by all records of a run."""
     norms: array[float]
     """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
+    observed: Observed | None = None
+    """Activations, and more, where the guard observes."""
 
     @property
     def by_parameter(self) -> dict[str, float]:
@@ -74,7 +135,7 @@ class StepRecord:
         return {name: norm for name, norm in zip(self.names, self.norms, strict=True) if norm != ABSENT}
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data = {
             "v": VERSION,
             "kind": "step",
             "step": self.step,
@@ -89,13 +150,15 @@ class StepRecord:
             "spread": [encode(x) for x in self.spread],
             "loss_size": encode(self.loss_size),
             "weights_checked": self.weights_checked,
-            "norms": [None if x == ABSENT else encode(x) for x in self.norms],
+            "norms": _numbers(self.norms),
         }
+        if self.observed is not None:
+            data["observed"] = self.observed.to_json()
+        return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], names: Iterable[str]) -> StepRecord:
-        """The inverse of `to_json`; `names` come from the header line. Numbers keep six significant digits on disk."""
-        norms = array("d", (ABSENT if x is None else decode(x) for x in data["norms"]))
+    def from_json(cls, data: Mapping[str, Any], names: Iterable[str], sites: Iterable[str] = ()) -> StepRecord:
+        """The inverse of `to_json`; `names` and `sites` are in the header line. Numbers keep six significant digits on disk."""
         return cls(
             step=data["step"],
             loss=decode(data["loss"]),
@@ -110,7 +173,8 @@ class StepRecord:
             loss_size=decode(data["loss_size"]),
             weights_checked=data["weights_checked"],
             names=tuple(names),
-            norms=norms,
+            norms=_array(data["norms"]),
+            observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
         )
 
 
@@ -195,6 +259,40 @@ class Incident:
         return cls(**values)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Something is on its way, and has not happened yet. Not an incident: nothing was refused."""
+
+    step: int
+    """The step after which it was seen coming."""
+    kind: str
+    message: str
+    where: str | None = None
+    """The module or parameter, of several the one that gets there first."""
+    steps: float | None = None
+    """In how many steps, at this rate."""
+    margin: float | None = None
+    """Steps more or less."""
+    also: tuple[str, ...] = ()
+    """Other places of which the same can be said."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in FORECASTS:
+            raise ValueError(f"unknown kind of forecast {self.kind!r}")
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.kind} ahead. {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = _encode_tree(asdict(self))
+        return {"v": VERSION, **plain}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Forecast:
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        return cls(**{**values, "also": tuple(values.get("also", ()))})
+
+
 def few(numbers: Sequence[int], most: int = 4) -> str:
     """The first of them, and how many more."""
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
@@ -214,6 +312,15 @@ def decode(x: float | str) -> float:
     return float(x)
 
 
+def _numbers(values: Iterable[float]) -> list[float | str | None]:
+    """An array as JSON; what is absent is null."""
+    return [None if x == ABSENT else encode(x) for x in values]
+
+
+def _array(values: Iterable[float | str | None]) -> array[float]:
+    return array("d", (ABSENT if x is None else decode(x) for x in values))
+
+
 def _encode_tree(x: Any) -> Any:
     if isinstance(x, dict):
         return {k: _encode_tree(v) for k, v in x.items()}
@@ -231,16 +338,22 @@ def read_steps(path: str | Path) -> Iterator[StepRecord]:
     """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the same folder repeats the steps
     it took again."""
     names: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
     for data in _lines(path, "steps.jsonl"):
         if data["kind"] == "header":
-            names = tuple(data["names"])
+            names, sites = tuple(data["names"]), tuple(data.get("sites", ()))
         elif data["kind"] == "step":
-            yield StepRecord.from_json(data, names)
+            yield StepRecord.from_json(data, names, sites)
 
 
 def read_incidents(path: str | Path) -> Iterator[Incident]:
     """The incidents of a run, from its folder or its `incidents.jsonl`."""
     return map(Incident.from_json, _lines(path, "incidents.jsonl"))
+
+
+def read_forecasts(path: str | Path) -> Iterator[Forecast]:
+    """The forecasts of a run, from its folder or its `forecasts.jsonl`."""
+    return map(Forecast.from_json, _lines(path, "forecasts.jsonl"))
 
 
 def _lines(path: str | Path, name: str) -> Iterator[dict[str, Any]]:

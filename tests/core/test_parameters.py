@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nanproof.core.parameters import Parameters, _fills_its_memory, clean_name, nonfinite
+from nanproof.core.parameters import Parameters, clean_name, fills_its_memory, nonfinite
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3)
@@ -69,6 +69,6 @@ def test_nonfinite_sees_what_isfinite_sees():
 
 def test_dense_memory_is_told_from_gaps():
     x = torch.zeros(4, 3, 2, 2)
-    assert _fills_its_memory(x) and _fills_its_memory(x.to(memory_format=torch.channels_last))
-    assert _fills_its_memory(torch.zeros(3, 4).t()) and _fills_its_memory(torch.zeros(()))
-    assert not _fills_its_memory(x[:, :2]) and not _fills_its_memory(torch.zeros(1).expand(5))
+    assert fills_its_memory(x) and fills_its_memory(x.to(memory_format=torch.channels_last))
+    assert fills_its_memory(torch.zeros(3, 4).t()) and fills_its_memory(torch.zeros(()))
+    assert not fills_its_memory(x[:, :2]) and not fills_its_memory(torch.zeros(1).expand(5))

@@ -17,6 +17,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+class Rehearsal:
+    """Steps that are run again only to look at them. Nothing of them is training, so nobody is to count them. One flag for all
+    threads: autograd runs hooks in threads of its own."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+
+
+rehearsal = Rehearsal()
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """States of torch's generators (CPU and the devices in use), Python's, and NumPy's if it is loaded. None of these reads

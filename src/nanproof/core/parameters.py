@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,11 +61,13 @@ class Parameters:
         self.foreign: list[str] = []
         """Names of optimizer tensors that the model does not have."""
         seen: set[int] = set()
+        self._groups: list[int] = []
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) in seen:
                     continue
                 seen.add(id(p))
+                self._groups.append(i)
                 name = known.get(id(p))
                 if name is None:
                     name = f"param_groups[{i}].params[{j}]"
@@ -81,7 +83,11 @@ class Parameters:
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in self.tensors)
         self.dtype = torch.float64 if wide else torch.float32
         """What norms accumulate in."""
-        self._dense = all(_fills_its_memory(local(p)) for p in self.tensors)
+        self._dense = all(fills_its_memory(local(p)) for p in self.tensors)
+
+    def by_parameter(self, of_groups: Sequence[float]) -> list[float]:
+        """Something that each parameter group has one of, for each parameter."""
+        return [of_groups[i] for i in self._groups]
 
     def present(self) -> list[int]:
         """Indices of the parameters that have a gradient now."""
@@ -136,7 +142,7 @@ class Parameters:
         return norms.to(self.device, non_blocking=True)
 
 
-def _fills_its_memory(p: Tensor) -> bool:
+def fills_its_memory(p: Tensor) -> bool:
     """Whether the elements, in whatever order, are one block of memory: then a norm can read it straight through."""
     strides = sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1)
     expected = 1

@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from nanproof.core.attempts import Afterwards, Attempt, to_run_again
 from nanproof.core.checks import check_scalar
-from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, settings
+from nanproof.core.context import Groups, Mode, RandomState, Schedule, change_settings, rehearsal, settings
 from nanproof.core.evidence import Gradients, activation_gradients
 from nanproof.core.stepper import Stepper
 from nanproof.core.tree import own_copy
@@ -31,13 +31,23 @@ def part_of(loss_fn: LossFn, loss: Tensor, parts: int) -> Tensor:
     return loss if parts == 1 or getattr(loss_fn, "weighted", False) else loss / parts
 
 
-class Watcher(Protocol):
-    """Who looks on while steps are taken."""
+class Watcher:
+    """Looks on while steps are taken; each moment can be left alone."""
 
-    def begin(self, attempt: Attempt) -> None: ...
-    def before_step(self, step: int) -> None: ...
-    def after_step(self, step: int, batches: tuple[Any, ...] | None) -> None: ...
-    def gave_up(self) -> None: ...
+    def open(self, attempt: Attempt) -> None:
+        """Before the first forward of a step that may be run again."""
+
+    def begin(self, attempt: Attempt) -> None:
+        """The batches of such a step are known."""
+
+    def before_step(self, step: int) -> None:
+        """The gradients are there."""
+
+    def after_step(self, step: int, batches: tuple[Any, ...] | None) -> None:
+        """The optimizer has acted, on the device."""
+
+    def gave_up(self) -> None:
+        """It raised instead."""
 
 
 class Runner:
@@ -87,6 +97,8 @@ class Runner:
         attempt.random = RandomState.now(self.devices)
         attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if self.stepper.lag else None
         self.stepper.buffers.begin()
+        for watcher in self.watchers:
+            watcher.open(attempt)
 
     def begin(self, attempt: Attempt) -> None:
         """The batches of the step are known."""
@@ -133,7 +145,7 @@ class Runner:
         stepper, ranks = self.stepper, self.stepper.ranks
         attempt.random.restore()
         try:
-            with attempt.mode.again(self._modules, stepper.parameters.device), activation_gradients() as flags:
+            with rehearsal, attempt.mode.again(self._modules, stepper.parameters.device), activation_gradients() as flags:
                 self._forward_backward(attempt, scaled=False)
             gradients = stepper.look_at_gradients(stepper.parameters.present())
             said = ranks.gather([any(flags)])

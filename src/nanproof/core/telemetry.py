@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanproof.core.files import FolderLock
 from nanproof.errors import UsageError
-from nanproof.records import VERSION, Incident, StepRecord, line
+from nanproof.records import VERSION, Forecast, Incident, StepRecord, line
 
 log = logging.getLogger("nanproof")
 
@@ -58,14 +58,14 @@ class Courier:
 
 
 class Journal:
-    """`steps.jsonl` and `incidents.jsonl` in a run's folder; does nothing without one.
+    """`steps.jsonl`, `incidents.jsonl` and `forecasts.jsonl` in a run's folder; does nothing without one.
 
     A disk that fills up while training stops the journal with a warning, never the run.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
         self._files: dict[str, TextIO] = {}
-        self._names: tuple[str, ...] | None = None
+        self._header: tuple[Any, ...] = ()
         self._lock: FolderLock | None = None
         if folder is None:
             return
@@ -74,25 +74,37 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.folder, f"Guard(run_dir={str(folder)!r})")
             for name in ("steps", "incidents"):
-                path = self.folder / f"{name}.jsonl"
-                cut_broken_line(path)
-                self._files[name] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+                self._open(name)
         except OSError as error:
             self.close()
             raise UsageError(
                 f"Guard(run_dir={str(folder)!r}) cannot be written: {error.strerror}. Choose one that can be written"
             ) from error
 
+    def _open(self, name: str) -> None:
+        path = self.folder / f"{name}.jsonl"
+        cut_broken_line(path)
+        self._files[name] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+
     def step(self, record: StepRecord) -> None:
         if "steps" not in self._files:
             return
-        if record.names is not self._names:
-            self._names = record.names
-            self._write("steps", {"v": VERSION, "kind": "header", "names": list(record.names)})
+        sites = () if record.observed is None else record.observed.sites
+        if not self._header or record.names is not self._header[0] or sites is not self._header[1]:
+            self._header = record.names, sites
+            header = {"v": VERSION, "kind": "header", "names": list(record.names)}
+            self._write("steps", {**header, "sites": list(sites)} if sites else header)
         self._write("steps", record.to_json())
 
     def incident(self, incident: Incident) -> None:
         self._write("incidents", incident.to_json())
+
+    def forecast(self, forecast: Forecast) -> None:
+        """The file is made with the first of them: most runs have none."""
+        if "incidents" in self._files and "forecasts" not in self._files:
+            with suppress(OSError):
+                self._open("forecasts")
+        self._write("forecasts", forecast.to_json())
 
     def close(self) -> None:
         if self._lock is not None:

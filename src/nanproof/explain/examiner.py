@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.context import Schedule
+from nanproof.core.runner import Watcher
 from nanproof.core.stepper import Stepper
 from nanproof.core.telemetry import Courier
 from nanproof.core.verdict import Reading
@@ -62,7 +63,7 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     return tried
 
 
-class Examiner:
+class Examiner(Watcher):
     """Explains incidents to the guard."""
 
     def __init__(

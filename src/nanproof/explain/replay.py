@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanproof.core.context import Mode, RandomState
+from nanproof.core.context import Mode, RandomState, rehearsal
 from nanproof.core.keepers import BufferKeeper
 from nanproof.core.parameters import clean_name, local, unwrap
 from nanproof.core.runner import part_of
@@ -190,7 +190,7 @@ class Replay:
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
         loss_value, error = math.nan, None
-        with self._undisturbed():
+        with rehearsal, self._undisturbed():
             with ExitStack() as stack:
                 (random or self.random).restore()
                 stack.enter_context(self.mode.again(self.modules, self.device))

@@ -21,7 +21,7 @@ from torch import Tensor
 from nanproof.core.attempts import Attempt
 from nanproof.core.evidence import listed
 from nanproof.core.files import reason
-from nanproof.core.runner import Runner
+from nanproof.core.runner import Runner, Watcher
 from nanproof.errors import NanproofError, UsageError
 from nanproof.policy import Policy
 from nanproof.recover.checkpoints import Checkpoints
@@ -66,7 +66,7 @@ class _Taken:
     own_loop: bool
 
 
-class Recovery:
+class Recovery(Watcher):
     """Keeps good states and goes back to them."""
 
     def __init__(
@@ -135,9 +135,6 @@ class Recovery:
                 f"{self._store.folder} holds good checkpoints of an earlier run: call guard.resume() before the first step to go "
                 "on with it, or choose another folder"
             )
-
-    def begin(self, attempt: Attempt) -> None:
-        pass
 
     def gave_up(self) -> None:
         self._rewarm.restore()

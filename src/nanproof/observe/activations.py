@@ -1,0 +1,192 @@
+"""Observer: hooks on chosen modules that look at each output, and at its gradient, without waiting for the device.
+
+- Activation checkpointing runs a forward again inside backward: that one is not looked at, so everything is counted once.
+- `torch.compile`: the hooks trace into one opaque operation a site, without a graph break. Hooks added to a model that was
+  compiled already are ignored by torch without a word; then the compiled code is dropped, and compiled again with them.
+- Replays, which the guard runs to find out what went wrong, are not looked at.
+- Looking is never the reason a run dies: what goes wrong in it ends it, with a warning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.core.context import rehearsal
+from nanproof.observe.hooks import OwnHook
+from nanproof.observe.kernels import make_table
+from nanproof.observe.settings import Observe
+from nanproof.observe.sites import choose
+from nanproof.observe.tables import Rows
+
+log = logging.getLogger("nanproof")
+
+_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _look(x: Tensor, mark: Tensor, number: int, row: int) -> None:
+    observer = _observers.get(number)
+    if observer is not None:
+        observer.take(x, row)
+
+
+_library = torch.library.Library("nanproof", "FRAGMENT")
+_library.define("look(Tensor x, Tensor(a!) mark, int number, int row) -> ()")
+_library.impl("look", _look, "CompositeExplicitAutograd")
+torch.library.register_fake("nanproof::look", lambda x, mark, number, row: None, lib=_library)
+
+
+class _Through(torch.autograd.Function):
+    """For compiled code, which takes no hooks on tensors: the identity, whose backward looks at the gradient. A copy, because a
+    view that comes out of a function could not be written in place by what follows; the compiler makes it part of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Tensor, number: int, row: int) -> Tensor:
+        ctx.mark, ctx.number, ctx.row = mark, number, row
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        torch.ops.nanproof.look(gradient, ctx.mark, ctx.number, ctx.row)
+        return gradient, None, None, None
+
+
+class Observer:
+    """Looks at the outputs of some modules of a model. `rows` has two for each site: first all outputs, then all gradients."""
+
+    def __init__(self, model: nn.Module, settings: Observe, device: torch.device) -> None:
+        chosen = choose(model, settings.modules)
+        self.sites = tuple(chosen)
+        self.dtypes: dict[int, torch.dtype] = {}
+        """By row, of what was seen last."""
+        self.gradients = settings.gradients
+        self.on = True
+        self._table = make_table(2 * len(self.sites), device)
+        self._mark = torch.zeros((), device=device)
+        """Compiled code takes looks for writes to this, so it keeps them, and their order."""
+        self._number = next(_numbers)
+        _observers[self._number] = self
+        _compile_again(model)
+        self._hooks = [m.register_forward_hook(_Hook(self, m, row)) for row, m in enumerate(chosen.values())]
+
+    @property
+    def full(self) -> bool:
+        """Whether this step's looks are full ones."""
+        return self._table.full
+
+    def begin(self, full: bool) -> None:
+        """A step begins. What was looked at since the last one belongs to no step."""
+        self._table.clear()
+        self._table.full = full
+
+    def send(self) -> Callable[[], Rows]:
+        """What was seen since the step began is on its way to the host: call this later to read it."""
+        return self._table.send()
+
+    def close(self) -> None:
+        self.on = False
+        for hook in self._hooks:
+            hook.remove()
+
+    def take(self, x: Tensor, row: int) -> None:
+        """One output or gradient, in eager or compiled code."""
+        if not self.on or rehearsal:
+            return
+        output = row < len(self.sites)
+        if (output and torch._C._current_graph_task_id() != -1) or (not output and not self.full):
+            return
+        try:
+            self._table.look(x.detach(), row)
+            self.dtypes[row] = x.dtype
+        except Exception as error:
+            self.on = False
+            log.debug("nanproof: observing failed", exc_info=True)
+            log.warning("nanproof: activations are not observed any more: %s: %s", type(error).__name__, error)
+
+    def output(self, x: Tensor, row: int) -> None:
+        """The output of a module in eager code."""
+        if not self.on or rehearsal:
+            return
+        self.take(x, row)
+        if self.full and self.gradients and x.requires_grad and not x.is_leaf:
+            # Also while a checkpoint runs its forward again: if that is what backward goes through, it is the one that fires.
+            x.register_hook(_Gradient(self, row + len(self.sites)))
+
+    def compiled_output(self, x: Tensor, row: int, differentiable: bool) -> Tensor:
+        """The same, while torch compiles the code."""
+        torch.ops.nanproof.look(x.detach(), self._mark, self._number, row)
+        if differentiable and self.gradients and x.requires_grad:
+            through: Tensor = _Through.apply(x, self._mark, self._number, row + len(self.sites))
+            return through
+        return x
+
+
+class _Gradient:
+    """Looks at a gradient. Returns nothing, so the gradient stays what it is."""
+
+    def __init__(self, observer: Observer, row: int) -> None:
+        self._observer, self._row = observer, row
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._observer.take(gradient, self._row)
+
+
+class _Hook(OwnHook):
+    """A forward hook."""
+
+    def __init__(self, observer: Observer, module: nn.Module, row: int) -> None:
+        self._observer, self._module, self._row = observer, module, row
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._compiled(output)
+        # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
+        counts = module is self._module and (module.training or torch.is_grad_enabled())
+        if counts and (x := first_tensor(output)) is not None:
+            self._observer.output(x, self._row)
+        return None
+
+    def _compiled(self, output: Any) -> Any:
+        x = first_tensor(output)
+        if x is None:
+            return None
+        plain = isinstance(output, Tensor)
+        y = self._observer.compiled_output(x, self._row, plain or type(output) is tuple)
+        if y is x:
+            return None
+        return y if plain else tuple(y if part is x else part for part in output)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first floating-point tensor of what a module returned: the hidden states, by custom."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        for part in output:
+            if isinstance(part, Tensor) and part.is_floating_point():
+                return part
+    return None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+
+
+def _compile_again(model: nn.Module) -> None:
+    """Drop what torch has compiled so far if this model is among it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or not is_compiled(model):
+        return
+    if dynamo.convert_frame.output_codes.seen:
+        log.info("nanproof: the model was compiled before it was to be observed; it is compiled again at its next call")
+        dynamo.reset()

@@ -1,0 +1,216 @@
+"""Lookout: the guard's side of observing. Decides which steps get a full look, brings what was seen to the record of its step,
+and lets the forecaster see it."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from nanproof.core.attempts import Attempt
+from nanproof.core.parameters import clean_name, unwrap
+from nanproof.core.runner import Watcher
+from nanproof.core.stepper import Stepper
+from nanproof.observe.activations import Observer, is_compiled
+from nanproof.observe.attention import AttentionWatch, Sharpness
+from nanproof.observe.forecast import Forecaster
+from nanproof.observe.settings import Observe
+from nanproof.observe.tables import COLUMNS, Rows
+from nanproof.observe.weights import Moved, WeightWatch
+from nanproof.records import ABSENT, Forecast, Observed, StepRecord
+
+log = logging.getLogger("nanproof")
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """What a step sent on its way."""
+
+    full: bool
+    rows: Callable[[], Rows]
+    attention: Callable[[], dict[str, Sharpness]]
+    moved: Callable[[], Moved] | None = None
+
+
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Looking is never the reason a run dies: whatever goes wrong in it ends it, with a warning."""
+
+    @wraps(method)
+    def tried(self: Lookout, *args: Any) -> Any:
+        if self.off:
+            return None
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.debug("nanproof: %s failed", method.__name__, exc_info=True)
+            log.warning("nanproof: the run is not observed any more: %s: %s", type(error).__name__, error)
+            self.close()
+            return None
+
+    return tried
+
+
+class Unobserved(Watcher):
+    """The lookout of a guard that does not observe."""
+
+    def observed(self, record: StepRecord) -> StepRecord:
+        """The record of a step, with what was seen of it."""
+        return record
+
+    def foresee(self, record: StepRecord) -> list[Forecast]:
+        """An accepted step, in order: what does it say about those to come?"""
+        return []
+
+    def rewound(self) -> None:
+        """The run is at an earlier step."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class Lookout(Unobserved):
+    """Looks on while steps are taken."""
+
+    @staticmethod
+    def of(stepper: Stepper, observe: Any) -> Unobserved:
+        """From what `observe=` was given."""
+        settings = Observe.of(observe)
+        return Unobserved() if settings is None else Lookout(stepper, settings)
+
+    def __init__(self, stepper: Stepper, settings: Observe) -> None:
+        model, device = stepper.model, stepper.parameters.device
+        self.off = False
+        self._stepper, self._settings = stepper, settings
+        self._observer = Observer(model, settings, device)
+        compiled = is_compiled(model)
+        self._attention = AttentionWatch(model, device) if settings.attention and not compiled else None
+        self._weights = WeightWatch(model, stepper.parameters, stepper.optimizer) if settings.weights else None
+        names = {clean_name(f"{n}.weight") for n, m in unwrap(model).named_modules() if isinstance(m, nn.Embedding)}
+        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if settings.forecast else None
+        self._parcels: dict[int, _Parcel] = {}
+        self._sending: _Parcel | None = None
+        self._blind = 0
+        """Steps in a row of which nothing was seen."""
+        self._prepare(0)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self._observer.sites
+
+    @_harmless
+    def open(self, attempt: Attempt) -> None:
+        self._prepare(attempt.step)
+
+    def _prepare(self, step: int) -> None:
+        """The forwards of this step come next."""
+        full = step % self._settings.every == 0 or (self._forecaster is not None and self._forecaster.asks)
+        self._observer.begin(full)
+        if self._attention is not None:
+            self._attention.begin(full)
+
+    @_harmless
+    def before_step(self, step: int) -> None:
+        attention = dict if self._attention is None else self._attention.send()
+        self._sending = _Parcel(self._observer.full, self._observer.send(), attention)
+        if self._weights is not None and self._observer.full:
+            if self._weights.outdated(self._stepper.parameters):
+                self._weights = WeightWatch(self._stepper.model, self._stepper.parameters, self._stepper.optimizer)
+            self._weights.before()
+
+    @_harmless
+    def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
+        parcel, self._sending = self._sending, None
+        if parcel is not None:
+            parcel.moved = None if self._weights is None else self._weights.after()
+            self._parcels[step] = parcel
+        self._prepare(step + 1)
+
+    def gave_up(self) -> None:
+        self._sending = None
+        if self._weights is not None:
+            self._weights.forget()
+
+    def observed(self, record: StepRecord) -> StepRecord:
+        return replace(record, observed=self._observed(record))
+
+    @_harmless
+    def _observed(self, record: StepRecord) -> Observed | None:
+        parcel = self._parcels.pop(record.step, None)
+        if parcel is None:
+            return None
+        rows, sites = parcel.rows(), self._observer.sites
+        self._notice_blindness(rows)
+        moved = parcel.moved() if parcel.moved is not None else None
+        absmax, outputs = _columns(rows, 0, len(sites))
+        gradient_absmax, gradients = _columns(rows, len(sites), len(sites))
+        seen = any(value != ABSENT for value in gradient_absmax)
+        return Observed(
+            sites=sites,
+            absmax=absmax,
+            outputs=outputs if parcel.full else {},
+            gradients={"absmax": gradient_absmax, **gradients} if parcel.full and seen else {},
+            updates={} if moved is None else self._updates(moved, record),
+            attention=parcel.attention(),
+            unmoved={} if moved is None else moved.unmoved,
+        )
+
+    def foresee(self, record: StepRecord) -> list[Forecast]:
+        return self._foresee(record) or []
+
+    @_harmless
+    def _foresee(self, record: StepRecord) -> list[Forecast]:
+        if self._forecaster is None:
+            return []
+        dtypes = [self._observer.dtypes.get(i) for i in range(len(self._observer.sites))]
+        return self._forecaster.see(record, dtypes)
+
+    def rewound(self) -> None:
+        self._parcels.clear()
+        if self._forecaster is not None:
+            self._forecaster.rewound()
+
+    def close(self) -> None:
+        self.off = True
+        self._observer.close()
+        if self._attention is not None:
+            self._attention.close()
+
+    def _updates(self, moved: Moved, record: StepRecord) -> dict[str, array[float]]:
+        rates = self._stepper.parameters.by_parameter(record.lr)
+        ratio, over = array("d"), array("d")
+        for update, weight, lr in zip(moved.update, moved.weight, rates, strict=True):
+            there = update != ABSENT
+            ratio.append(update / weight if there and weight > 0 else ABSENT)
+            over.append(update / lr if there and lr > 0 else ABSENT)
+        return {"ratio": ratio, "changed": moved.changed, "over_lr": over}
+
+    def _notice_blindness(self, rows: Rows) -> None:
+        """Hooks that torch ignores say nothing: then this must."""
+        self._blind = 0 if rows else self._blind + 1
+        if self._blind == 2:
+            log.warning(
+                "nanproof: none of the %d observed modules was seen in two steps. Code that was compiled before the guard was made "
+                "does not run hooks: make the guard first, or call torch._dynamo.reset()",
+                len(self._observer.sites),
+            )
+
+
+def _columns(rows: Rows, first: int, count: int) -> tuple[array[float], dict[str, array[float]]]:
+    """Absmax, and the other columns as they are recorded, of some rows."""
+    absmax = array("d", (ABSENT,)) * count
+    more = {name: array("d", (ABSENT,)) * count for name in ("rms", "nan", "inf", "zeros", "near")}
+    for i in range(count):
+        seen = rows.get(first + i)
+        if seen is None:
+            continue
+        absmax[i] = seen[0]
+        if len(seen) == len(COLUMNS):
+            _, number, squares, nan, inf, zeros, near = seen
+            for name, value in zip(more, ((squares / number) ** 0.5, nan, inf, zeros / number, near / number), strict=True):
+                more[name][i] = value
+    return absmax, more

@@ -1,0 +1,85 @@
+"""Straight lines through the last steps, for many series at once: how fast each grows, how well a line fits, and whether the
+growth is slowing down. Logarithms to base 2, so a slope of 1 is a doubling a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WINDOWS = (16, 32, 64, 128, 256)
+"""Steps a line is put through. A slow growth shows in a long one, a fast one in a short one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line through each series, over one window."""
+
+    window: int
+    slope: Tensor
+    end: Tensor
+    """Where the line is at the last step."""
+    error: Tensor
+    """Standard error of the slope. Neighbouring steps are alike, so it is taken for half as many."""
+    noise: Tensor
+    """Deviation of the series from the line."""
+    fits: Tensor
+    """Share of the variation that the line explains."""
+    late: Tensor
+    """Slope over the second half."""
+
+    @property
+    def rise(self) -> Tensor:
+        return self.slope * (self.window - 1)
+
+
+class Series:
+    """The last steps of many series. A step with something non-finite or absent in a series leaves no line through it."""
+
+    def __init__(self, count: int) -> None:
+        self._values = torch.full((WINDOWS[-1], count), torch.nan, dtype=torch.float64)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return min(self._next, WINDOWS[-1])
+
+    def add(self, values: Tensor) -> None:
+        self._values[self._next % WINDOWS[-1]] = values
+        self._next += 1
+
+    def clear(self) -> None:
+        self._next = 0
+
+    def last(self, window: int) -> Tensor:
+        at = self._next % WINDOWS[-1]
+        return torch.cat((self._values[at:], self._values[:at]))[-window:]
+
+    def fits(self) -> list[Fit]:
+        return [fit(self.last(window)) for window in WINDOWS if window <= len(self)]
+
+
+def fit(values: Tensor) -> Fit:
+    """Least squares. (step, series)"""
+    window = values.shape[0]
+    slope, mean, width = _slope(values)
+    total = (values - mean).square().sum(0)
+    left = (total - slope.square() * width).clamp(min=0)
+    noise = (left / max(1, window - 2)).sqrt()
+    late, _, _ = _slope(values[window // 2 :])
+    return Fit(
+        window=window,
+        slope=slope,
+        end=mean + slope * (window - 1) / 2,
+        error=noise * (2 / width) ** 0.5,
+        noise=noise,
+        fits=torch.where(total > 0, 1 - left / total.clamp(min=1e-300), 0),
+        late=late,
+    )
+
+
+def _slope(values: Tensor) -> tuple[Tensor, Tensor, float]:
+    steps = values.shape[0]
+    x = torch.arange(steps, dtype=values.dtype) - (steps - 1) / 2
+    width = float(x.square().sum())
+    return x @ values / width, values.mean(0), width
