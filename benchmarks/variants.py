@@ -191,13 +191,21 @@ SLOW = ("isnan loop", "mean-and-std skip", "stabilityguard", "DebugUnderflowOver
 
 
 def compare(
-    build: Callable[[], nn.Module], loss_fn: LossFn, batch: Any, *, rounds: int, steps: int, names: list[str], device: str = "cpu"
+    build: Callable[[], nn.Module],
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    rounds: int,
+    steps: int,
+    names: list[str],
+    device: str = "cpu",
+    variants: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Seconds a step, and the median of the ratio to plain, of each variant."""
     order = random.Random(0)
     opened: dict[str, tuple[Any, Step]] = {}
     for name in names:
-        manager = VARIANTS[name](build(), loss_fn)
+        manager = (variants or VARIANTS)[name](build(), loss_fn)
         opened[name] = (manager, manager.__enter__())
 
     def time_steps(name: str) -> float:

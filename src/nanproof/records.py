@@ -73,17 +73,17 @@ class Observed:
         """Largest absolute value by module, for those that were called."""
         return {site: value for site, value in zip(self.sites, self.absmax, strict=True) if value != ABSENT}
 
-    def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"absmax": _numbers(self.absmax)}
+    def to_text(self) -> str:
+        """As JSON. There can be thousands of numbers in every step, so they are not put into lists first."""
+        parts = [f'"absmax":{_text(self.absmax)}']
         for name in ("outputs", "gradients", "updates"):
             columns: dict[str, array[float]] = getattr(self, name)
             if columns:
-                plain[name] = {key: _numbers(values) for key, values in columns.items()}
-        if self.attention:
-            plain["attention"] = _encode_tree(self.attention)
-        if self.unmoved:
-            plain["unmoved"] = _encode_tree(self.unmoved)
-        return plain
+                parts.append(f'"{name}":{{' + ",".join(f'"{key}":{_text(values)}' for key, values in columns.items()) + "}")
+        parts += [
+            f'"{key}":{_dumps(_encode_tree(d))}' for key, d in (("attention", self.attention), ("unmoved", self.unmoved)) if d
+        ]
+        return "{" + ",".join(parts) + "}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], sites: Iterable[str]) -> Observed:
@@ -135,7 +135,7 @@ class StepRecord:
         return {name: norm for name, norm in zip(self.names, self.norms, strict=True) if norm != ABSENT}
 
     def to_json(self) -> dict[str, Any]:
-        data = {
+        return {
             "v": VERSION,
             "kind": "step",
             "step": self.step,
@@ -152,9 +152,11 @@ class StepRecord:
             "weights_checked": self.weights_checked,
             "norms": _numbers(self.norms),
         }
-        if self.observed is not None:
-            data["observed"] = self.observed.to_json()
-        return data
+
+    def to_line(self) -> str:
+        """One line of strict JSON, with what was observed."""
+        text = line(self.to_json())
+        return text if self.observed is None else f'{text[:-2]},"observed":{self.observed.to_text()}}}\n'
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], names: Iterable[str], sites: Iterable[str] = ()) -> StepRecord:
@@ -317,6 +319,13 @@ def _numbers(values: Iterable[float]) -> list[float | str | None]:
     return [None if x == ABSENT else encode(x) for x in values]
 
 
+def _text(values: array[float]) -> str:
+    """An array as JSON, with six significant digits."""
+    if math.isfinite(sum(values)) and ABSENT not in values:
+        return "[" + ",".join([f"{x:.6g}" for x in values]) + "]"
+    return _dumps(_numbers(values))
+
+
 def _array(values: Iterable[float | str | None]) -> array[float]:
     return array("d", (ABSENT if x is None else decode(x) for x in values))
 
@@ -331,7 +340,11 @@ def _encode_tree(x: Any) -> Any:
 
 def line(data: Mapping[str, Any]) -> str:
     """One line of strict JSON; raises on a bare NaN rather than write what no reader accepts."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n"
+    return _dumps(data) + "\n"
+
+
+def _dumps(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def read_steps(path: str | Path) -> Iterator[StepRecord]:

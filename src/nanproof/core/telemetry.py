@@ -93,18 +93,18 @@ class Journal:
         if not self._header or record.names is not self._header[0] or sites is not self._header[1]:
             self._header = record.names, sites
             header = {"v": VERSION, "kind": "header", "names": list(record.names)}
-            self._write("steps", {**header, "sites": list(sites)} if sites else header)
-        self._write("steps", record.to_json())
+            self._write("steps", line({**header, "sites": list(sites)} if sites else header))
+        self._write("steps", record.to_line())
 
     def incident(self, incident: Incident) -> None:
-        self._write("incidents", incident.to_json())
+        self._write("incidents", line(incident.to_json()))
 
     def forecast(self, forecast: Forecast) -> None:
         """The file is made with the first of them: most runs have none."""
         if "incidents" in self._files and "forecasts" not in self._files:
             with suppress(OSError):
                 self._open("forecasts")
-        self._write("forecasts", forecast.to_json())
+        self._write("forecasts", line(forecast.to_json()))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -115,12 +115,12 @@ class Journal:
             except OSError as error:
                 log.warning("nanproof: %s.jsonl is incomplete: %s", name, error.strerror)
 
-    def _write(self, name: str, data: dict[str, Any]) -> None:
+    def _write(self, name: str, text: str) -> None:
         file = self._files.get(name)
         if file is None:
             return
         try:
-            file.write(line(data))
+            file.write(text)
         except OSError as error:
             del self._files[name]
             with suppress(OSError):

@@ -35,7 +35,7 @@ _numbers = itertools.count()
 def _look(x: Tensor, mark: Tensor, number: int, row: int) -> None:
     observer = _observers.get(number)
     if observer is not None:
-        observer.take(x, row)
+        observer.compiled(x, row)
 
 
 _library = torch.library.Library("nanproof", "FRAGMENT")
@@ -65,8 +65,6 @@ class Observer:
     def __init__(self, model: nn.Module, settings: Observe, device: torch.device) -> None:
         chosen = choose(model, settings.modules)
         self.sites = tuple(chosen)
-        self.dtypes: dict[int, torch.dtype] = {}
-        """By row, of what was seen last."""
         self.gradients = settings.gradients
         self.on = True
         self._table = make_table(2 * len(self.sites), device)
@@ -76,6 +74,11 @@ class Observer:
         _observers[self._number] = self
         _compile_again(model)
         self._hooks = [m.register_forward_hook(_Hook(self, m, row)) for row, m in enumerate(chosen.values())]
+
+    @property
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """By row, of what was seen last."""
+        return self._table.dtypes
 
     @property
     def full(self) -> bool:
@@ -96,29 +99,36 @@ class Observer:
         for hook in self._hooks:
             hook.remove()
 
-    def take(self, x: Tensor, row: int) -> None:
-        """One output or gradient, in eager or compiled code."""
-        if not self.on or rehearsal:
-            return
-        output = row < len(self.sites)
-        if (output and torch._C._current_graph_task_id() != -1) or (not output and not self.full):
-            return
-        try:
-            self._table.look(x.detach(), row)
-            self.dtypes[row] = x.dtype
-        except Exception as error:
-            self.on = False
-            log.debug("nanproof: observing failed", exc_info=True)
-            log.warning("nanproof: activations are not observed any more: %s: %s", type(error).__name__, error)
-
     def output(self, x: Tensor, row: int) -> None:
         """The output of a module in eager code."""
         if not self.on or rehearsal:
             return
-        self.take(x, row)
-        if self.full and self.gradients and x.requires_grad and not x.is_leaf:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint runs its forward again
+            self._look(x, row)
+        if self._table.full and self.gradients and x.grad_fn is not None:
             # Also while a checkpoint runs its forward again: if that is what backward goes through, it is the one that fires.
-            x.register_hook(_Gradient(self, row + len(self.sites)))
+            x.grad_fn.register_prehook(_Gradient(self, row + len(self.sites), x.output_nr))
+
+    def gradient(self, gradient: Tensor, row: int) -> None:
+        """The gradient of an output."""
+        if self.on and self._table.full and not rehearsal:
+            self._look(gradient, row)
+
+    def compiled(self, x: Tensor, row: int) -> None:
+        """An output or a gradient, while compiled code runs."""
+        if row >= len(self.sites):
+            self.gradient(x, row)
+        elif self.on and not rehearsal and torch._C._current_graph_task_id() == -1:
+            self._look(x, row)
+        self._table.flush()  # compiled code may use the same memory for something else, without a word
+
+    def _look(self, x: Tensor, row: int) -> None:
+        try:
+            self._table.look(x, row)
+        except Exception as error:
+            self.on = False
+            log.debug("nanproof: observing failed", exc_info=True)
+            log.warning("nanproof: activations are not observed any more: %s: %s", type(error).__name__, error)
 
     def compiled_output(self, x: Tensor, row: int, differentiable: bool) -> Tensor:
         """The same, while torch compiles the code."""
@@ -130,13 +140,17 @@ class Observer:
 
 
 class _Gradient:
-    """Looks at a gradient. Returns nothing, so the gradient stays what it is."""
+    """Looks at a gradient before the operation that made the output gets it. Returns nothing, so it stays what it is."""
 
-    def __init__(self, observer: Observer, row: int) -> None:
-        self._observer, self._row = observer, row
+    __slots__ = ("_index", "_observer", "_row")
 
-    def __call__(self, gradient: Tensor) -> None:
-        self._observer.take(gradient, self._row)
+    def __init__(self, observer: Observer, row: int, index: int) -> None:
+        self._observer, self._row, self._index = observer, row, index
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[self._index]
+        if gradient is not None:
+            self._observer.gradient(gradient, self._row)
 
 
 class _Hook(OwnHook):
@@ -149,9 +163,10 @@ class _Hook(OwnHook):
         if torch.compiler.is_compiling():
             return self._compiled(output)
         # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
-        counts = module is self._module and (module.training or torch.is_grad_enabled())
-        if counts and (x := first_tensor(output)) is not None:
-            self._observer.output(x, self._row)
+        if module is self._module and (module.training or torch.is_grad_enabled()):
+            x = first_tensor(output)
+            if x is not None:
+                self._observer.output(x, self._row)
         return None
 
     def _compiled(self, output: Any) -> Any:

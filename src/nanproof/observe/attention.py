@@ -1,8 +1,9 @@
 """How sharp attention is: the largest logit and the entropy, from a sample of queries, where the model calls torch's own
 attention or a softmax over it.
 
-Only on full looks, and only while the model's own forward runs: a function mode sees the arguments of each call. Compiled
-code, and kernels from other packages, are not seen.
+Only on full looks, and only while the model's own forward runs: for that time torch's functions are replaced by ones that keep
+the arguments (a function mode would make every other operation dearer). They are looked at when the forward ends, all layers at
+once. Compiled code, and kernels from other packages, are not seen.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from nanproof.core.context import rehearsal
 from nanproof.core.parameters import unwrap
@@ -27,12 +28,13 @@ from nanproof.observe.sites import named
 
 log = logging.getLogger("nanproof")
 
-SAMPLES, QUERIES = 2, 16
-"""Of the batch, and of each sequence."""
+QUERIES = 16
+"""Looked at, of the first sequence of a batch."""
 Sharpness = tuple[float, float, float]
 """The largest logit; the entropy over its possible maximum, as a mean over all heads and of the sharpest head: 0 is one key, 1
 all alike."""
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+_PRODUCT = "scaled_dot_product_attention"
+_FUNCTIONS = ((F, _PRODUCT), (F, "softmax"), (torch, "softmax"))
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
@@ -44,10 +46,10 @@ class AttentionWatch:
         """Whether this step is looked at."""
         self.off = False
         self._names = {id(module): name for name, module in named(model).items()}
-        self._courier = Courier(device)
-        self._device = device
+        self._courier, self._device = Courier(device), device
+        self._kept: dict[str, _Sample] = {}
         self._seen: dict[str, Tensor] = {}
-        self._mode: _Mode | None = None
+        self._inside = False
         root = unwrap(model)
         self._hooks = [
             root.register_forward_pre_hook(_Enter(self), prepend=True),
@@ -59,14 +61,23 @@ class AttentionWatch:
         self._seen.clear()
 
     def enter(self) -> None:
-        if self.due and not self.off and self._mode is None and not rehearsal and torch._C._current_graph_task_id() == -1:
-            self._mode = _Mode(self)
-            self._mode.__enter__()
+        """The model's forward begins."""
+        if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
+            self._inside = True
+            for home, name in _FUNCTIONS:
+                setattr(home, name, _Kept(self, getattr(home, name), name))
 
     def leave(self) -> None:
-        mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        """It has ended, well or not."""
+        if not self._inside:
+            return
+        self._inside = False
+        for home, name in _FUNCTIONS:
+            kept = getattr(home, name)
+            if isinstance(kept, _Kept):
+                setattr(home, name, kept.function)
+        kept_samples, self._kept = self._kept, {}
+        self.tried(self._look, kept_samples)
 
     def send(self) -> Callable[[], dict[str, Sharpness]]:
         names, values = list(self._seen), list(self._seen.values())
@@ -96,9 +107,8 @@ class AttentionWatch:
             log.warning("nanproof: attention is not observed any more: %s: %s", type(error).__name__, error)
             self.off = True
 
-    def place(self) -> str | None:
+    def place(self, frame: FrameType | None) -> str | None:
         """The module that is calling: from the frames, since hooks on every module would cost more."""
-        frame: FrameType | None = sys._getframe(4)
         for _ in range(16):
             if frame is None:
                 return None
@@ -109,48 +119,89 @@ class AttentionWatch:
             frame = frame.f_back
         return None
 
-    def product(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> None:  # fmt: skip
-        """A call of scaled_dot_product_attention."""
-        name = self.place()
-        if name is None or name in self._seen or query.dim() != 4 or not query.is_floating_point():
+    def keep(self, frame: FrameType, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of attention, or of a softmax that may be one."""
+        sample = _product(*args, **kwargs) if function == _PRODUCT else _softmax(*args, **kwargs)
+        if sample is None:
             return
-        length, keys = query.shape[-2], key.shape[-2]
-        every = max(1, length // QUERIES)
-        q, k = query[:SAMPLES, :, ::every].float(), key[:SAMPLES].float()
-        if k.shape[1] != q.shape[1]:
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        logits = q @ k.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
-        allowed = None
-        if is_causal:
-            at = torch.arange(0, length, every, device=q.device)
-            allowed = torch.arange(keys, device=q.device) <= at[:, None]
-        elif attn_mask is not None:
-            mask = attn_mask.expand(*attn_mask.shape[:-2], length, keys)[..., ::every, :]
-            mask = mask[:SAMPLES] if mask.dim() == 4 and mask.shape[0] > 1 else mask
-            if mask.dtype == torch.bool:
-                allowed = mask
-            else:
-                logits, allowed = logits + mask.float(), mask > torch.finfo(mask.dtype).min / 2
-        self._seen[name] = sharpness(logits, allowed)
+        name = self.place(frame)
+        if name is not None and name not in self._seen and (function == _PRODUCT or _ATTENTION.search(name)):
+            self._kept.setdefault(name, sample)
 
-    def softmax(self, logits: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """A call of softmax over the last of four dimensions, inside something that is called attention."""
-        if dim not in (-1, 3) or logits.dim() != 4:
-            return
-        name = self.place()
-        if name is None or name in self._seen or not _ATTENTION.search(name):
-            return
-        every = max(1, logits.shape[-2] // QUERIES)
-        sample = logits.detach()[:SAMPLES, :, ::every].float()
-        self._seen[name] = sharpness(sample, sample > torch.finfo(logits.dtype).min / 2)
+    def _look(self, samples: dict[str, _Sample]) -> None:
+        alike: dict[Any, list[str]] = {}
+        for name, sample in samples.items():
+            alike.setdefault(sample.key, []).append(name)
+        for names in alike.values():
+            found = _sharpness_of([samples[name] for name in names])
+            self._seen.update(zip(names, found.unbind(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """Some queries and all keys of an attention, or the logits themselves: views, until the forward ends."""
+
+    query: Tensor
+    key_tensor: Tensor | None
+    mask: Tensor | None
+    whole_mask: Tensor | None
+    """Which the mask is a part of; layers often share one."""
+    scale: float
+    causal: int
+    """Of each so many queries one was taken, and later keys are hidden from it; 0: nothing is hidden by that."""
+
+    @property
+    def key(self) -> Any:
+        """What samples that are looked at together have in common."""
+        k, q = self.key_tensor, self.query
+        return q.shape, q.dtype, q.device, None if k is None else k.shape, id(self.whole_mask), self.scale, self.causal
+
+
+def _product(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> _Sample | None:  # fmt: skip
+    if query.dim() != 4:
+        return None
+    length, every = query.shape[-2], max(1, query.shape[-2] // QUERIES)
+    mask = attn_mask
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-2], length, key.shape[-2])[..., ::every, :]
+        mask = mask[:1] if mask.dim() == 4 else mask
+    factor = scale if scale is not None else query.shape[-1] ** -0.5
+    return _Sample(query.detach()[:1, :, ::every], key.detach()[:1], mask, attn_mask, factor, every if is_causal else 0)
+
+
+def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> _Sample | None:
+    if dim not in (-1, 3) or input.dim() != 4:
+        return None
+    return _Sample(input.detach()[:1, :, :: max(1, input.shape[-2] // QUERIES)], None, None, None, 1.0, 0)
+
+
+def _sharpness_of(samples: list[_Sample]) -> Tensor:
+    """(sample, 3). All have one shape."""
+    first = samples[0]
+    q = torch.cat([s.query for s in samples]).float()
+    if first.key_tensor is None:
+        return sharpness(q, q > torch.finfo(first.query.dtype).min / 2)
+    k = torch.cat([s.key_tensor for s in samples if s.key_tensor is not None])
+    if k.shape[1] != q.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = q @ k.float().transpose(-2, -1) * first.scale
+    allowed = None
+    if first.causal:
+        at = torch.arange(0, q.shape[-2] * first.causal, first.causal, device=q.device)
+        allowed = torch.arange(k.shape[-2], device=q.device) <= at[:, None]
+    elif first.mask is not None and first.mask.dtype == torch.bool:
+        allowed = first.mask
+    elif first.mask is not None:
+        logits, allowed = logits + first.mask.float(), first.mask > torch.finfo(first.mask.dtype).min / 2
+    return sharpness(logits, allowed)
 
 
 def sharpness(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """Largest allowed logit, mean entropy over heads, entropy of the sharpest head. Logits are (sample, head, query, key);
-    entropies are over their maximum, the logarithm of how many keys are allowed, and queries with one key only do not count."""
+    """(sample, 3): largest allowed logit, mean entropy over heads, entropy of the sharpest head. Logits are (sample, head, query,
+    key); entropies are over their maximum, the logarithm of how many keys are allowed; queries with one key do not count."""
     if allowed is None:
         allowed = torch.ones((), dtype=torch.bool, device=logits.device)
     allowed = allowed.expand(logits.shape)
@@ -158,27 +209,21 @@ def sharpness(logits: Tensor, allowed: Tensor | None) -> Tensor:
     logs = torch.log_softmax(hidden, -1)
     entropy = -torch.where(allowed, logs.exp() * logs, 0).sum(-1)
     keys = allowed.sum(-1)
-    counts = (keys > 1).float()
     share = torch.where(keys > 1, entropy / keys.clamp(min=2).float().log(), 0)
-    heads = share.sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)
-    return torch.stack((hidden.amax(), heads.mean(), heads.amin()))
+    heads = share.sum(-1) / (keys > 1).sum(-1).clamp(min=1)
+    return torch.stack((hidden.amax((1, 2, 3)), heads.mean(1), heads.amin(1)), 1)
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, watch: AttentionWatch) -> None:
-        super().__init__()
-        self._watch = watch
+class _Kept:
+    """Stands for a function of torch while the model's forward runs."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self._watch.tried(self._watch.product, *args, **kwargs)
-        elif func in _SOFTMAX:
-            self._watch.tried(self._watch.softmax, *args, **kwargs)
-        elif func is F.multi_head_attention_forward:
-            with self:  # it calls one of the others
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+    def __init__(self, watch: AttentionWatch, function: Callable[..., Any], name: str) -> None:
+        self.watch, self.function, self.name = watch, function, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.watch.tried(self.watch.keep, sys._getframe(1), self.name, args, kwargs)
+        return self.function(*args, **kwargs)
 
 
 class _Enter(OwnHook):

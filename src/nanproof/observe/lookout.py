@@ -194,8 +194,8 @@ class Lookout(Unobserved):
         self._blind = 0 if rows else self._blind + 1
         if self._blind == 2:
             log.warning(
-                "nanproof: none of the %d observed modules was seen in two steps. Code that was compiled before the guard was made "
-                "does not run hooks: make the guard first, or call torch._dynamo.reset()",
+                "nanproof: none of the %d observed modules was seen in two steps. Code compiled before the guard was made does "
+                "not run hooks: make the guard first, or call torch._dynamo.reset()",
                 len(self._observer.sites),
             )
 

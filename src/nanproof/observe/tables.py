@@ -30,8 +30,11 @@ class Table(Protocol):
 
     full: bool
     """Whether looks are full ones."""
+    dtypes: dict[int, torch.dtype]
+    """By row, of what was seen last."""
 
     def look(self, x: Tensor, row: int) -> None: ...
+    def flush(self) -> None: ...
     def send(self) -> Callable[[], Rows]: ...
     def clear(self) -> None: ...
 
@@ -57,21 +60,26 @@ class PlainTable:
 
     def __init__(self, device: torch.device) -> None:
         self.full = False
+        self.dtypes: dict[int, torch.dtype] = {}
         self._device = device
         self._courier = Courier(device)
         self._seen: deque[tuple[int, int, Sequence[Tensor | float]]] = deque(maxlen=self.KEPT)
 
     def look(self, x: Tensor, row: int) -> None:
-        x = local(x)
+        x = local(x.detach())
         count = x.numel()
         if not count or not x.is_floating_point():
             return
+        self.dtypes[row] = x.dtype
         low, high = torch.aminmax(x)
         if x.device.type == "cpu":
             top = largest(-low.item(), high.item())
             self._seen.append((row, count, [top, *_rest_on_host(x, top)] if self.full else [top]))
         else:
             self._seen.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
+
+    def flush(self) -> None:
+        """Nothing waits here."""
 
     def send(self) -> Callable[[], Rows]:
         seen = list(self._seen)

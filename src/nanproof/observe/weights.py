@@ -40,41 +40,52 @@ class WeightWatch:
         self._parameters, self._optimizer = parameters, optimizer
         self._places = [i for i, p in enumerate(parameters.tensors) if _can_be_sampled(p)]
         self._courier = Courier(parameters.device)
-        self._indices: dict[tuple[int, torch.device], Tensor] = {}
         trained = {id(p) for p in parameters.tensors}
         self._embeddings = [
             (clean_name(name), m.weight)
             for name, m in unwrap(model).named_modules()
             if isinstance(m, nn.Embedding) and id(m.weight) in trained and m.weight.requires_grad and _can_be_sampled(m.weight)
         ]
-        self._first = {name: self._row_sums(weight) for name, weight in self._embeddings}
+        self._first = {name: _row_sums(weight) for name, weight in self._embeddings}
         """To tell which rows moved where the optimizer keeps no second moment."""
-        self._before: Tensor | None = None
+        self._find_elements()
+
+    def _find_elements(self) -> None:
+        """Views of the elements that are looked at, and two rows to copy them to for each parameter."""
+        tensors, device = [local(self._parameters.tensors[i].detach()) for i in self._places], self._parameters.device
+        self._memory = [t.data_ptr() for t in tensors]
+        self._elements = [_spread(t) for t in tensors]
+        self._before, self._after = torch.zeros(2, len(tensors), ELEMENTS, device=device).unbind()
+        counts = [e.shape[0] for e in self._elements]
+        self._slots = [[row[:n] for row, n in zip(rows.unbind(), counts, strict=True)] for rows in (self._before, self._after)]
+        self._counts = torch.tensor(counts, dtype=torch.float32).to(device)
+        self._taken = False
 
     def outdated(self, parameters: Parameters) -> bool:
         """Parameters were added to the optimizer since."""
         return parameters is not self._parameters
 
     def before(self) -> None:
-        self._before = self._sample()
+        if self._memory != [local(self._parameters.tensors[i]).data_ptr() for i in self._places]:
+            self._find_elements()
+        if self._places:
+            self._taken = True
+            torch._foreach_copy_(self._slots[0], self._elements)
 
     def forget(self) -> None:
-        self._before = None
+        self._taken = False
 
     def after(self) -> Callable[[], Moved] | None:
         """What the step did; to be read later."""
-        before, self._before = self._before, None
-        if before is None:
+        if not self._taken:
             return None
-        after, device = self._sample(), self._parameters.device
-        change = after - before
-        rows = [
-            (after != before).float().mean(1),
-            change.square().mean(1).sqrt(),
-            before.square().mean(1).sqrt(),
-        ]
+        self._taken = False
+        torch._foreach_copy_(self._slots[1], self._elements)
+        change, device = self._after - self._before, self._parameters.device
+        sums = torch.stack(((change != 0).float().sum(1), change.square().sum(1), self._before.square().sum(1))) / self._counts
+        sums[1:].sqrt_()
         unmoved = [self._never_moved(name, weight).to(device, non_blocking=True) for name, weight in self._embeddings]
-        parcel = self._courier.send(torch.cat([*rows, *(share.reshape(1) for share in unmoved)]))
+        parcel = self._courier.send(torch.cat([sums.flatten(), *(share.reshape(1) for share in unmoved)]))
 
         def read() -> Moved:
             values, n, count = parcel(), len(self._places), len(self._parameters.tensors)
@@ -89,35 +100,26 @@ class WeightWatch:
 
         return read
 
-    def _sample(self) -> Tensor:
-        device, found = self._parameters.device, []
-        for i in self._places:
-            flat = local(self._parameters.tensors[i].detach()).view(-1)
-            chosen = flat.take(self._index(flat, ELEMENTS))
-            found.append(chosen.to(device, torch.float32, non_blocking=True))
-        return torch.stack(found) if found else torch.zeros(0, ELEMENTS, device=device)
-
-    def _index(self, flat: Tensor, count: int) -> Tensor:
-        """Places spread over a tensor; a small one is gone through more than once."""
-        key = flat.shape[0], flat.device
-        if key not in self._indices:
-            step = max(1, flat.shape[0] // count)
-            self._indices[key] = torch.arange(count, device=flat.device).mul_(step).remainder_(flat.shape[0])
-        return self._indices[key]
-
     def _never_moved(self, name: str, weight: Tensor) -> Tensor:
         second = self._optimizer.state.get(weight, {}).get("exp_avg_sq")
         if isinstance(second, Tensor) and second.shape == weight.shape:
             return (_rows(second).amax(1) == 0).float().mean()
-        return (self._row_sums(weight) == self._first[name]).float().mean()
+        return (_row_sums(weight) == self._first[name]).float().mean()
 
-    def _row_sums(self, weight: Tensor) -> Tensor:
-        return _rows(weight).float().sum(1)
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Elements spread over a tensor."""
+    flat = tensor.view(-1)
+    return flat[:: -(-flat.shape[0] // ELEMENTS)]
 
 
 def _rows(matrix: Tensor) -> Tensor:
     here = local(matrix.detach())
     return here[:: max(1, here.shape[0] // ROWS)]
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    return _rows(weight).float().sum(1)
 
 
 def _can_be_sampled(p: Tensor) -> bool:

@@ -1,0 +1,215 @@
+"""What observing costs: whole steps as a ratio to the plain clipped step in the same run, host syncs, and the kernel's bandwidth.
+
+python benchmarks/observe.py            # on the device there is: about four minutes on an H200, three on two CPU cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nanproof
+from cpu import cpu_name
+from model import Llama, llama, next_token_loss
+from nanproof.observe.kernels import TritonTable
+from variants import RESULTS, LossFn, Step, compare, detect_anomaly, guard_train_step, plain, save, table, underflow_overflow
+
+EVERYTHING = nanproof.Observe(modules="*", every=1)
+
+
+def observed(observe: Any) -> Callable[[nn.Module, LossFn], Any]:
+    @contextmanager
+    def variant(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            nanproof.Guard(model, optimizer, loss_fn=loss_fn, run_dir=folder, observe=observe) as guard,
+        ):
+
+            def step(batch: Any) -> None:
+                guard.train_step(batch)
+
+            yield step
+        assert not guard.incidents, guard.incidents
+        assert guard.history[-1].observed is not None
+
+    return variant
+
+
+@contextmanager
+def naive_hooks(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+    """What people write: a forward hook on every module, a handful of torch reductions in it, read at the end of the step."""
+    seen: dict[str, Tensor] = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                x = output.detach().float()
+                bad = torch.isnan(x).sum() + torch.isinf(x).sum()
+                seen[name] = torch.stack((x.abs().max(), x.square().mean().sqrt(), bad.float(), (x == 0).float().mean()))
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(hook_of(name))
+    with plain(model, loss_fn) as one:
+
+        def step(batch: Any) -> None:
+            one(batch)
+            torch.stack(list(seen.values())).tolist()
+
+        yield step
+
+
+VARIANTS = {
+    "plain clip + step": plain,
+    "nanproof, not observing": guard_train_step,
+    "nanproof, observe=True": observed(True),
+    "nanproof, everything": observed(EVERYTHING),
+    "naive hooks": naive_hooks,
+    "DebugUnderflowOverflow": underflow_overflow,
+    "detect_anomaly": detect_anomaly,
+}
+
+
+def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        return next_token_loss(model, batch)
+
+
+def whole_step(rounds: int, device: str, names: list[str]) -> dict[str, Any]:
+    def build() -> nn.Module:
+        if device == "cuda":
+            return llama("cuda")[0]
+        torch.manual_seed(0)
+        return Llama(hidden=256, layers=6, heads=4, kv_heads=4, intermediate=688, vocab=4096, length=64)
+
+    batch = torch.randint(0, 32000, (8, 1024), device="cuda") if device == "cuda" else torch.randint(0, 4096, (4, 64))
+    loss_fn = autocast_loss if device == "cuda" else next_token_loss
+    rows = compare(build, loss_fn, batch, rounds=rounds, steps=4, names=names, device=device, variants=VARIANTS)
+    count = sum(p.numel() for p in build().parameters())
+    shape = " x ".join(map(str, batch.shape))
+    title = (
+        f"whole step, Llama of {count / 1e6:.0f} M fp32 parameters, {'bf16 autocast, ' if device == 'cuda' else ''}batch {shape}"
+    )
+    print(table(title, rows), flush=True)
+    return {"title": title, "rows": rows}
+
+
+def compiled(rounds: int) -> dict[str, Any]:
+    """The same with torch.compile: each variant over a compiled model."""
+
+    def build() -> nn.Module:
+        model = llama("cuda")[0]
+        model.compile()
+        return model
+
+    batch = torch.randint(0, 32000, (8, 1024), device="cuda")
+    names = ["plain clip + step", "nanproof, not observing", "nanproof, observe=True", "nanproof, everything"]
+    rows = compare(build, autocast_loss, batch, rounds=rounds, steps=4, names=names, device="cuda", variants=VARIANTS)
+    title = "whole step, the same model compiled"
+    print(table(title, rows), flush=True)
+    return {"title": title, "rows": rows}
+
+
+def no_syncs(steps: int = 100) -> dict[str, Any]:
+    """Raises at the first operation that makes the host wait for the device."""
+    batch, found = torch.randint(0, 32000, (8, 1024), device="cuda"), {}
+    for name, observe in (("observe=True", True), ("everything", EVERYTHING)):
+        model = llama("cuda")[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            nanproof.Guard(model, optimizer, loss_fn=autocast_loss, run_dir=folder, observe=observe) as guard,
+        ):
+            for _ in range(3):
+                guard.train_step(batch)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(steps):
+                    guard.train_step(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        full = sum(bool(r.observed and r.observed.outputs) for r in guard.history)
+        assert len(guard.history) == steps + 3 and not guard.incidents and full
+        found[name] = {"steps": steps, "full_looks": full, "syncs": 0}
+        print(f"{name}: {steps} steps under set_sync_debug_mode('error'), {full} full looks: 0 host syncs", flush=True)
+    return found
+
+
+def bandwidth() -> dict[str, Any]:
+    """Bytes read a second by one look, over that of a device-to-device copy (read and written). Buffers alternate, so that small
+    tensors are not all served by the cache; a hook finds an output there, so it may be faster than this."""
+
+    def seconds(f: Callable[[int], Any], repeat: int = 40) -> float:
+        f(0)
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for i in range(repeat):
+                f(i)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / repeat / 1e3)
+        return statistics.median(times)
+
+    def copy_ceiling() -> float:
+        a, b = (torch.empty(1 << 28, device="cuda").normal_() for _ in range(2))
+        return 2 * a.nbytes / seconds(lambda i: b.copy_(a), 10)
+
+    ceiling = copy_ceiling()
+    rows: dict[str, Any] = {}
+    table_ = TritonTable(4, torch.device("cuda"))
+    for mib, dtype in ((16, torch.bfloat16), (32, torch.float32), (512, torch.bfloat16), (512, torch.float32)):
+        n = (mib << 20) // dtype.itemsize
+        xs = [torch.empty(n, dtype=dtype, device="cuda").normal_() for _ in range(max(2, 256 // mib))]
+        for full in (False, True):
+            table_.full = full
+            took = seconds(lambda i, xs=xs: table_.look(xs[i % len(xs)], 0))  # type: ignore[misc]
+            name = f"{mib} MiB {str(dtype)[6:]}, {'full' if full else 'light'}"
+            rows[name] = {"us": took * 1e6, "TBps": (mib << 20) / took / 1e12, "of_copy": (mib << 20) / took / ceiling}
+            print(
+                f"{name:28s} {took * 1e6:8.1f} us {rows[name]['TBps']:6.2f} TB/s  {rows[name]['of_copy']:.2f} of a copy",
+                flush=True,
+            )
+        del xs
+    print(f"copy: {ceiling / 1e12:.2f} TB/s")
+    return {"copy_TBps": ceiling / 1e12, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "compiled"])
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    parts: dict[str, Callable[[], Any]] = {
+        "bandwidth": bandwidth,
+        "no host sync": no_syncs,
+        "whole step": lambda: whole_step(args.rounds, device, args.variants),
+        "compiled": lambda: compiled(args.rounds),
+    }
+    results: dict[str, Any] = {}
+    for part in args.only if device == "cuda" else ["whole step"]:
+        results[part] = parts[part]()
+        path = save("observe_gpu" if device == "cuda" else "observe_cpu", name, results, args.out)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
