@@ -6,6 +6,7 @@ that stop growing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,9 +83,7 @@ class Gated(nn.Module):
         return self.head(x)
 
 
-def gated_products(
-    seed: int, sign: float, lr: float, depth: int = 2, max_norm: float | None = None, sgd: bool = False
-) -> Setup:
+def gated_products(seed: int, sign: float, lr: float, depth: int = 2, max_norm: float | None = None, sgd: bool = False) -> Setup:
     """A regulariser with the wrong sign lets the weights of bilinear layers grow; with the right one they settle."""
     torch.manual_seed(seed)
     model = Gated(24, depth)
@@ -119,17 +118,21 @@ def transformer_growth(
     return Setup(model, optimizer, in_half(next_token), chains(seed, 24, size=8, length=16), options)
 
 
-def step_size(seed: int, lr: float, momentum: float = 0.0, width: int = 16, dtype: torch.dtype = torch.float32) -> Setup:
-    """Linear regression by SGD: above the limit of stability the error grows by the same factor every step."""
+def step_size(seed: int, times: float, momentum: float = 0.0, width: int = 16, bf16: bool = False) -> Setup:
+    """Linear regression by gradient descent, all data at once: above the limit of stability (`times` 1) one direction of the
+    weights grows by the same factor every step, hidden at first under what the others still have to learn."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+    model = nn.Linear(width, 4)
+    x, y = next(regression(seed, width, 4, size=64))
+    centred = torch.cat((x, torch.ones(64, 1)), 1)
+    limit = 2 * (1 + momentum) / (2 * torch.linalg.eigvalsh(centred.T @ centred / 64)[-1].item() / 4)
+    optimizer = torch.optim.SGD(model.parameters(), times * limit, momentum=momentum)
 
     def loss_fn(m: nn.Module, b: tuple[Tensor, Tensor]) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             return squared_error(m, b)
 
-    return Setup(model, optimizer, loss_fn, regression(seed, width, 4, size=16), {"max_norm": None})
+    return Setup(model, optimizer, loss_fn, itertools.repeat((x, y)), {"max_norm": None})
 
 
 def rate_ramp(seed: int, times: float, top: float, momentum: float = 0.9, cycle: int = 0, max_norm: float | None = None) -> Setup:
@@ -145,14 +148,26 @@ def rate_ramp(seed: int, times: float, top: float, momentum: float = 0.9, cycle:
     return Setup(model, optimizer, squared_error, regression(seed, 16, 4), options)
 
 
+class Heads(nn.Module):
+    """A mean that is not negative, and a log-variance that may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.log_variance = nn.Linear(4, 24), nn.Linear(24, 1), nn.Linear(24, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return F.relu(self.mean(h)), self.log_variance(h)
+
+
 def log_variance(seed: int, lr: float, noise: float, floor: float | None = None, max_norm: float | None = None) -> Setup:
-    """A Gaussian likelihood whose variance is learned: without noise in the data it has no least variance."""
+    """A Gaussian likelihood whose variance is learned. A sensor that only says 0 has no least variance."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    model = Heads()
+    optimizer = torch.optim.Adam(model.parameters(), lr)
 
     def loss_fn(m: nn.Module, b: tuple[Tensor, Tensor]) -> Tensor:
-        mean, log_variance = m(b[0]).chunk(2, -1)
+        mean, log_variance = m(b[0])
         if floor is not None:
             log_variance = log_variance.clamp(min=floor)
         return (log_variance + (mean - b[1]).square() * torch.exp(-log_variance)).mean() / 2
@@ -160,23 +175,27 @@ def log_variance(seed: int, lr: float, noise: float, floor: float | None = None,
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         g = torch.Generator().manual_seed(seed)
         while True:
-            x = torch.randn(16, 4, generator=g)
-            yield x, 0.3 * x[:, :1] + noise * torch.randn(16, 1, generator=g)
+            yield torch.randn(16, 4, generator=g), noise * torch.randn(16, 1, generator=g)
 
     return Setup(model, optimizer, loss_fn, batches(), {"max_norm": max_norm})
 
 
-def stale_moment(seed: int, growth: float, beta2: float = 0.999, until: float = math.inf, quiet: int = 120, lr: float = 0.02) -> Setup:
-    """Adam in a long quiet phase; then the targets, and with them the gradients, grow far faster than its second moment."""
+def stale_moment(
+    seed: int, growth: float, beta2: float = 0.999, until: float = math.inf, quiet: int = 80, lr: float = 0.02
+) -> Setup:
+    """Half of the inputs are silent for long, and Adam's second moment of their weights with them; then they grow louder, and
+    each step moves those weights further than the loss can correct."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr, betas=(0.9, beta2))
     grow = ramp(growth, until)
 
-    def level(step: int) -> float:
-        return 1e-3 * grow(max(0, step - quiet))
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for step, (x, y) in enumerate(regression(seed, 16, 4)):
+            loud = 1e-4 * grow(max(0, step - quiet))
+            yield torch.cat((x[:, :8], x[:, 8:] * loud), 1), y
 
-    return Setup(model, optimizer, squared_error, regression(seed, 16, 4, level=level, inputs=lambda s: max(1.0, level(s))), {"max_norm": None})
+    return Setup(model, optimizer, squared_error, batches(), {"max_norm": None})
 
 
 def logits_growth(
@@ -222,40 +241,191 @@ def scaled(
 
 
 DESIGN = (
-    *family("fp16-residual-growth", "design", True, 400, residual_growth,
-        {"growth": 1.04}, {"growth": 1.06, "depth": 4}, {"growth": 1.08, "max_norm": None, "lr": 1e-2}, {"growth": 1.05, "lr": 1e-2}),
-    *family("fp16-residual-settles", "design", False, 300, residual_growth,
-        {"growth": 1.05, "until": 100.0}, {"growth": 1.1, "until": 300.0, "depth": 4}, {"growth": 1.05, "until": 1000.0, "max_norm": None, "lr": 1e-2}, {"growth": 1.2, "until": 50.0}),
-    *family("fp16-gated-products", "design", True, 400, gated_products,
-        {"sign": -1.0, "lr": 0.01}, {"sign": -1.0, "lr": 0.005}, {"sign": -1.0, "lr": 0.01, "max_norm": 1.0, "depth": 3}, {"sign": -100.0, "lr": 0.01, "sgd": True}),
-    *family("fp16-gated-decays", "design", False, 300, gated_products,
-        {"sign": 1.0, "lr": 0.01}, {"sign": 1.0, "lr": 0.005}, {"sign": 1.0, "lr": 0.005, "max_norm": 1.0, "depth": 3}),
-    *family("fp16-transformer-growth", "design", True, 250, transformer_growth,
-        {"lr": 0.3}, {"lr": 0.02, "norm": False}, {"lr": 0.05, "last_norm": False, "norm": False}, {"lr": 1.0, "layers": 2}),
-    *family("fp16-transformer-learns", "design", False, 200, transformer_growth,
-        {"lr": 3e-3, "decay": 0.1}, {"lr": 1e-2, "qk_norm": True}, {"lr": 5e-3, "last_norm": False}, {"lr": 1e-2, "warmup": 60}),
-    *family("step-size-too-large", "design", True, 400, step_size,
-        {"lr": 2.0}, {"lr": 1.5}, {"lr": 1.0, "momentum": 0.9}, {"lr": 2.0, "dtype": torch.bfloat16}),
-    *family("step-size-below", "design", False, 300, step_size,
-        {"lr": 0.1}, {"lr": 0.3}, {"lr": 0.03, "momentum": 0.9}),
-    *family("rate-ramps-up", "design", True, 400, rate_ramp,
-        {"times": 1.05, "top": 1e3}, {"times": 1.08, "top": 1e3, "momentum": 0.0}, {"times": 1.03, "top": 1e3}),
-    *family("rate-ramps-and-stays", "design", False, 300, rate_ramp,
-        {"times": 1.05, "top": 0.03}, {"times": 1.1, "top": 0.05}, {"times": 1.0, "top": 0.05, "cycle": 60}),
-    *family("log-variance-falls", "design", True, 400, log_variance,
-        {"lr": 1e-2, "noise": 0.0}, {"lr": 3e-2, "noise": 0.0}, {"lr": 3e-3, "noise": 0.0}),
-    *family("log-variance-finds-noise", "design", False, 400, log_variance,
-        {"lr": 1e-2, "noise": 0.3}, {"lr": 1e-3, "noise": 0.2}, {"lr": 3e-3, "noise": 0.0, "floor": -3.0}),
-    *family("stale-second-moment", "design", True, 400, stale_moment,
-        {"growth": 1.3}, {"growth": 1.15, "beta2": 0.9999}, {"growth": 1.2, "quiet": 80}),
-    *family("stale-moment-recovers", "design", False, 300, stale_moment,
-        {"growth": 1.05, "until": 1000.0, "lr": 3e-3}, {"growth": 1.03, "until": 100.0, "beta2": 0.95, "lr": 3e-3}),
-    *family("attention-logits-grow", "design", True, 300, logits_growth,
-        {"sign": -100.0, "lr": 0.02}, {"sign": -300.0, "lr": 0.05}, {"sign": -100.0, "lr": 0.03, "max_norm": None, "layers": 2}),
-    *family("attention-logits-held", "design", False, 250, logits_growth,
-        {"sign": 1.0, "lr": 3e-3}, {"sign": -1.0, "lr": 0.02, "qk_norm": True}, {"sign": 0.0, "lr": 3e-3, "max_norm": None}),
-    *family("scale-falls-and-falls", "design", True, 400, scaled,
-        {"growth": 1.02, "level": 30.0}, {"growth": 1.025, "start": 1024.0, "level": 30.0}, {"growth": 1.03, "depth": 3, "level": 3.0}),
-    *family("scale-calibrates", "design", False, 250, scaled,
-        {"growth": 1.0, "start": 2.0**24}, {"growth": 1.05, "until": 30.0, "interval": 20}, {"growth": 1.0, "interval": 15, "start": 2.0**20}),
+    *family(
+        "fp16-residual-growth",
+        "design",
+        True,
+        400,
+        residual_growth,
+        {"growth": 1.04},
+        {"growth": 1.06, "depth": 4},
+        {"growth": 1.08, "max_norm": None, "lr": 1e-2},
+        {"growth": 1.05, "lr": 1e-2},
+    ),
+    *family(
+        "fp16-residual-settles",
+        "design",
+        False,
+        300,
+        residual_growth,
+        {"growth": 1.05, "until": 100.0},
+        {"growth": 1.1, "until": 300.0, "depth": 4},
+        {"growth": 1.05, "until": 1000.0, "max_norm": None, "lr": 1e-2},
+        {"growth": 1.2, "until": 50.0},
+    ),
+    *family(
+        "fp16-gated-products",
+        "design",
+        True,
+        400,
+        gated_products,
+        {"sign": -50.0, "lr": 0.01, "sgd": True},
+        {"sign": -30.0, "lr": 0.01, "sgd": True},
+        {"sign": -20.0, "lr": 0.01, "sgd": True},
+        {"sign": -20.0, "lr": 0.01, "depth": 3, "sgd": True},
+    ),
+    *family(
+        "fp16-gated-decays",
+        "design",
+        False,
+        300,
+        gated_products,
+        {"sign": 1.0, "lr": 0.005},
+        {"sign": 3.0, "lr": 0.002, "sgd": True},
+        {"sign": 1.0, "lr": 0.005, "max_norm": 1.0, "depth": 3},
+    ),
+    *family(
+        "fp16-transformer-growth",
+        "design",
+        True,
+        250,
+        transformer_growth,
+        {"lr": 0.15},
+        {"lr": 0.2},
+        {"lr": 0.02, "norm": False},
+        {"lr": 0.03, "norm": False},
+    ),
+    *family(
+        "fp16-transformer-learns",
+        "design",
+        False,
+        200,
+        transformer_growth,
+        {"lr": 3e-3, "decay": 0.1},
+        {"lr": 1e-2, "qk_norm": True},
+        {"lr": 5e-3, "last_norm": False},
+        {"lr": 1e-2, "warmup": 60},
+    ),
+    *family(
+        "step-size-too-large",
+        "design",
+        True,
+        400,
+        step_size,
+        {"times": 1.03},
+        {"times": 1.035},
+        {"times": 1.03, "bf16": True},
+        {"times": 1.025, "width": 24},
+    ),
+    *family(
+        "step-size-below",
+        "design",
+        False,
+        300,
+        step_size,
+        {"times": 0.98},
+        {"times": 0.95, "momentum": 0.9},
+        {"times": 0.9, "bf16": True},
+    ),
+    *family(
+        "rate-ramps-up",
+        "design",
+        True,
+        400,
+        rate_ramp,
+        {"times": 1.05, "top": 1e3},
+        {"times": 1.08, "top": 1e3, "momentum": 0.0},
+        {"times": 1.03, "top": 1e3},
+        {"times": 1.06, "top": 1e3, "momentum": 0.95},
+    ),
+    *family(
+        "rate-ramps-and-stays",
+        "design",
+        False,
+        300,
+        rate_ramp,
+        {"times": 1.05, "top": 0.03},
+        {"times": 1.1, "top": 0.05},
+        {"times": 1.0, "top": 0.05, "cycle": 60},
+    ),
+    *family(
+        "log-variance-falls",
+        "design",
+        True,
+        400,
+        log_variance,
+        {"lr": 0.02, "noise": 0.0},
+        {"lr": 0.05, "noise": 0.0},
+        {"lr": 0.01, "noise": 0.0, "max_norm": 1.0},
+    ),
+    *family(
+        "log-variance-finds-noise",
+        "design",
+        False,
+        300,
+        log_variance,
+        {"lr": 0.02, "noise": 0.1},
+        {"lr": 0.01, "noise": 0.01},
+        {"lr": 0.02, "noise": 0.0, "floor": -10.0},
+    ),
+    *family(
+        "stale-second-moment",
+        "design",
+        True,
+        400,
+        stale_moment,
+        {"growth": 1.1},
+        {"growth": 1.2, "beta2": 0.9999},
+        {"growth": 1.15, "lr": 0.01},
+    ),
+    *family(
+        "stale-moment-recovers",
+        "design",
+        False,
+        400,
+        stale_moment,
+        {"growth": 1.05, "until": 1e4, "lr": 3e-3},
+        {"growth": 1.03, "until": 1e4, "lr": 3e-3, "beta2": 0.95},
+    ),
+    *family(
+        "attention-logits-grow",
+        "design",
+        True,
+        300,
+        logits_growth,
+        {"sign": -200.0, "lr": 0.05},
+        {"sign": -300.0, "lr": 0.03},
+        {"sign": -300.0, "lr": 0.03, "layers": 2},
+        {"sign": -300.0, "lr": 0.05, "max_norm": None},
+    ),
+    *family(
+        "attention-logits-held",
+        "design",
+        False,
+        250,
+        logits_growth,
+        {"sign": 1.0, "lr": 3e-3},
+        {"sign": -1.0, "lr": 0.02, "qk_norm": True},
+        {"sign": 0.0, "lr": 3e-3, "max_norm": None},
+    ),
+    *family(
+        "scale-falls-and-falls",
+        "design",
+        True,
+        400,
+        scaled,
+        {"growth": 1.02, "level": 30.0},
+        {"growth": 1.025, "start": 1024.0, "level": 30.0},
+        {"growth": 1.03, "depth": 3, "level": 3.0},
+    ),
+    *family(
+        "scale-calibrates",
+        "design",
+        False,
+        250,
+        scaled,
+        {"growth": 1.0, "start": 2.0**24},
+        {"growth": 1.05, "until": 30.0, "interval": 20},
+        {"growth": 1.0, "interval": 15, "start": 2.0**20},
+    ),
 )

@@ -19,13 +19,21 @@ import torch
 
 import nanproof
 from forecast_design import DESIGN
+from forecast_fine import FINE
 from forecast_holdout import HOLDOUT
 from forecast_parts import Run, Setup
 
 __all__ = ["RUNS", "Run", "Setup", "failure_step"]
 
-RUNS: tuple[Run, ...] = (*DESIGN, *HOLDOUT)
-FAILURES = ("nonfinite-loss", "nonfinite-gradient", "nonfinite-weight", "gradient-norm-overflow", "divergence", "loss-scale-collapse")
+RUNS: tuple[Run, ...] = (*DESIGN, *HOLDOUT, *FINE)
+FAILURES = (
+    "nonfinite-loss",
+    "nonfinite-gradient",
+    "nonfinite-weight",
+    "gradient-norm-overflow",
+    "divergence",
+    "loss-scale-collapse",
+)
 FORESEEABLE = 25
 """No failing run fails before this step: there has to be something to foresee it from."""
 
