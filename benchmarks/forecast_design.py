@@ -68,19 +68,24 @@ def residual_growth(
     return Setup(model, optimizer, in_half(relative_error), batches, {"max_norm": max_norm})
 
 
+class Product(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left * right
+
+
 class Gated(nn.Module):
-    """Gated layers in a row: the signal is multiplied with itself."""
+    """Gated layers in a row: the signal is multiplied with itself. The last norm hides from the loss how large it is."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.gates = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(depth))
-        self.head = nn.Linear(width, 4)
+        self.products, self.norm, self.head = Product(), nn.LayerNorm(width), nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for gate in self.gates:
             left, right = gate(x).chunk(2, -1)
-            x = left * right
-        return self.head(x)
+            x = self.products(left, right)
+        return self.head(self.norm(x))
 
 
 def gated_products(seed: int, sign: float, lr: float, depth: int = 2, max_norm: float | None = None, sgd: bool = False) -> Setup:
@@ -138,7 +143,7 @@ def step_size(seed: int, times: float, momentum: float = 0.0, width: int = 16, b
 def rate_ramp(seed: int, times: float, top: float, momentum: float = 0.9, cycle: int = 0, max_norm: float | None = None) -> Setup:
     """A learning rate that climbs by a factor every step, up to `top`; or one that goes round."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=momentum)
     rate: Callable[[int], float] = ramp(times, top / 1e-3)
     if cycle:
@@ -269,10 +274,10 @@ DESIGN = (
         True,
         400,
         gated_products,
-        {"sign": -50.0, "lr": 0.01, "sgd": True},
+        {"sign": -30.0, "lr": 0.01},
+        {"sign": -100.0, "lr": 0.005},
         {"sign": -30.0, "lr": 0.01, "sgd": True},
-        {"sign": -20.0, "lr": 0.01, "sgd": True},
-        {"sign": -20.0, "lr": 0.01, "depth": 3, "sgd": True},
+        {"sign": -10.0, "lr": 0.01, "max_norm": 1.0},
     ),
     *family(
         "fp16-gated-decays",
@@ -281,8 +286,8 @@ DESIGN = (
         300,
         gated_products,
         {"sign": 1.0, "lr": 0.005},
-        {"sign": 3.0, "lr": 0.002, "sgd": True},
-        {"sign": 1.0, "lr": 0.005, "max_norm": 1.0, "depth": 3},
+        {"sign": 3.0, "lr": 0.01},
+        {"sign": 3.0, "lr": 0.01, "sgd": True, "max_norm": 1.0},
     ),
     *family(
         "fp16-transformer-growth",
@@ -292,7 +297,7 @@ DESIGN = (
         transformer_growth,
         {"lr": 0.15},
         {"lr": 0.2},
-        {"lr": 0.02, "norm": False},
+        {"lr": 0.03, "norm": False},
         {"lr": 0.03, "norm": False},
     ),
     *family(
@@ -395,8 +400,9 @@ DESIGN = (
         logits_growth,
         {"sign": -200.0, "lr": 0.05},
         {"sign": -300.0, "lr": 0.03},
-        {"sign": -300.0, "lr": 0.03, "layers": 2},
+        {"sign": -300.0, "lr": 0.05, "layers": 2},
         {"sign": -300.0, "lr": 0.05, "max_norm": None},
+        {"sign": -300.0, "lr": 0.1},
     ),
     *family(
         "attention-logits-held",

@@ -5,6 +5,7 @@ All of them rise somewhere for a while, or are noisy, or meet large values that 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -76,6 +77,16 @@ def massive(seed: int, most: float, lr: float, fp16: bool = True) -> Setup:
     return Setup(model, optimizer, in_half(loss_fn) if fp16 else loss_fn, batches, {"max_norm": 1.0})
 
 
+def catapult(seed: int, lr: float, width: int = 64, momentum: float = 0.0) -> Setup:
+    """A step size above the limit of the first weights: the loss climbs, until the net has found a flatter place."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, width, bias=False), nn.Linear(width, 1, bias=False))
+    for layer in model:
+        nn.init.normal_(layer.weight, std=1 / math.sqrt(layer.in_features))
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+    return Setup(model, optimizer, squared_error, itertools.repeat(next(regression(seed, 8, 1, size=32))), {"max_norm": None})
+
+
 def small_batches(seed: int, size: int, lr: float, momentum: float = 0.9, max_norm: float | None = None) -> Setup:
     """Two samples a step: losses and norms go up and down by factors of ten."""
     torch.manual_seed(seed)
@@ -87,7 +98,7 @@ def small_batches(seed: int, size: int, lr: float, momentum: float = 0.9, max_no
 @cache
 def text() -> Tensor:
     """Characters of the standard library's documentation, documents of at least 32."""
-    return encode_text([document for document in documents() if len(document) >= 32])[0][:, :32]
+    return encode_text([document for document in documents() if len(document) >= 32])[0][:, :24]
 
 
 def language(seed: int, kind: str, lr: float, size: int = 8, warmup: int = 20, cycle: int = 0, max_norm: Any = 1.0) -> Setup:
@@ -95,7 +106,7 @@ def language(seed: int, kind: str, lr: float, size: int = 8, warmup: int = 20, c
     torch.manual_seed(seed)
     model = Lstm()
     if kind != "lstm":
-        model = Llama(hidden=48, layers=2, heads=2, kv_heads=2, intermediate=96, vocab=VOCABULARY, length=32)
+        model = Llama(hidden=32, layers=2, heads=2, kv_heads=2, intermediate=64, vocab=VOCABULARY, length=24)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
     if cycle:
@@ -190,10 +201,12 @@ FINE = (
         plateau,
         {"level": 300.0, "lr": 1e-2},
         {"level": 2000.0, "lr": 2e-2, "decay": True},
-        {"level": 5000.0, "lr": 3e-2},
+        {"level": 12000.0, "lr": 3e-2},
         {"level": 2000.0, "lr": 3e-2, "depth": 4},
         {"level": 1000.0, "lr": 1e-2, "scaler": True},
+        {"level": 8000.0, "lr": 1e-1},
     ),
+    *family("catapult", "design", False, 200, catapult, {"lr": 0.06}, {"lr": 0.08}, {"lr": 0.08}),
     *family(
         "curriculum",
         "design",
@@ -201,7 +214,8 @@ FINE = (
         300,
         curriculum,
         {"growth": 1.05, "until": 100.0},
-        {"growth": 1.03, "until": 1000.0},
+        {"growth": 1.04, "until": 300.0},
+        {"growth": 1.04, "until": 300.0, "lr": 3e-3},
         {"growth": 1.1, "until": 30.0, "fp16": False},
     ),
     *family(
@@ -211,8 +225,8 @@ FINE = (
         200,
         massive,
         {"most": 500.0, "lr": 3e-3},
-        {"most": 3000.0, "lr": 3e-3},
         {"most": 3000.0, "lr": 1e-2, "fp16": False},
+        {"most": 12000.0, "lr": 3e-3},
     ),
     *family(
         "small-batches",
@@ -228,7 +242,7 @@ FINE = (
         "language",
         "holdout",
         False,
-        200,
+        120,
         language,
         {"kind": "lstm", "lr": 3e-3},
         {"kind": "lstm", "lr": 1e-2, "size": 2, "cycle": 60},

@@ -120,7 +120,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.out, self.scores = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False), Scores()
-        self.norms = nn.ModuleList(nn.RMSNorm(width // heads) if qk_norm else nn.Identity() for _ in range(2))
+        self.norms = nn.ModuleList(SingleNorm(width // heads) if qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -131,9 +131,16 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
+class SingleNorm(nn.RMSNorm):
+    """In fp32 under autocast too: torch warns about an fp16 input to fp32 weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 class Scores(nn.Module):
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        return (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
 
 
 class Feed(nn.Module):

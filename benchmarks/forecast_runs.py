@@ -4,6 +4,10 @@ python benchmarks/forecast_runs.py [--only FAMILY ...] [--twice]     # the whole
 
 The split "design" is for making a forecaster and setting its limits, "holdout" for judging it once. A family belongs to one
 split, and the two have different models and mechanisms, not other seeds only.
+
+A run fails at the step that is refused, or at which divergence began. Where fp16 overflows, a value may have passed the maximum
+some steps before: a ReLU turns -inf into 0, and an outer norm hides a lone inf for a while. Some failures are seen coming for a
+hundred steps (`fp16-residual-growth`, `log-variance-falls`), some for five (`counts-explode`, `rate-ramps-up`).
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ import torch
 import nanproof
 from forecast_design import DESIGN
 from forecast_fine import FINE
-from forecast_holdout import HOLDOUT
+from forecast_objectives import OBJECTIVES
 from forecast_parts import Run, Setup
+from forecast_signals import SIGNALS
 
 __all__ = ["RUNS", "Run", "Setup", "failure_step"]
 
-RUNS: tuple[Run, ...] = (*DESIGN, *HOLDOUT, *FINE)
+RUNS: tuple[Run, ...] = (*DESIGN, *SIGNALS, *OBJECTIVES, *FINE)
 FAILURES = (
     "nonfinite-loss",
     "nonfinite-gradient",
