@@ -207,6 +207,7 @@ OBJECTIVES = (
         bootstrap,
         {"lr": 0.03, "discount": 0.5},
         {"lr": 0.03, "discount": 0.9, "target": 20},
+        {"lr": 0.03, "discount": 0.95, "target": 10},
         {"lr": 0.03, "discount": 0.6, "dtype": "bf16"},
     ),
     *family(

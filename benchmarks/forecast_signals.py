@@ -250,6 +250,7 @@ SIGNALS = (
         convolution,
         {"lr": 0.01, "norm": False, "rise": 1.05, "max_norm": 1.0, "until": 100.0},
         {"lr": 0.03, "norm": True, "rise": 1.03, "until": 20.0},
+        {"lr": 0.03, "norm": True, "rise": 1.06, "until": 1500.0},
         {"lr": 0.01, "norm": False, "scaler": True, "rise": 1.03, "until": 50.0, "max_norm": 1.0},
     ),
     *family(
