@@ -304,7 +304,7 @@ DESIGN = (
         "fp16-transformer-learns",
         "design",
         False,
-        200,
+        160,
         transformer_growth,
         {"lr": 3e-3, "decay": 0.1},
         {"lr": 1e-2, "qk_norm": True},
