@@ -173,7 +173,7 @@ class Stepper:
         losses, self._losses = self._losses, []
         probes = list(self._probes)
         self._probes.clear()
-        present = parameters.present()
+        present, gradients = parameters.present_gradients()
         if not present and not again and not parameters.foreign:
             raise UsageError(
                 "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after"
@@ -191,7 +191,6 @@ class Stepper:
         summed = self._sum(losses)
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
-        gradients = parameters.gradients(present)
         clipped, self.clipped = self.clipped, None
         norms = parameters.norms(gradients, self._kernels) if clipped is None else clipped.norms
         max_norm = self.max_norm if clipped is None else clipped.max_norm

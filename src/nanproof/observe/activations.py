@@ -101,7 +101,7 @@ class Observer:
 
     def output(self, x: Tensor, row: int) -> None:
         """The output of a module in eager code."""
-        if not self.on or rehearsal:
+        if rehearsal:
             return
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint runs its forward again
             self._look(x, row)
@@ -163,8 +163,8 @@ class _Hook(OwnHook):
         if torch.compiler.is_compiling():
             return self._compiled(output)
         # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
-        if module is self._module and (module.training or torch.is_grad_enabled()):
-            x = first_tensor(output)
+        if self._observer.on and module is self._module and (module.training or torch.is_grad_enabled()):
+            x = output if type(output) is Tensor else first_tensor(output)
             if x is not None:
                 self._observer.output(x, self._row)
         return None

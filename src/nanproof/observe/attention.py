@@ -97,11 +97,10 @@ class AttentionWatch:
         for hook in self._hooks:
             hook.remove()
 
-    @torch.no_grad()
-    def tried(self, look: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def tried(self, look: Callable[..., None], *args: Any) -> None:
         """Looking is never the reason a run dies."""
         try:
-            look(*args, **kwargs)
+            look(*args)
         except Exception as error:
             log.debug("nanproof: looking at attention failed", exc_info=True)
             log.warning("nanproof: attention is not observed any more: %s: %s", type(error).__name__, error)
@@ -128,12 +127,14 @@ class AttentionWatch:
         if name is not None and name not in self._seen and (function == _PRODUCT or _ATTENTION.search(name)):
             self._kept.setdefault(name, sample)
 
+    @torch.no_grad()
     def _look(self, samples: dict[str, _Sample]) -> None:
         alike: dict[Any, list[str]] = {}
         for name, sample in samples.items():
             alike.setdefault(sample.key, []).append(name)
         for names in alike.values():
-            found = _sharpness_of([samples[name] for name in names])
+            with torch.autocast(samples[names[0]].query.device.type, enabled=False):
+                found = _sharpness_of([samples[name] for name in names])
             self._seen.update(zip(names, found.unbind(), strict=True))
 
 
@@ -181,13 +182,13 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
 def _sharpness_of(samples: list[_Sample]) -> Tensor:
     """(sample, 3). All have one shape."""
     first = samples[0]
-    q = torch.cat([s.query for s in samples]).float()
+    q = torch.cat([s.query for s in samples])
     if first.key_tensor is None:
-        return sharpness(q, q > torch.finfo(first.query.dtype).min / 2)
+        return sharpness(q.float(), q > torch.finfo(first.query.dtype).min / 2)
     k = torch.cat([s.key_tensor for s in samples if s.key_tensor is not None])
     if k.shape[1] != q.shape[1]:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logits = q @ k.float().transpose(-2, -1) * first.scale
+    logits = (q @ k.transpose(-2, -1)).float() * first.scale
     allowed = None
     if first.causal:
         at = torch.arange(0, q.shape[-2] * first.causal, first.causal, device=q.device)

@@ -13,7 +13,7 @@ counted in a second pass that ordinary tensors do not take.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ HELD = 256
 """Outputs that wait hold at most this part of the device's memory."""
 PROGRAMS = 256
 """Programs for one tensor, at the most."""
-BLOCK = 2048
+BLOCK, WARPS = 2048, 8
 WIDTH = 8
 """Numbers a program keeps: the columns, and the squares of values above 2^48, scaled down so that they do not overflow."""
 
@@ -114,6 +114,15 @@ if triton is not None:
             tl.store(out + column * rows + row, tl.sum(tl.load(place + column)))
             tl.store(place + column, 0.0)
 
+    @triton.jit
+    def _read(pointers, sizes, out, DTYPE: tl.constexpr, ELEMENTS: tl.constexpr):
+        tensor = tl.program_id(0)
+        size, i = tl.load(sizes + tensor), tl.arange(0, ELEMENTS)
+        place = i.to(tl.int64) * tl.cdiv(size, ELEMENTS)
+        x = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE))
+        value = tl.load(x + place, mask=place < size, other=0.0)
+        tl.store(out + tensor * ELEMENTS + i, value.to(tl.float32))
+
     _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     _NEAR = {dtype: int(torch.tensor(torch.finfo(dtype).max / NEAR, dtype=torch.float32).view(torch.int32)) for dtype in _DTYPES}
     """As the bits of a float32: those of positive numbers are in the same order as the numbers."""
@@ -134,6 +143,8 @@ class TritonTable:
         self._waiting: dict[torch.dtype, dict[int, tuple[Tensor, int]]] = {dtype: {} for dtype in _DTYPES}
         """By dtype and row: outputs that have not been looked at yet, and how often they had been written."""
         self._bytes = 0
+        self._light: list[tuple[list[int], list[int], Sequence[Tensor]]] = []
+        """Rows, sizes and largest values of light looks."""
         self._most = torch.cuda.get_device_properties(device).total_memory // HELD
         self._written: set[int] = set()
         """Rows whose tensors are written in place before they could be looked at."""
@@ -175,51 +186,81 @@ class TritonTable:
 
     def _launch(self, dtype: torch.dtype) -> None:
         waiting, self._waiting[dtype] = self._waiting[dtype], {}
-        pointers, sizes, rows, alive = [], [], [], []
+        tensors, sizes, rows = [], [], []
         for row, (x, version) in waiting.items():
             if x._version != version:
                 self._written.add(row)
             elif size := x.numel():
-                if not x.is_contiguous() and not fills_its_memory(x):
-                    x = x.contiguous()
-                    alive.append(x)
-                self.dtypes[row] = dtype
-                pointers.append(x.data_ptr())
+                tensors.append(x if x.is_contiguous() or fills_its_memory(x) else x.contiguous())
                 sizes.append(size)
                 rows.append(row)
-        count = len(rows)
-        if not count:
+        if not rows:
             return
+        self.dtypes.update(dict.fromkeys(rows, dtype))
+        if self._full or torch.cuda.is_current_stream_capturing():
+            self._look(dtype, tensors, sizes, rows)
+        else:  # torch's own takes the host less time
+            self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+
+    def _look(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
         self._used = True
+        count, pointers = len(rows), [x.data_ptr() for x in tensors]
         aligned = not any(p % 16 for p in pointers) and not any(s % 16 for s in sizes)
-        filler = [0] * (TOGETHER - count)
         if torch.cuda.is_current_stream_capturing():  # a copy would be repeated from host memory that is gone by then
             on_device = torch.zeros(3 * TOGETHER, dtype=torch.int64, device=self._device)
-            for place, number in zip((0, TOGETHER, 2 * TOGETHER), (pointers[0], sizes[0], rows[0]), strict=True):
-                on_device[place].fill_(number)
+            for first, numbers in zip((0, TOGETHER, 2 * TOGETHER), (pointers, sizes, rows), strict=True):
+                for i, number in enumerate(numbers):
+                    on_device[first + i].fill_(number)
         else:
-            numbers = torch.tensor([*pointers, *filler, *sizes, *filler, *rows, *filler], pin_memory=True)
-            on_device = numbers.to(self._device, non_blocking=True)
+            filler = [0] * (TOGETHER - count)
+            packed = torch.tensor([*pointers, *filler, *sizes, *filler, *rows, *filler], pin_memory=True)
+            on_device = packed.to(self._device, non_blocking=True)
         programs = max(32, min(PROGRAMS, 2112 // count, triton.cdiv(max(sizes), BLOCK)))
         with torch.cuda.device(self._device):
             _look[(programs, count)](
                 on_device, self._mode, self._table, _NEAR[dtype], min(_NEAR[dtype], 0x57800000), _DTYPES[dtype], aligned,
-                TOGETHER, PROGRAMS, BLOCK, WIDTH, num_warps=8,
+                TOGETHER, PROGRAMS, BLOCK, WIDTH, num_warps=WARPS,
             )  # fmt: skip
 
     def send(self) -> Callable[[], Rows]:
         self.flush()
+        plain, light, table = self._plain.send(), self._send_light(), self._send_table()
+
+        def read() -> Rows:
+            rows = plain()
+            light(rows)
+            table(rows)
+            return rows
+
+        return read
+
+    def _send_light(self) -> Callable[[Rows], None]:
+        looks, self._light = self._light, []
+        if not looks:
+            return lambda rows: None
+        parcel = self._courier.send(torch.stack([top for _, _, tops in looks for top in tops]))
+
+        def read(rows: Rows) -> None:
+            arrived = iter(parcel())
+            for places, sizes, _ in looks:
+                for row, size in zip(places, sizes, strict=True):
+                    add(rows, row, [next(arrived), float(size)])
+
+        return read
+
+    def _send_table(self) -> Callable[[Rows], None]:
+        if not self._used:
+            return lambda rows: None
+        self._used = False
         out = torch.empty(WIDTH, self._rows, device=self._device)
         with torch.cuda.device(self._device):
             _gather[(self._rows,)](self._table, out, self._rows, PROGRAMS, WIDTH)
-        self._used = False
-        full, plain = self._full, self._plain.send()
+        full = self._full
         parcel = self._courier.send((out if full else out[:2]).flatten())
 
-        def read() -> Rows:
+        def read(rows: Rows) -> None:
             values, n = parcel(), self._rows
             columns = [values[i : i + n] for i in range(0, len(values), n)]
-            rows = plain()
             for row in range(n):
                 if not columns[1][row]:
                     continue
@@ -227,7 +268,6 @@ class TritonTable:
                 if full:
                     seen[2] += columns[-1][row] * 2.0**160
                 add(rows, row, seen)
-            return rows
 
         return read
 
@@ -236,9 +276,29 @@ class TritonTable:
         for waiting in self._waiting.values():
             waiting.clear()
         self._bytes = 0
+        self._light.clear()
         if self._used:
             self._table.zero_()
             self._used = False
+
+
+class ElementReader:
+    """A few elements of each of many tensors, spread over it, in one launch. The tensors stay where they are."""
+
+    def __init__(self, tensors: list[Tensor], elements: int) -> None:
+        self._elements, self._device, self._dtype = elements, tensors[0].device, tensors[0].dtype
+        self._pointers = torch.tensor([t.data_ptr() for t in tensors], device=self._device)
+        self._sizes = torch.tensor([t.numel() for t in tensors], device=self._device)
+
+    @staticmethod
+    def can_read(tensors: list[Tensor]) -> bool:
+        kinds = {(t.device, t.dtype) for t in tensors}
+        return triton is not None and len(kinds) == 1 and tensors[0].is_cuda and tensors[0].dtype in _DTYPES
+
+    def read(self, out: Tensor) -> None:
+        """Into the rows of a float32 tensor; what a small tensor does not fill is 0."""
+        with torch.cuda.device(self._device):
+            _read[(self._pointers.shape[0],)](self._pointers, self._sizes, out, _DTYPES[self._dtype], self._elements, num_warps=4)
 
 
 def make_table(rows: int, device: torch.device) -> Table:
@@ -246,9 +306,11 @@ def make_table(rows: int, device: torch.device) -> Table:
     if triton is not None and device.type == "cuda":
         try:
             table = TritonTable(rows, device)
+            table.full = True
             for dtype in _DTYPES:
                 table.look(torch.ones(32, dtype=dtype, device=device), 0)
             table.send()
+            table.full = False
         except Exception as error:  # no C compiler, an unknown device, ...: plain torch does the same
             log.info("nanproof: Triton does not work here (%s); plain torch is used", str(error).splitlines()[0])
         else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nanproof.core.parameters import Parameters, clean_name, local, unwrap
 from nanproof.core.telemetry import Courier
+from nanproof.observe.kernels import ElementReader
 from nanproof.records import ABSENT
 
 ELEMENTS, ROWS = 256, 1024
@@ -57,7 +58,10 @@ class WeightWatch:
         self._elements = [_spread(t) for t in tensors]
         self._before, self._after = torch.zeros(2, len(tensors), ELEMENTS, device=device).unbind()
         counts = [e.shape[0] for e in self._elements]
-        self._slots = [[row[:n] for row, n in zip(rows.unbind(), counts, strict=True)] for rows in (self._before, self._after)]
+        self._slots = {
+            id(rows): [r[:n] for r, n in zip(rows.unbind(), counts, strict=True)] for rows in (self._before, self._after)
+        }
+        self._reader = ElementReader(tensors, ELEMENTS) if tensors and ElementReader.can_read(tensors) else None
         self._counts = torch.tensor(counts, dtype=torch.float32).to(device)
         self._taken = False
 
@@ -70,7 +74,7 @@ class WeightWatch:
             self._find_elements()
         if self._places:
             self._taken = True
-            torch._foreach_copy_(self._slots[0], self._elements)
+            self._read(self._before)
 
     def forget(self) -> None:
         self._taken = False
@@ -80,7 +84,7 @@ class WeightWatch:
         if not self._taken:
             return None
         self._taken = False
-        torch._foreach_copy_(self._slots[1], self._elements)
+        self._read(self._after)
         change, device = self._after - self._before, self._parameters.device
         sums = torch.stack(((change != 0).float().sum(1), change.square().sum(1), self._before.square().sum(1))) / self._counts
         sums[1:].sqrt_()
@@ -99,6 +103,12 @@ class WeightWatch:
             return Moved(changed, update, weight, dict(zip(names, values[3 * n :], strict=True)))
 
         return read
+
+    def _read(self, rows: Tensor) -> None:
+        if self._reader is not None:
+            self._reader.read(rows)
+        else:
+            torch._foreach_copy_(self._slots[id(rows)], self._elements)
 
     def _never_moved(self, name: str, weight: Tensor) -> Tensor:
         second = self._optimizer.state.get(weight, {}).get("exp_avg_sq")
