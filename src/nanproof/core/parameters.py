@@ -112,66 +112,6 @@ class Parameters:
             p.grad = g
         return g
 
-    def norms(self, gradients: list[Tensor]) -> Tensor | None: ...
-
-
-class Parameters:
-    """The tensors an optimizer updates, in the optimizer's order, each once."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        inner = unwrap(model)
-        known = {id(p): clean_name(name) for name, p in inner.named_parameters()}
-        self.tensors: list[Tensor] = []
-        names: list[str] = []
-        self.foreign: list[str] = []
-        """Names of optimizer tensors that the model does not have."""
-        seen: set[int] = set()
-        self._groups: list[int] = []
-        for i, group in enumerate(optimizer.param_groups):
-            for j, p in enumerate(group["params"]):
-                if id(p) in seen:
-                    continue
-                seen.add(id(p))
-                self._groups.append(i)
-                name = known.get(id(p))
-                if name is None:
-                    name = f"param_groups[{i}].params[{j}]"
-                    self.foreign.append(name)
-                self.tensors.append(p)
-                names.append(name)
-        self.names = tuple(names)
-        self.left_out = [known[id(p)] for p in inner.parameters() if p.requires_grad and id(p) not in seen]
-        """Trainable parameters of the model that the optimizer does not have."""
-        self.count = sum(len(group["params"]) for group in optimizer.param_groups)
-        self.device = next((local(p).device for p in self.tensors), torch.device("cpu"))
-        """Where verdicts are made: the device of the first parameter."""
-        wide = any(p.dtype in (torch.float64, torch.complex128) for p in self.tensors)
-        self.dtype = torch.float64 if wide else torch.float32
-        """What norms accumulate in."""
-        self._dense = all(fills_its_memory(local(p)) for p in self.tensors)
-
-    def by_parameter(self, of_groups: Sequence[float]) -> list[float]:
-        """Something that each parameter group has one of, for each parameter."""
-        return [of_groups[i] for i in self._groups]
-
-    def present(self) -> list[int]:
-        """Indices of the parameters that have a gradient now."""
-        return [i for i, p in enumerate(self.tensors) if p.grad is not None]
-
-    def gradients(self, present: Iterable[int]) -> list[Tensor]:
-        """Their gradients. A gradient laid out unlike its parameter is laid out like it first: the fused kernels read
-        both with one index and would be silently wrong."""
-        gradients = []
-        for i in present:
-            p = self.tensors[i]
-            g = p.grad
-            assert g is not None
-            if g.layout is torch.strided and g.stride() != p.stride():
-                g = torch.empty_like(p).copy_(g)
-                p.grad = g
-            gradients.append(g)
-        return gradients
-
     def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None) -> Tensor:
         """The 2-norm of each gradient, whole across shards, as one vector on `self.device`.
 

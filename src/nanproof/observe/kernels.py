@@ -36,7 +36,7 @@ HELD = 256
 """Outputs that wait hold at most this part of the device's memory."""
 PROGRAMS = 256
 """Programs for one tensor, at the most."""
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 4096, 4
 WIDTH = 8
 """Numbers a program keeps: the columns, and the squares of values above 2^48, scaled down so that they do not overflow."""
 
@@ -138,6 +138,8 @@ class TritonTable:
         self.dtypes: dict[int, torch.dtype] = {}
         self._full = False
         self._used = False
+        self._captured = False
+        """A graph writes to the table whenever it is replayed."""
         self._courier = Courier(device)
         self._plain = PlainTable(device)
         self._waiting: dict[torch.dtype, dict[int, tuple[Tensor, int]]] = {dtype: {} for dtype in _DTYPES}
@@ -206,7 +208,9 @@ class TritonTable:
         self._used = True
         count, pointers = len(rows), [x.data_ptr() for x in tensors]
         aligned = not any(p % 16 for p in pointers) and not any(s % 16 for s in sizes)
-        if torch.cuda.is_current_stream_capturing():  # a copy would be repeated from host memory that is gone by then
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+            # A copy would be repeated from host memory that is gone by then.
             on_device = torch.zeros(3 * TOGETHER, dtype=torch.int64, device=self._device)
             for first, numbers in zip((0, TOGETHER, 2 * TOGETHER), (pointers, sizes, rows), strict=True):
                 for i, number in enumerate(numbers):
@@ -215,7 +219,7 @@ class TritonTable:
             filler = [0] * (TOGETHER - count)
             packed = torch.tensor([*pointers, *filler, *sizes, *filler, *rows, *filler], pin_memory=True)
             on_device = packed.to(self._device, non_blocking=True)
-        programs = max(32, min(PROGRAMS, 2112 // count, triton.cdiv(max(sizes), BLOCK)))
+        programs = max(32, min(PROGRAMS, 1056 // count, triton.cdiv(max(sizes), BLOCK)))
         with torch.cuda.device(self._device):
             _look[(programs, count)](
                 on_device, self._mode, self._table, _NEAR[dtype], min(_NEAR[dtype], 0x57800000), _DTYPES[dtype], aligned,
@@ -249,7 +253,7 @@ class TritonTable:
         return read
 
     def _send_table(self) -> Callable[[Rows], None]:
-        if not self._used:
+        if not self._used and not self._captured:
             return lambda rows: None
         self._used = False
         out = torch.empty(WIDTH, self._rows, device=self._device)
@@ -277,7 +281,7 @@ class TritonTable:
             waiting.clear()
         self._bytes = 0
         self._light.clear()
-        if self._used:
+        if self._used or self._captured:
             self._table.zero_()
             self._used = False
 
