@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from types import FrameType
 from typing import Any
 
@@ -34,7 +35,7 @@ Sharpness = tuple[float, float, float]
 """The largest logit; the entropy over its possible maximum, as a mean over all heads and of the sharpest head: 0 is one key, 1
 all alike."""
 _PRODUCT = "scaled_dot_product_attention"
-_FUNCTIONS = ((F, _PRODUCT), (F, "softmax"), (torch, "softmax"))
+_FUNCTIONS: tuple[tuple[Any, str], ...] = ((F, _PRODUCT), (F, "softmax"), (torch, "softmax"), (Tensor, "softmax"))
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
@@ -50,6 +51,8 @@ class AttentionWatch:
         self._kept: dict[str, _Sample] = {}
         self._seen: dict[str, Tensor] = {}
         self._inside = False
+        self._originals: list[tuple[Any, str, Callable[..., Any] | None]] = []
+        """What stands there; None where it is inherited."""
         root = unwrap(model)
         self._hooks = [
             root.register_forward_pre_hook(_Enter(self), prepend=True),
@@ -64,18 +67,20 @@ class AttentionWatch:
         """The model's forward begins."""
         if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
             self._inside = True
+            self._originals = [(home, name, vars(home).get(name)) for home, name in _FUNCTIONS]
             for home, name in _FUNCTIONS:
-                setattr(home, name, _Kept(self, getattr(home, name), name))
+                setattr(home, name, _keeping(self, getattr(home, name), name))
 
     def leave(self) -> None:
         """It has ended, well or not."""
         if not self._inside:
             return
         self._inside = False
-        for home, name in _FUNCTIONS:
-            kept = getattr(home, name)
-            if isinstance(kept, _Kept):
-                setattr(home, name, kept.function)
+        for home, name, function in reversed(self._originals):
+            if function is None:
+                delattr(home, name)
+            else:
+                setattr(home, name, function)
         kept_samples, self._kept = self._kept, {}
         self.tried(self._look, kept_samples)
 
@@ -215,16 +220,16 @@ def sharpness(logits: Tensor, allowed: Tensor | None) -> Tensor:
     return torch.stack((hidden.amax((1, 2, 3)), heads.mean(1), heads.amin(1)), 1)
 
 
-class _Kept:
+def _keeping(watch: AttentionWatch, function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Stands for a function of torch while the model's forward runs."""
 
-    def __init__(self, watch: AttentionWatch, function: Callable[..., Any], name: str) -> None:
-        self.watch, self.function, self.name = watch, function, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @wraps(function)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self.watch.tried(self.watch.keep, sys._getframe(1), self.name, args, kwargs)
-        return self.function(*args, **kwargs)
+            watch.tried(watch.keep, sys._getframe(1), name, args, kwargs)
+        return function(*args, **kwargs)
+
+    return keeping
 
 
 class _Enter(OwnHook):

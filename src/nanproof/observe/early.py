@@ -10,37 +10,46 @@ from collections.abc import Sequence
 
 import torch
 
-from nanproof.records import ABSENT, Forecast, StepRecord
+from nanproof.records import ABSENT, Forecast, Observed, StepRecord
 
 STALE = 2.0
 """RMS of Adam's update over the learning rate; healthy is 1 at the most."""
 SUSPECT = 1.4
 """The same, estimated from the gradient norms: worth a look at the weights."""
-A_LAYER, DEPTH, GEOMETRIC = 1.0, 8.0, 0.9
-"""Doublings a layer and over all of them, and how well that fits."""
-HALVINGS, SETTLED = 4, 30
-"""Of the loss scale, net, after the steps in which it finds its level."""
+A_LAYER, DEPTH, WORSE, GEOMETRIC = 1.0, 16.0, 4.0, 0.9
+"""Doublings a layer, over all of them, and more of them than at first; and how well a line fits."""
+HALVINGS, LOW, SETTLED = 4, 128.0, 30
+"""Of the loss scale: net halvings, and below what, after the steps in which it finds its level."""
+LARGE, TIMES, AFTER = 0.1, 4.0, 20
+"""Update over weight, and over the smallest it was, after the first steps."""
 SHARP, LOGIT = 0.05, 50.0
 """Entropy of attention over the largest possible one, and the largest logit."""
 
 
 class Watch:
-    """Sees every accepted step; says each thing once until it is gone."""
+    """Sees every accepted step; says a thing once, and again only after it was gone for a while."""
 
     asks = False
+    AWAY = 50
+    """Looks in a row without it."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._clean = self.AWAY
 
     def see(self, record: StepRecord) -> Forecast | None:
+        if not self.looks_at(record):
+            return None
         found = self.look(record)
         if found is None:
+            self._clean += 1
             return None
+        away, self._clean = self._clean >= self.AWAY, 0
         kind, where, message = found
-        if self._said:
-            return None
-        self._said = True
-        return Forecast(step=record.step, kind=kind, where=where, message=message)
+        return Forecast(step=record.step, kind=kind, where=where, message=message) if away else None
+
+    def looks_at(self, record: StepRecord) -> bool:
+        """Whether the record has something to look at."""
+        return True
 
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         """(kind, where, message)"""
@@ -82,7 +91,6 @@ class MomentWatch(Watch):
             ((u, name) for u, name in zip(updates, record.names, strict=True) if name not in self._embeddings), default=(0.0, "")
         )
         if worst < STALE or not math.isfinite(worst):
-            self._said = self._said and worst > STALE / 2
             return None
         message = (
             f"{where} moves by {worst:.2g} times the learning rate in a step (healthy: 1 at the most): its gradients have grown "
@@ -108,14 +116,46 @@ class ScaleWatch(Watch):
         if not self._scales:
             return None
         fallen = math.log2(max(self._scales) / record.scale)
-        if fallen < HALVINGS:
-            self._said = False
+        if fallen < HALVINGS or record.scale > LOW:
             return None
         message = (
             f"the loss scale was halved {fallen:.0f} times in the last {len(self._scales)} steps, and is {record.scale:g}: "
             "gradients are growing; below 1 no scale helps"
         )
         return "loss-scale-collapse", None, message
+
+
+class SizeWatch(Watch):
+    """Steps that change the weights by a good part of their size, and did not before: the learning rate, or the gradients, have
+    outgrown what the run can bear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._least = math.inf
+        self._rate = 0.0
+        """The learning rate at the last full look."""
+
+    def looks_at(self, record: StepRecord) -> bool:
+        rate = max(record.lr, default=0.0)
+        self.asks = rate > 1.5 * self._rate and record.step > AFTER
+        if record.observed is None or not record.observed.updates or record.step <= AFTER:
+            return False
+        self._rate, self.asks = rate, False
+        return True
+
+    def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
+        assert record.observed is not None
+        ratio = middle_ratio(record.observed)
+        if ratio is None:
+            return None
+        self._least = min(self._least, ratio)
+        if ratio < max(LARGE, TIMES * self._least):
+            return None
+        message = (
+            f"a step changes the weights by {ratio:.2g} of their size, {ratio / self._least:.3g} times what it was "
+            f"(learning rate {max(record.lr):.3g})"
+        )
+        return "divergence", None, message
 
 
 class DepthWatch(Watch):
@@ -130,11 +170,15 @@ class DepthWatch(Watch):
                 families.setdefault(f"{numbered[1]}#{numbered[3] or ''}", []).append(i)
         self._families = {name: places for name, places in families.items() if len(places) >= 4}
         self._sites = tuple(sites)
+        self._first: dict[tuple[str, str], float] = {}
+        """Doublings over all layers at the first look: some models are made like that, and live."""
+
+    def looks_at(self, record: StepRecord) -> bool:
+        return record.observed is not None and "rms" in record.observed.outputs
 
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         observed = record.observed
-        if observed is None or "rms" not in observed.outputs:
-            return None
+        assert observed is not None
         for direction, columns in (("outputs", observed.outputs), ("gradients", observed.gradients)):
             for name, places in self._families.items():
                 values = [columns["rms"][i] for i in places] if "rms" in columns else []
@@ -142,15 +186,16 @@ class DepthWatch(Watch):
                     continue
                 logs = [math.log2(v) for v in (values if direction == "outputs" else values[::-1])]
                 slope, fits = _line(logs)
-                if slope >= A_LAYER and slope * (len(logs) - 1) >= DEPTH and fits >= GEOMETRIC:
+                total = slope * (len(logs) - 1)
+                first = self._first.setdefault((direction, name), total)
+                if slope >= A_LAYER and total >= max(DEPTH, first + WORSE) and fits >= GEOMETRIC:
                     far = self._sites[places[-1] if direction == "outputs" else places[0]]
                     message = (
                         f"the {direction} of {name.replace('#', '*')} grow {2**slope:.2g} times from layer to layer"
-                        f"{'' if direction == 'outputs' else ', towards the input'}: {2 ** (slope * (len(logs) - 1)):.2g} times "
+                        f"{'' if direction == 'outputs' else ', towards the input'}: {2**total:.2g} times "
                         f"over {len(logs)}"
                     )
                     return "exploding-depth", far, message
-        self._said = False
         return None
 
 
@@ -161,10 +206,12 @@ class EntropyWatch(Watch):
         super().__init__()
         self._first: dict[str, tuple[float, float, float]] = {}
 
+    def looks_at(self, record: StepRecord) -> bool:
+        return record.observed is not None and bool(record.observed.attention)
+
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         observed = record.observed
-        if observed is None or not observed.attention:
-            return None
+        assert observed is not None
         for name, (logit, entropy, _) in observed.attention.items():
             first = self._first.setdefault(name, (logit, entropy, 0.0))
             if entropy < SHARP < first[1] and logit > LOGIT and logit > 4 * first[0]:
@@ -173,8 +220,13 @@ class EntropyWatch(Watch):
                     f"largest logit {logit:.4g} (at first {first[0]:.3g})"
                 )
                 return "entropy-collapse", name, message
-        self._said = False
         return None
+
+
+def middle_ratio(observed: Observed) -> float | None:
+    """Update over weight of the middle parameter; None if none was looked at."""
+    ratios = sorted(r for r in observed.updates.get("ratio", ()) if 0 < r < math.inf)
+    return ratios[len(ratios) // 2] if ratios else None
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:

@@ -26,6 +26,9 @@ from nanproof.records import ABSENT, Forecast, Observed, StepRecord
 
 log = logging.getLogger("nanproof")
 
+EARLY = (10, 20, 30, 40)
+"""Steps that get a full look besides: much of what goes wrong does so at the beginning."""
+
 
 @dataclass(slots=True)
 class _Parcel:
@@ -108,7 +111,8 @@ class Lookout(Unobserved):
 
     def _prepare(self, step: int) -> None:
         """The forwards of this step come next."""
-        full = step % self._settings.every == 0 or (self._forecaster is not None and self._forecaster.asks)
+        due = step % self._settings.every == 0 or step in EARLY
+        full = due or (self._forecaster is not None and self._forecaster.asks)
         self._observer.begin(full)
         if self._attention is not None:
             self._attention.begin(full)

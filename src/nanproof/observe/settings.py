@@ -22,7 +22,8 @@ class Observe:
 
     every: int = 50
     """Steps from one full look to the next; the others see the largest absolute value of each output only. A full look adds
-    RMS, NaN, Inf, zeros, values close to the dtype's maximum, gradients, weights and attention. 1: every step."""
+    RMS, NaN, Inf, zeros, values close to the dtype's maximum, gradients, weights and attention. Steps 10 to 40 have four more,
+    and so do steps at which something looks odd. 1: every step."""
 
     gradients: bool = True
     """On full looks, the gradient of each output too."""

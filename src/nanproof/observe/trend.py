@@ -31,7 +31,13 @@ class Fit:
 
     @property
     def rise(self) -> Tensor:
+        """Over the window."""
         return self.slope * (self.window - 1)
+
+    def first(self, count: int) -> Fit:
+        """The first of the series."""
+        parts = (self.slope, self.end, self.error, self.noise, self.fits, self.late)
+        return Fit(self.window, *(part[:count] for part in parts))
 
 
 class Series:
