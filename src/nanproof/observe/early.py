@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ A_LAYER, DEPTH, WORSE, GEOMETRIC = 1.0, 16.0, 4.0, 0.9
 HALVINGS, LOW, SETTLED = 4, 128.0, 30
 """Of the loss scale: net halvings, and below what, after the steps in which it finds its level."""
 LARGE, TIMES, AFTER = 0.1, 4.0, 20
-"""Update over weight, and over the smallest it was, after the first steps."""
+"""Update over weight, and over what is usual, after the first steps."""
 SHARP, LOGIT = 0.05, 50.0
 """Entropy of attention over the largest possible one, and the largest logit."""
 
@@ -131,7 +132,7 @@ class SizeWatch(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._least = math.inf
+        self._past: deque[float] = deque(maxlen=20)
         self._rate = 0.0
         """The learning rate at the last full look."""
 
@@ -148,11 +149,12 @@ class SizeWatch(Watch):
         ratio = middle_ratio(record.observed)
         if ratio is None:
             return None
-        self._least = min(self._least, ratio)
-        if ratio < max(LARGE, TIMES * self._least):
+        usual = statistics.median(self._past) if len(self._past) >= 3 else math.inf
+        self._past.append(ratio)
+        if ratio < max(LARGE, TIMES * usual):
             return None
         message = (
-            f"a step changes the weights by {ratio:.2g} of their size, {ratio / self._least:.3g} times what it was "
+            f"a step changes the weights by {ratio:.2g} of their size, {ratio / usual:.3g} times what is usual "
             f"(learning rate {max(record.lr):.3g})"
         )
         return "divergence", None, message
@@ -226,7 +228,7 @@ class EntropyWatch(Watch):
 def middle_ratio(observed: Observed) -> float | None:
     """Update over weight of the middle parameter; None if none was looked at."""
     ratios = sorted(r for r in observed.updates.get("ratio", ()) if 0 < r < math.inf)
-    return ratios[len(ratios) // 2] if ratios else None
+    return ratios[(len(ratios) - 1) // 2] if ratios else None
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
