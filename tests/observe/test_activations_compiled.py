@@ -17,7 +17,10 @@ import nanproof
 from nanproof.observe.settings import Observe
 from toys import batches, poison
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, while it compiles
+pytestmark = [  # torch's own, while it compiles; the second, where any forward hook is inside a compiled part of a model
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 HOW = {"backend": "aot_eager", "fullgraph": True}
 
 

@@ -160,10 +160,12 @@ class _Hook(OwnHook):
         self._observer, self._module, self._row = observer, module, row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
+        if not (module.training or torch.is_grad_enabled()):
+            return None
         if torch.compiler.is_compiling():
             return self._compiled(output)
-        # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
-        if module is self._module and (module.training or torch.is_grad_enabled()):
+        if module is self._module:
             x = first_tensor(output)
             if x is not None:
                 self._observer.output(x, self._row)
