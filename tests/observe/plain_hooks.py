@@ -100,7 +100,12 @@ def reference(
 
 
 def observed_run(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[Sequence[Any]], loss_fn: Any, lag: int = 0, **settings: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[Sequence[Any]],
+    loss_fn: Any,
+    lag: int = 0,
+    **settings: Any,
 ) -> nanproof.Guard:
     """The same with a guard that observes."""
     observe = nanproof.Observe(**{"modules": "*", "every": 1, **settings})

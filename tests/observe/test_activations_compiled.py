@@ -82,6 +82,10 @@ def compiled(how: str) -> nn.Module:
     if how == "a part":
         model.layers[1] = torch.compile(model.layers[1], **HOW)
         return model
+    if how == "in parts":
+        for layer in model.layers:
+            layer.compile(**HOW)
+        return model
     model = torch.compile(model, **HOW)
     if how == "after a call":
         loss(model, batches(1)[0]).backward()
@@ -89,8 +93,9 @@ def compiled(how: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("how", ["before", "after a call", "in place", "a part"])
+@pytest.mark.parametrize(
+    ("how", "lag"), [("before", 0), ("before", 2), ("after a call", 0), ("in place", 2), ("a part", 0), ("in parts", 0)]
+)
 def test_a_compiled_model_is_seen_as_if_it_were_not(how, lag):
     """The same numbers, under the user's names; fullgraph, so nothing broke the graph; nothing of replays."""
     model = compiled(how)
@@ -120,6 +125,20 @@ def test_compiled_after_the_guard_was_made(how):
             guard.train_step(batch)
     for record, seen in zip(guard.history, oracle(), strict=True):
         check(record.observed, *seen, tolerance=1e-4)
+
+
+def test_several_forwards_and_one_backward():
+    """What the second forward writes is not what the first one keeps for its backward."""
+
+    def twice(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) + loss(model, [batch[0] * 2, batch[1]])
+
+    model = built()
+    seen = reference(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS[:2], twice, SITES, pick)
+    model = torch.compile(built(), **HOW)
+    guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS[:2], twice)
+    for record, expected in zip(guard.history, seen, strict=True):
+        check(record.observed, *expected, tolerance=1e-4)
 
 
 def test_light_looks_see_less_without_compiling_again():
