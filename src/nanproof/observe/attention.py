@@ -3,7 +3,8 @@ attention or a softmax over it.
 
 Only on full looks, and only while the model's own forward runs: for that time torch's functions are replaced by ones that keep
 the arguments (a function mode would make every other operation dearer). They are looked at when the forward ends, all layers at
-once. Compiled code, and kernels from other packages, are not seen.
+once. Compiled code, and kernels from other packages, are not seen; should torch start to compile something meanwhile, it finds
+its own functions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -30,6 +32,10 @@ log = logging.getLogger("nanproof")
 
 QUERIES = 16
 """Looked at, of the first sequence of a batch."""
+ROWS = 64
+"""Looked at where sequences and heads are not told apart."""
+COMPILES = 4
+"""Forwards with compilation inside, until attention is left alone."""
 Sharpness = tuple[float, float, float]
 """The largest logit; the entropy over its possible maximum, as a mean over all heads and of the sharpest head: 0 is one key, 1
 all alike."""
@@ -50,6 +56,8 @@ class AttentionWatch:
         self._kept: dict[str, _Sample] = {}
         self._seen: dict[str, Tensor] = {}
         self._inside = False
+        self._compiles = 0
+        """Forwards in which torch compiled something."""
         root = unwrap(model)
         self._hooks = [
             root.register_forward_pre_hook(_Enter(self), prepend=True),
@@ -57,6 +65,7 @@ class AttentionWatch:
         ]
 
     def begin(self, due: bool) -> None:
+        self._give_back()  # a forward that was interrupted did not
         self.due = due
         self._seen.clear()
 
@@ -64,6 +73,8 @@ class AttentionWatch:
         """The model's forward begins."""
         if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
             self._inside = True
+            if "torch._dynamo" in sys.modules:
+                sys.modules["torch._dynamo"].callback_handler.register_start_callback(self._compiling)
             for home, name in _FUNCTIONS:
                 setattr(home, name, _Kept(self, getattr(home, name), name))
 
@@ -71,13 +82,28 @@ class AttentionWatch:
         """It has ended, well or not."""
         if not self._inside:
             return
-        self._inside = False
-        for home, name in _FUNCTIONS:
-            kept = getattr(home, name)
-            if isinstance(kept, _Kept):
-                setattr(home, name, kept.function)
+        self._give_back()
         kept_samples, self._kept = self._kept, {}
         self.tried(self._look, kept_samples)
+
+    def _give_back(self) -> None:
+        """Torch has its own functions again."""
+        if not self._inside:
+            return
+        self._inside = False
+        if "torch._dynamo" in sys.modules:
+            with suppress(ValueError):  # someone has cleared them
+                sys.modules["torch._dynamo"].callback_handler.remove_start_callback(self._compiling)
+        _put_back()
+
+    def _compiling(self, *args: Any) -> None:
+        """Torch compiles something inside of the forward. What it compiles must not depend on this look: code that was compiled
+        for torch's own functions would be compiled again for others, and again."""
+        _put_back()
+        self._compiles += 1
+        if self._compiles == COMPILES:
+            self.off = True
+            log.info("nanproof: attention is not observed any more: its functions are part of what torch compiles")
 
     def send(self) -> Callable[[], dict[str, Sharpness]]:
         names, values = list(self._seen), list(self._seen.values())
@@ -94,6 +120,8 @@ class AttentionWatch:
 
     def close(self) -> None:
         self.due = False
+        self._give_back()
+        self._kept.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -173,8 +201,10 @@ def _product(
 
 
 def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> _Sample | None:
-    if dim not in (-1, 3) or input.dim() != 4:
+    if dim not in (-1, input.dim() - 1) or input.dim() not in (3, 4):
         return None
+    if input.dim() == 3:  # (sequence and head, query, key), as in nn.MultiheadAttention
+        input = input[None, :ROWS]
     return _Sample(input.detach()[:1, :, :: max(1, input.shape[-2] // QUERIES)], None, None, None, 1.0, 0)
 
 
@@ -212,6 +242,13 @@ def sharpness(logits: Tensor, allowed: Tensor | None) -> Tensor:
     share = torch.where(keys > 1, entropy / keys.clamp(min=2).float().log(), 0)
     heads = share.sum(-1) / (keys > 1).sum(-1).clamp(min=1)
     return torch.stack((hidden.amax((1, 2, 3)), heads.mean(1), heads.amin(1)), 1)
+
+
+def _put_back() -> None:
+    for home, name in _FUNCTIONS:
+        kept = getattr(home, name)
+        if isinstance(kept, _Kept):
+            setattr(home, name, kept.function)
 
 
 class _Kept:
