@@ -147,6 +147,18 @@ def test_what_matches_nothing_is_refused_and_names_are_shown(modules):
         nanproof.Guard(model, optimizer, observe=Observe(modules=modules))
 
 
+def test_a_model_that_is_one_module_has_nothing_inside(caplog):
+    """ "auto" finds nothing, and that is no reason to warn; the rest of the record is there."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.raises(UsageError, match="the model has none inside"):
+        nanproof.Guard(model, optimizer, observe=Observe(modules="*"))
+    with nanproof.Guard(model, optimizer, loss_fn=lambda m, b: m(b).square().mean(), observe=Observe(every=1)) as guard:
+        for _ in range(3):
+            guard.train_step(torch.randn(3, 4))
+    assert not caplog.records and all(r.observed and not r.observed.sites and r.observed.updates for r in guard.history)
+
+
 def test_a_guard_that_was_refused_leaves_no_hook():
     model = build("mlp")
     with pytest.raises(UsageError):

@@ -33,8 +33,8 @@ def choose(model: nn.Module, wanted: str | Sequence[str] | Callable[[str, Any], 
         patterns = [wanted] if isinstance(wanted, str) else list(wanted)
         found = {name: m for name, m in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
     if not found:
-        some = ", ".join(list(modules)[:5])
-        raise UsageError(f"Observe(modules={wanted!r}) matches no module; the model has {some}, ...")
+        some = f"the model has {', '.join(list(modules)[:5])}, ..." if modules else "the model has none inside"
+        raise UsageError(f"Observe(modules={wanted!r}) matches no module; {some}")
     return found
 
 
