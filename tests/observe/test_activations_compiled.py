@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from plain_hooks import PlainHooks, check, observed_run, reference
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import nanproof
 from nanproof.observe.settings import Observe
@@ -41,13 +42,16 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
+    reentrant: bool | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(6, 1)
+        self.first, self.layers, self.head = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(2)), nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for layer in self.layers:
-            x = layer(x)[0]
+            x = (layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant))[0]
         return self.head(x)
 
 
@@ -65,12 +69,13 @@ def pick(output: Any) -> Tensor:
 
 
 SITES = [name for name, m in Tower().named_modules() if name and not isinstance(m, nn.ModuleList)]
-STEPS = [[poison(b) if i == 2 else b] for i, b in enumerate(batches(5))]
+STEPS = [[b] for b in batches(3)]
+ONE_BAD = [STEPS[0], [poison(STEPS[1][0])], STEPS[2]]
 
 
-def oracle() -> list[Any]:
+def oracle(steps: list[Any]) -> list[Any]:
     model = built()
-    return reference(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, SITES, pick)
+    return reference(model, torch.optim.SGD(model.parameters(), 1e-2), steps, loss, SITES, pick)
 
 
 def compiled(how: str) -> nn.Module:
@@ -82,7 +87,10 @@ def compiled(how: str) -> nn.Module:
     if how == "a part":
         model.layers[1] = torch.compile(model.layers[1], **HOW)
         return model
-    if how == "in parts":
+    if how == "checkpointed":
+        model.reentrant = False
+    if how in ("in parts", "inside checkpoints", "inside reentrant checkpoints"):
+        model.reentrant = None if how == "in parts" else "reentrant" in how
         for layer in model.layers:
             layer.compile(**HOW)
         return model
@@ -94,14 +102,26 @@ def compiled(how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("how", "lag"), [("before", 0), ("before", 2), ("after a call", 0), ("in place", 2), ("a part", 0), ("in parts", 0)]
+    ("how", "lag"),
+    [
+        ("before", 0),
+        ("before", 2),
+        ("after a call", 0),
+        ("in place", 2),
+        ("a part", 0),
+        ("in parts", 0),
+        ("checkpointed", 0),
+        ("inside checkpoints", 0),
+        ("inside reentrant checkpoints", 0),
+    ],
 )
 def test_a_compiled_model_is_seen_as_if_it_were_not(how, lag):
     """The same numbers, under the user's names; fullgraph, so nothing broke the graph; nothing of replays."""
     model = compiled(how)
-    guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, lag)
-    assert [r.action for r in guard.history].count("skipped") == 1
-    for record, seen in zip(guard.history, oracle(), strict=True):
+    steps = ONE_BAD if how in ("before", "checkpointed") else STEPS
+    guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), steps, loss, lag)
+    assert [r.action for r in guard.history].count("skipped") == (steps is ONE_BAD)
+    for record, seen in zip(guard.history, oracle(steps), strict=True):
         assert record.observed is not None and list(record.observed.sites) == SITES
         check(record.observed, *seen, tolerance=1e-4)
 
@@ -123,7 +143,7 @@ def test_compiled_after_the_guard_was_made(how):
     with guard:
         for [batch] in STEPS:
             guard.train_step(batch)
-    for record, seen in zip(guard.history, oracle(), strict=True):
+    for record, seen in zip(guard.history, oracle(STEPS), strict=True):
         check(record.observed, *seen, tolerance=1e-4)
 
 
@@ -144,7 +164,7 @@ def test_several_forwards_and_one_backward():
 def test_light_looks_see_less_without_compiling_again():
     model = torch.compile(built(), **HOW)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS[:2] + STEPS[3:], loss, every=2)
+        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, every=2)
     for i, record in enumerate(guard.history):
         assert record.observed is not None
         assert bool(record.observed.outputs) == bool(record.observed.gradients) == (i % 2 == 0)
@@ -158,7 +178,7 @@ def test_evaluation_of_compiled_code_is_not_counted():
     model = torch.compile(model, **HOW)
     optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in (model, twin)]
     with nanproof.Guard(model, optimizers[0], observe=Observe(modules="*", every=1)) as guard:
-        for batch in batches(4):
+        for batch in batches(3):
             for which, optimizer in zip((model, twin), optimizers, strict=True):
                 optimizer.zero_grad()
                 found = loss(which, batch)
@@ -180,7 +200,7 @@ def test_weights_are_those_of_the_unobserved_model():
     for observe in (None, Observe(modules="*", every=2)):
         model = torch.compile(built(), **HOW)
         with nanproof.Guard(model, torch.optim.AdamW(model.parameters(), 1e-2), loss_fn=loss, observe=observe) as guard:
-            for [batch] in STEPS:
+            for [batch] in ONE_BAD:
                 guard.train_step(batch)
         ends.append(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(ends[0].values(), ends[1].values(), strict=True))
@@ -203,7 +223,7 @@ def test_code_that_runs_no_hooks_is_told_of(caplog):
     fast(model, batches(1)[0]).backward()
     model.zero_grad()
     with caplog.at_level(logging.WARNING, logger="nanproof"):
-        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS[:2] + STEPS[3:], fast)
+        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, fast)
     blind = [r.message for r in caplog.records if "does not run hooks" in r.message]
     seen = [r.observed is not None and bool(r.observed.by_site) for r in guard.history]
     assert blind if not any(seen) else all(seen), "seen, or told"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from plain_hooks import PlainHooks, check
@@ -84,24 +85,35 @@ def one_bad(rank: int, kind: str, lag: int) -> Any:
     }
 
 
-def test_each_rank_sees_its_own():
-    jobs = [("test_ranks_observed:healthy", (kind,), {}) for kind in ("ddp", "fsdp2")]
-    for (_, (kind,), _), (zero, one) in zip(jobs, two_ranks(*jobs), strict=True):
-        assert zero["same"] and one["same"], kind
-        assert zero["counts"][0] == zero["counts"][1] == one["counts"][1] > 0, kind
-        assert zero["sites"] == one["sites"] == SITES, kind
-        assert zero["absmax"] != one["absmax"], "of other data"
-        for rank in (zero, one):
-            assert all(x == ABSENT or 0.9 < x <= 1 for row in rank["changed"] for x in row), kind
+KINDS = ("ddp", "fsdp2")
 
 
-def test_a_bad_batch_on_one_rank():
-    jobs = [("test_ranks_observed:one_bad", (kind, lag), {}) for kind in ("ddp", "fsdp2") for lag in (0, 2)]
+@pytest.fixture(scope="module")
+def results() -> dict[Any, Any]:
+    jobs = [("test_ranks_observed:healthy", (kind,), {}) for kind in KINDS]
+    jobs += [("test_ranks_observed:one_bad", (kind, lag), {}) for kind in KINDS for lag in (0, 2)]
+    return {args: found for (_, args, _), found in zip(jobs, two_ranks(*jobs, timeout=30), strict=True)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_sees_its_own(results, kind):
+    zero, one = results[kind,]
+    assert zero["same"] and one["same"]
+    assert zero["counts"][0] == zero["counts"][1] == one["counts"][1] > 0
+    assert zero["sites"] == one["sites"] == SITES
+    assert zero["absmax"] != one["absmax"], "of other data"
+    for rank in (zero, one):
+        assert all(x == ABSENT or 0.9 < x <= 1 for row in rank["changed"] for x in row)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_batch_on_one_rank(results, kind, lag):
     refused = [step == BAD for step in range(STEPS)]
-    for job, (zero, one) in zip(jobs, two_ranks(*jobs, timeout=30), strict=True):
-        assert zero["incidents"] == one["incidents"] == [[BAD, 1]], job
-        assert zero["actions"] == one["actions"] == refused, job
-        assert zero["finite"] == [True] * STEPS, "its own activations were fine"
-        assert one["finite"] == [not bad for bad in refused], job
-        assert zero["changed"] == one["changed"] == refused, job
-        assert zero["forecasts"] == one["forecasts"] == 0
+    zero, one = results[kind, lag]
+    assert zero["incidents"] == one["incidents"] == [[BAD, 1]]
+    assert zero["actions"] == one["actions"] == refused
+    assert zero["finite"] == [True] * STEPS, "its own activations were fine"
+    assert one["finite"] == [not bad for bad in refused]
+    assert zero["changed"] == one["changed"] == refused
+    assert zero["forecasts"] == one["forecasts"] == 0
