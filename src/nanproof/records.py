@@ -292,7 +292,8 @@ class Forecast:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Forecast:
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        return cls(**{**values, "also": tuple(values.get("also", ()))})
+        numbers = {name: decode(values[name]) for name in ("steps", "margin") if values.get(name) is not None}
+        return cls(**{**values, **numbers, "also": tuple(values.get("also", ()))})
 
 
 def few(numbers: Sequence[int], most: int = 4) -> str:

@@ -42,21 +42,29 @@ _library = torch.library.Library("nanproof", "FRAGMENT")
 _library.define("look(Tensor x, Tensor(a!) mark, int number, int row) -> ()")
 _library.impl("look", _look, "CompositeExplicitAutograd")
 torch.library.register_fake("nanproof::look", lambda x, mark, number, row: None, lib=_library)
+_library.define("look_back(Tensor(a!) gradient, int number, int row) -> ()")
+_library.impl("look_back", lambda gradient, number, row: _look(gradient, gradient, number, row), "CompositeExplicitAutograd")
+torch.library.register_fake("nanproof::look_back", lambda gradient, number, row: None, lib=_library)
 
 
 class _Through(torch.autograd.Function):
     """For compiled code, which takes no hooks on tensors: the identity, whose backward looks at the gradient. A copy, because a
-    view that comes out of a function could not be written in place by what follows; the compiler makes it part of that."""
+    view that comes out of a function could not be written in place by what follows; the compiler makes it part of that.
+
+    What keeps the look at a gradient is the gradient, which it says it writes. A mark would be kept from the forward to the
+    backward, and another forward in between (a model compiled in parts, two forwards and one backward) writes it: autograd
+    refuses that."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mark: Tensor, number: int, row: int) -> Tensor:
-        ctx.mark, ctx.number, ctx.row = mark, number, row
+    def forward(ctx: Any, x: Tensor, number: int, row: int) -> Tensor:
+        ctx.number, ctx.row = number, row
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        torch.ops.nanproof.look(gradient, ctx.mark, ctx.number, ctx.row)
-        return gradient, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.clone()  # what comes from outside of the graph may not be written
+        torch.ops.nanproof.look_back(gradient, ctx.number, ctx.row)
+        return gradient, None, None
 
 
 class Observer:
@@ -134,7 +142,7 @@ class Observer:
         """The same, while torch compiles the code."""
         torch.ops.nanproof.look(x.detach(), self._mark, self._number, row)
         if differentiable and self.gradients and x.requires_grad:
-            through: Tensor = _Through.apply(x, self._mark, self._number, row + len(self.sites))
+            through: Tensor = _Through.apply(x, self._number, row + len(self.sites))
             return through
         return x
 
@@ -160,10 +168,12 @@ class _Hook(OwnHook):
         self._observer, self._module, self._row = observer, module, row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
+        if not (module.training or torch.is_grad_enabled()):
+            return None
         if torch.compiler.is_compiling():
             return self._compiled(output)
-        # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
-        if self._observer.on and module is self._module and (module.training or torch.is_grad_enabled()):
+        if module is self._module and self._observer.on:
             x = output if type(output) is Tensor else first_tensor(output)
             if x is not None:
                 self._observer.output(x, self._row)

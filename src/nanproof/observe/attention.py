@@ -3,7 +3,8 @@ attention or a softmax over it.
 
 Only on full looks, and only while the model's own forward runs: for that time torch's functions are replaced by ones that keep
 the arguments (a function mode would make every other operation dearer). They are looked at when the forward ends, all layers at
-once. Compiled code, and kernels from other packages, are not seen.
+once. Compiled code, and kernels from other packages, are not seen; should torch start to compile something meanwhile, it finds
+its own functions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
@@ -31,6 +33,10 @@ log = logging.getLogger("nanproof")
 
 QUERIES = 16
 """Looked at, of the first sequence of a batch."""
+ROWS = 64
+"""Looked at where sequences and heads are not told apart."""
+COMPILES = 4
+"""Forwards with compilation inside, until attention is left alone."""
 Sharpness = tuple[float, float, float]
 """The largest logit; the entropy over its possible maximum, as a mean over all heads and of the sharpest head: 0 is one key, 1
 all alike."""
@@ -52,7 +58,9 @@ class AttentionWatch:
         self._seen: dict[str, Tensor] = {}
         self._inside = False
         self._originals: list[tuple[Any, str, Callable[..., Any] | None]] = []
-        """What stands there; None where it is inherited."""
+        """What is to be put back; None where it is inherited."""
+        self._compiles = 0
+        """Forwards in which torch compiled something."""
         root = unwrap(model)
         self._hooks = [
             root.register_forward_pre_hook(_Enter(self), prepend=True),
@@ -60,6 +68,7 @@ class AttentionWatch:
         ]
 
     def begin(self, due: bool) -> None:
+        self._give_back()  # a forward that was interrupted did not
         self.due = due
         self._seen.clear()
 
@@ -68,6 +77,8 @@ class AttentionWatch:
         if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
             self._inside = True
             self._originals = [(home, name, vars(home).get(name)) for home, name in _FUNCTIONS]
+            if "torch._dynamo" in sys.modules:
+                sys.modules["torch._dynamo"].callback_handler.register_start_callback(self._compiling)
             for home, name in _FUNCTIONS:
                 setattr(home, name, _keeping(self, getattr(home, name), name))
 
@@ -75,14 +86,36 @@ class AttentionWatch:
         """It has ended, well or not."""
         if not self._inside:
             return
+        self._give_back()
+        kept_samples, self._kept = self._kept, {}
+        self.tried(self._look, kept_samples)
+
+    def _give_back(self) -> None:
+        """Torch has its own functions again."""
+        if not self._inside:
+            return
         self._inside = False
-        for home, name, function in reversed(self._originals):
+        if "torch._dynamo" in sys.modules:
+            with suppress(ValueError):  # someone has cleared them
+                sys.modules["torch._dynamo"].callback_handler.remove_start_callback(self._compiling)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        originals, self._originals = self._originals, []
+        for home, name, function in reversed(originals):
             if function is None:
                 delattr(home, name)
             else:
                 setattr(home, name, function)
-        kept_samples, self._kept = self._kept, {}
-        self.tried(self._look, kept_samples)
+
+    def _compiling(self, *args: Any) -> None:
+        """Torch compiles something inside of the forward. What it compiles must not depend on this look: code that was compiled
+        for torch's own functions would be compiled again for others, and again."""
+        self._put_back()
+        self._compiles += 1
+        if self._compiles == COMPILES:
+            self.off = True
+            log.info("nanproof: attention is not observed any more: its functions are part of what torch compiles")
 
     def send(self) -> Callable[[], dict[str, Sharpness]]:
         names, values = list(self._seen), list(self._seen.values())
@@ -99,6 +132,8 @@ class AttentionWatch:
 
     def close(self) -> None:
         self.due = False
+        self._give_back()
+        self._kept.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -179,8 +214,10 @@ def _product(
 
 
 def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> _Sample | None:
-    if dim not in (-1, 3) or input.dim() != 4:
+    if dim not in (-1, input.dim() - 1) or input.dim() not in (3, 4):
         return None
+    if input.dim() == 3:  # (sequence and head, query, key), as in nn.MultiheadAttention
+        input = input[None, :ROWS]
     return _Sample(input.detach()[:1, :, :: max(1, input.shape[-2] // QUERIES)], None, None, None, 1.0, 0)
 
 

@@ -94,7 +94,8 @@ class Lookout(Unobserved):
         self._attention = AttentionWatch(model, device) if settings.attention and not compiled else None
         self._weights = WeightWatch(model, stepper.parameters, stepper.optimizer) if settings.weights else None
         names = {clean_name(f"{n}.weight") for n, m in unwrap(model).named_modules() if isinstance(m, nn.Embedding)}
-        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if settings.forecast else None
+        forecast = settings.forecast and bool(self._observer.sites)
+        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if forecast else None
         self._parcels: dict[int, _Parcel] = {}
         self._sending: _Parcel | None = None
         self._blind = 0
@@ -195,7 +196,7 @@ class Lookout(Unobserved):
 
     def _notice_blindness(self, rows: Rows) -> None:
         """Hooks that torch ignores say nothing: then this must."""
-        self._blind = 0 if rows else self._blind + 1
+        self._blind = 0 if rows or not self._observer.sites else self._blind + 1
         if self._blind == 2:
             log.warning(
                 "nanproof: none of the %d observed modules was seen in two steps. Code compiled before the guard was made does "

@@ -33,8 +33,8 @@ def choose(model: nn.Module, wanted: str | Sequence[str] | Callable[[str, Any], 
         patterns = [wanted] if isinstance(wanted, str) else list(wanted)
         found = {name: m for name, m in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
     if not found:
-        some = ", ".join(list(modules)[:5])
-        raise UsageError(f"Observe(modules={wanted!r}) matches no module; the model has {some}, ...")
+        some = f"the model has {', '.join(list(modules)[:5])}, ..." if modules else "the model has none inside"
+        raise UsageError(f"Observe(modules={wanted!r}) matches no module; {some}")
     return found
 
 
@@ -71,16 +71,16 @@ def _blocks(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parts(name: str, block: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Attention and MLP of a block; where they are not modules of their own, the projections they end with."""
+    """Attention and MLP of a block; where one of them is not a module of its own, the projection it ends with."""
     inside = {n: m for n, m in modules.items() if n.startswith(f"{name}.") and "." not in n[len(name) + 1 :]}
 
     def last(n: str) -> str:
         return n.rpartition(".")[2]
 
-    parts = {
-        n: m for n, m in inside.items() if _PARTS.search(last(n)) and "norm" not in last(n) and not isinstance(m, nn.Dropout)
-    }
-    return parts or {n: m for n, m in inside.items() if _ENDS.match(last(n))}
+    def whole(n: str, m: nn.Module) -> bool:
+        return bool(_PARTS.search(last(n))) and "norm" not in last(n).lower() and not isinstance(m, nn.Dropout)
+
+    return {n: m for n, m in inside.items() if whole(n, m) or _ENDS.match(last(n))}
 
 
 def _has_matrix(module: nn.Module) -> bool:

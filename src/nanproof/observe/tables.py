@@ -56,14 +56,16 @@ class PlainTable:
     """Looks with torch's own operations. Nothing is read back before the parcel is opened; on a CPU there is no waiting."""
 
     KEPT = 1 << 14
-    """Looks between two steps; of more (an evaluation between steps, say) the oldest are dropped."""
+    """Looks on a device between two steps; of more (an evaluation between steps, say) the oldest are dropped."""
 
     def __init__(self, device: torch.device) -> None:
         self.full = False
         self.dtypes: dict[int, torch.dtype] = {}
         self._device = device
         self._courier = Courier(device)
-        self._seen: deque[tuple[int, int, Sequence[Tensor | float]]] = deque(maxlen=self.KEPT)
+        self._seen: deque[tuple[int, int, Sequence[Tensor]]] = deque(maxlen=self.KEPT)
+        self._rows = Rows()
+        """Of tensors on the host, whose numbers are known at once."""
 
     def look(self, x: Tensor, row: int) -> None:
         x = local(x.detach())
@@ -74,7 +76,7 @@ class PlainTable:
         low, high = torch.aminmax(x)
         if x.device.type == "cpu":
             top = largest(-low.item(), high.item())
-            self._seen.append((row, count, [top, *_rest_on_host(x, top)] if self.full else [top]))
+            add(self._rows, row, [top, float(count), *(_rest_on_host(x, top) if self.full else ())])
         else:
             self._seen.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
 
@@ -82,26 +84,31 @@ class PlainTable:
         """Nothing waits here."""
 
     def send(self) -> Callable[[], Rows]:
-        seen = list(self._seen)
-        self._seen.clear()
-        waiting = [v for _, _, values in seen for v in values if isinstance(v, Tensor)]
-        parcel: Callable[[], list[float]] = list
-        if waiting:
-            wide = torch.float64 if any(v.dtype == torch.float64 for v in waiting) else torch.float32
-            parcel = self._courier.send(torch.stack([v.to(self._device, wide, non_blocking=True) for v in waiting]))
+        seen, rows = list(self._seen), self._rows
+        self.clear()
+        if not seen:
+            return lambda: rows
+        waiting = [v for _, _, values in seen for v in values]
+        wide = torch.float64 if any(v.dtype == torch.float64 for v in waiting) else torch.float32
+        parcel = self._courier.send(torch.stack([v.to(self._device, wide, non_blocking=True) for v in waiting]))
 
         def read() -> Rows:
-            arrived, rows = iter(parcel()), Rows()
+            arrived = iter(parcel())
             for row, count, values in seen:
-                top, *rest = (next(arrived) if isinstance(v, Tensor) else v for v in values)
-                squares = [rest[0] ** 2, *rest[1:]] if rest else []
-                add(rows, row, [top, float(count), *squares])
+                top, *rest = (next(arrived) for _ in values)
+                add(rows, row, [top, float(count), *_squared(rest)])
             return rows
 
         return read
 
     def clear(self) -> None:
         self._seen.clear()
+        self._rows = Rows()
+
+
+def _squared(rest: list[float]) -> list[float]:
+    """With the square of the norm; as a product, which may be Inf. A power would raise."""
+    return [rest[0] * rest[0], *rest[1:]] if rest else []
 
 
 def _norm(x: Tensor, wide: bool) -> Tensor:
@@ -116,8 +123,16 @@ def _rest(x: Tensor) -> list[Tensor]:
 
 
 def _rest_on_host(x: Tensor, top: float) -> list[float]:
-    """The same, without the passes that `top` makes needless."""
+    """The same with the square of the norm, without the passes that `top` makes needless."""
     if not math.isfinite(top):
-        return [float(t) for t in _rest(x)]
+        return _squared([float(t) for t in _rest(x)])
     near = float((x.abs() >= torch.finfo(x.dtype).max / NEAR).sum()) if top >= torch.finfo(x.dtype).max / NEAR else 0.0
-    return [float(_norm(x, not 1e-16 < top < 1e16)), 0.0, 0.0, float(x.numel() - int(x.count_nonzero())), near]
+    return _squared([_norm_on_host(x, top), 0.0, 0.0, float(x.numel() - int(x.count_nonzero())), near])
+
+
+def _norm_on_host(x: Tensor, top: float) -> float:
+    """In double where squares leave single's range. Else by rows first: one sum over millions is wrong by a percent."""
+    if not 1e-16 < top < 1e16 or x.dtype == torch.float64:
+        return float(_norm(x, True))
+    rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) if x.dim() > 1 else x
+    return float(_norm(rows, True))

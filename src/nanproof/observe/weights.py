@@ -56,7 +56,7 @@ class WeightWatch:
         tensors, device = [local(self._parameters.tensors[i].detach()) for i in self._places], self._parameters.device
         self._memory = [t.data_ptr() for t in tensors]
         self._elements = [_spread(t) for t in tensors]
-        self._before, self._after = torch.zeros(2, len(tensors), ELEMENTS, device=device).unbind()
+        self._before, self._after = torch.zeros(2, len(tensors), ELEMENTS, device=device, dtype=self._parameters.dtype).unbind()
         counts = [e.shape[0] for e in self._elements]
         self._slots = {
             id(rows): [r[:n] for r, n in zip(rows.unbind(), counts, strict=True)] for rows in (self._before, self._after)
@@ -86,7 +86,10 @@ class WeightWatch:
         self._taken = False
         self._read(self._after)
         change, device = self._after - self._before, self._parameters.device
-        sums = torch.stack(((change != 0).float().sum(1), change.square().sum(1), self._before.square().sum(1))) / self._counts
+        sums = (
+            torch.stack(((change != 0).to(change.dtype).sum(1), change.square().sum(1), self._before.square().sum(1)))
+            / self._counts
+        )
         sums[1:].sqrt_()
         unmoved = [self._never_moved(name, weight).to(device, non_blocking=True) for name, weight in self._embeddings]
         parcel = self._courier.send(torch.cat([sums.flatten(), *(share.reshape(1) for share in unmoved)]))

@@ -1,0 +1,202 @@
+"""What was observed goes to disk as strict JSON and comes back; files of before it was written still read."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import nanproof
+from nanproof.core.telemetry import Journal
+from nanproof.observe.settings import Observe
+from nanproof.records import ABSENT, Forecast, Observed, StepRecord, line, read_forecasts, read_steps
+from toys import batches, mse, net, poison
+
+
+def no_constant(name: str) -> Any:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text, parse_constant=no_constant) for text in path.read_text().splitlines()]
+
+
+def rounded(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Six significant digits; NaN is itself."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (array, tuple, list)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (a != a and b != b) or rounded(a) == b
+    return bool(a == b)
+
+
+def same_observed(a: Observed, b: Observed) -> bool:
+    names = ("sites", "absmax", "outputs", "gradients", "updates", "attention", "unmoved")
+    return all(same(getattr(a, name), getattr(b, name)) for name in names)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.attention, self.head = (
+            nn.Embedding(20, 8),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 1),
+        )
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0]).mean()
+
+
+def test_a_run_comes_back(tmp_path):
+    """Everything that can be observed, with modules that are never called and a bad batch."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    data = [torch.randint(20, (2, 6)) for _ in range(6)]
+
+    def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return (model(ids) - 1).square() * (math.nan if ids[0, 0] < 0 else 1)
+
+    def spoilt(model: nn.Module, batch: Any) -> torch.Tensor:
+        ids, factor = batch
+        return (model(ids) * factor - 1).square()
+
+    observe = Observe(modules="*", every=2)
+    with nanproof.Guard(model, optimizer, loss_fn=spoilt, observe=observe, run_dir=tmp_path) as guard:
+        for i, ids in enumerate(data):
+            guard.train_step([ids, torch.tensor(math.inf if i == 4 else 1.0)])
+    lines = strict(tmp_path / "steps.jsonl")
+    assert [x["kind"] for x in lines] == ["header"] + ["step"] * 6
+    assert lines[0]["sites"] == [n for n, _ in model.named_modules() if n]
+    back = list(read_steps(tmp_path))
+    assert [r.step for r in back] == list(range(6))
+    for mine, theirs in zip(guard.history, back, strict=True):
+        assert mine.observed is not None and theirs.observed is not None
+        assert same_observed(mine.observed, theirs.observed)
+        assert theirs.observed.sites == tuple(lines[0]["sites"])
+    full = back[0].observed
+    assert full is not None and full.outputs and full.gradients and full.updates and full.attention and full.unmoved
+    assert full.absmax[full.sites.index("unused")] == ABSENT and "unused" not in full.by_site
+    assert lines[1]["observed"]["absmax"][full.sites.index("unused")] is None
+    bad = back[4].observed
+    assert back[4].action == "skipped" and bad is not None and any(not math.isfinite(x) for x in bad.gradients["absmax"])
+
+
+def test_values_that_are_not_finite(tmp_path):
+    model = net(batch_norm=False)
+    data = batches(4)
+    data[1], data[2] = poison(data[1]), poison(data[2], math.inf)
+    with nanproof.Guard(
+        model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, observe=Observe(modules="*", every=1), run_dir=tmp_path
+    ) as guard:
+        for batch in data:
+            guard.train_step(batch)
+    lines = [x for x in strict(tmp_path / "steps.jsonl") if x["kind"] == "step"]
+    assert lines[1]["observed"]["absmax"][0] == "nan" and lines[2]["observed"]["absmax"][0] == "inf"
+    for mine, theirs in zip(guard.history, read_steps(tmp_path), strict=True):
+        assert mine.observed is not None and theirs.observed is not None and same_observed(mine.observed, theirs.observed)
+
+
+numbers = st.one_of(st.floats(min_value=0), st.sampled_from([ABSENT, math.nan, math.inf, 0.0, 1e-320, 1e308, 123456.7]))
+arrays = st.lists(numbers, min_size=3, max_size=3).map(lambda values: array("d", values))
+shares = st.floats() | st.just(-1.0)
+
+
+@st.composite
+def observations(draw: Any) -> Observed:
+    columns = {
+        name: draw(st.dictionaries(st.sampled_from(["rms", "nan", "absmax", "ratio"]), arrays, max_size=3))
+        for name in ("outputs", "gradients", "updates")
+    }
+    names = st.text(max_size=5)
+    attention = draw(st.dictionaries(names, st.tuples(shares, shares, shares), max_size=2))
+    unmoved = draw(st.dictionaries(names, shares, max_size=2))
+    return Observed(sites=("a", "b", "c"), absmax=draw(arrays), attention=attention, unmoved=unmoved, **columns)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(observations())
+def test_any_observation_comes_back(observed):
+    text = observed.to_text()
+    assert "\n" not in text
+    assert same_observed(observed, Observed.from_json(json.loads(text, parse_constant=no_constant), observed.sites))
+
+
+def record(step: int, observed: Observed | None, names: tuple[str, ...] = ("w",)) -> StepRecord:
+    return StepRecord(
+        step=step, loss=1.0, grad_norm=2.0, action="stepped", clip=1.0, lr=(0.1,), scale=None, spike=False, typical=(0.0, 0.0),
+        spread=(0.0, 0.0), loss_size=1.0, weights_checked=False, names=names, norms=array("d", [1.0]), observed=observed,
+    )  # fmt: skip
+
+
+def test_a_header_is_written_when_names_or_sites_change(tmp_path):
+    """A resumed run may observe other modules, or none; each record is read with the header before it."""
+    names, sites, others = ("w",), ("a",), ("b", "c")
+    journal = Journal(tmp_path)
+    for step, (of, values) in enumerate(((sites, [1.0]), (sites, [2.0]), (others, [3.0, 4.0]), (None, []))):
+        observed = None if of is None else Observed(sites=of, absmax=array("d", values))
+        journal.step(record(step, observed, names))
+    journal.close()
+    assert [x["kind"] for x in strict(tmp_path / "steps.jsonl")] == [
+        "header", "step", "step", "header", "step", "header", "step",
+    ]  # fmt: skip
+    back = [r.observed.by_site if r.observed else None for r in read_steps(tmp_path)]
+    assert back == [{"a": 1.0}, {"a": 2.0}, {"b": 3.0, "c": 4.0}, None]
+
+
+def test_old_files_and_runs_that_do_not_observe(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    old = record(7, None)
+    path.write_text(line({"v": 1, "kind": "header", "names": ["w"]}) + line(old.to_json()))
+    assert list(read_steps(path)) == [old]
+    assert "observed" not in strict(path)[1] and old.to_line() == line(old.to_json())
+    model = net()
+    with nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, run_dir=tmp_path / "run") as guard:
+        guard.train_step(batches(1)[0])
+    header, step = strict(tmp_path / "run" / "steps.jsonl")
+    assert "sites" not in header and "observed" not in step and guard.history[0].observed is None
+    assert guard.forecasts == [] and not (tmp_path / "run" / "forecasts.jsonl").exists()
+
+
+def test_forecasts_come_back(tmp_path):
+    given = [
+        Forecast(step=3, kind="activation-overflow", message="soon", where="a.b", steps=12.5, margin=3.25, also=("c", "d")),
+        Forecast(step=9, kind="divergence", message="it grows"),
+        Forecast(step=10, kind="activation-overflow", message="?", where="x", steps=math.inf, margin=math.nan),
+    ]
+    journal = Journal(tmp_path)
+    assert not (tmp_path / "forecasts.jsonl").exists(), "made with the first of them"
+    for forecast in given:
+        journal.forecast(forecast)
+    journal.close()
+    assert len(strict(tmp_path / "forecasts.jsonl")) == 3
+    back = list(read_forecasts(tmp_path))
+    assert back[:2] == given[:2] == list(read_forecasts(tmp_path / "forecasts.jsonl"))[:2]
+    assert back[2].steps == math.inf and back[2].margin is not None and math.isnan(back[2].margin)
+    assert str(back[0]) == "step 3: activation-overflow ahead. soon"
+    Journal(None).forecast(given[0])
+    with pytest.raises(ValueError, match="unknown kind of forecast"):
+        Forecast(step=1, kind="rain", message="")
+
+
+def test_a_later_nanproof_may_write_more(tmp_path):
+    data = {**Forecast(step=3, kind="divergence", message="m").to_json(), "new": [1, 2]}
+    (tmp_path / "forecasts.jsonl").write_text(line(data))
+    assert [f.step for f in read_forecasts(tmp_path)] == [3]
