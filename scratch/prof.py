@@ -12,6 +12,7 @@ import nanproof
 
 torch.backends.cuda.matmul.allow_tf32 = True
 V = dict(list(VARIANTS.items())[:4])
+V["every=1, default sites"] = observed(nanproof.Observe(every=1))
 V["outputs only, full"] = observed(nanproof.Observe(modules="*", every=1, gradients=False, weights=False, attention=False))
 V["+gradients"] = observed(nanproof.Observe(modules="*", every=1, gradients=True, weights=False, attention=False))
 V["+weights"] = observed(nanproof.Observe(modules="*", every=1, gradients=False, weights=True, attention=False))
@@ -33,7 +34,7 @@ for size, build, batch, n in (("host only", tiny, small, 20), ("big", lambda: ll
         m = v(build(), autocast_loss)
         opened[name] = (m, m.__enter__())
     times = {name: [] for name in opened}
-    for r in range(8):
+    for r in range(10):
         for name, (m, step) in opened.items():
             torch.cuda.synchronize()
             s = time.perf_counter()
@@ -56,18 +57,6 @@ for size, build, batch, n in (("host only", tiny, small, 20), ("big", lambda: ll
             ev = prof.key_averages()
             print("  GPU busy ms a step", name, round(sum(e.self_device_time_total for e in ev) / 3e3, 2),
                   [(e.key[:30], e.count, round(e.self_device_time_total / 3e3, 3)) for e in ev if e.key.startswith(("_look", "_gather"))])
-    if size == "host only":
-        for name in ("nanproof, not observing", "nanproof, everything"):
-            step = opened[name][1]
-            p = cProfile.Profile()
-            p.enable()
-            for _ in range(20):
-                step(batch)
-            p.disable()
-            torch.cuda.synchronize()
-            s = io.StringIO()
-            pstats.Stats(p, stream=s).sort_stats("tottime").print_stats(26)
-            print(name, "\n".join(x[:140] for x in s.getvalue().splitlines()[6:] if x.strip()))
     for m, _ in opened.values():
         m.__exit__(None, None, None)
     del opened, step

@@ -210,3 +210,22 @@ def test_observing_changes_no_weight():
             assert guard.history[3].action == "skipped" and bad is not None and bad.absmax[0] != bad.absmax[0]
             assert all(math.isfinite(v) for r in guard.history if r.step != 3 and r.observed for v in r.observed.absmax)
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_weights_are_sampled_in_one_launch_as_torch_samples_them():
+    from nanproof.core.parameters import Parameters
+    from nanproof.observe.weights import WeightWatch
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(3000, 40), nn.Linear(40, 300), nn.Linear(300, 7, bias=False)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    watch, slow = (WeightWatch(model, Parameters(model, optimizer), optimizer) for _ in range(2))
+    assert watch._reader is not None
+    slow._reader = None
+    watch.before()
+    slow.before()
+    model(torch.arange(50, device=DEVICE)).square().mean().backward()
+    optimizer.step()
+    fast, plain = watch.after(), slow.after()
+    assert fast is not None and plain is not None and fast() == plain()
+    assert torch.equal(watch._after, slow._after)

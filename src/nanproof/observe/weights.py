@@ -61,7 +61,8 @@ class WeightWatch:
         self._slots = {
             id(rows): [r[:n] for r, n in zip(rows.unbind(), counts, strict=True)] for rows in (self._before, self._after)
         }
-        self._reader = ElementReader(tensors, ELEMENTS) if tensors and ElementReader.can_read(tensors) else None
+        can_read = bool(tensors) and self._before.dtype == torch.float32 and ElementReader.can_read(tensors)
+        self._reader = ElementReader(tensors, ELEMENTS) if can_read else None
         self._counts = torch.tensor(counts, dtype=torch.float32).to(device)
         self._taken = False
 
