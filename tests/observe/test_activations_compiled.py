@@ -107,7 +107,7 @@ def compiled(how: str) -> nn.Module:
         ("before", 0),
         ("before", 2),
         ("after a call", 0),
-        ("in place", 2),
+        ("in place", 0),
         ("a part", 0),
         ("in parts", 0),
         ("checkpointed", 0),
