@@ -311,6 +311,29 @@ def test_an_interrupted_run_gives_torchs_functions_back_when_it_is_closed():
     assert (F.scaled_dot_product_attention, F.softmax, torch.softmax) == ORIGINALS
 
 
+def test_guards_within_guards():
+    """A model whose forward runs another one, both observed; and two guards on one model."""
+
+    class Student(Model):
+        teacher: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.teacher[0](x) * 0.1
+
+    torch.manual_seed(0)
+    student, teacher, x = Student("causal"), Model("plain"), torch.randn(2, LENGTH, WIDTH)
+    student.teacher = [teacher]
+    made = [nanproof.Guard(m, torch.optim.SGD(m.parameters(), 1e-2), loss_fn=loss, observe=Observe(every=1))
+            for m in (student, teacher, student)]  # fmt: skip
+    for guard in made:
+        guard.train_step(x)
+        assert (F.scaled_dot_product_attention, F.softmax, torch.softmax) == ORIGINALS
+    for guard in made:
+        guard.close()
+        seen = guard.history[0].observed
+        assert seen is not None and list(seen.attention) == ["layers.0.attn", "layers.1.attn"]
+
+
 def test_what_goes_wrong_in_looking_does_not_reach_the_model(caplog):
     """A mask that torch takes and that the sample cannot be made of, and the run goes on."""
 

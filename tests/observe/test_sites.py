@@ -147,6 +147,18 @@ def test_what_matches_nothing_is_refused_and_names_are_shown(modules):
         nanproof.Guard(model, optimizer, observe=Observe(modules=modules))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_modules_take_no_hooks_and_are_left_out():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model = nn.Sequential(nn.Linear(4, 8), scripted, nn.Linear(8, 1))
+    assert list(choose(model, "*")) == ["0", "2"]
+    with nanproof.Guard(
+        model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=lambda m, b: m(b).square().mean(), observe=True
+    ) as guard:
+        guard.train_step(torch.randn(3, 4))
+    assert guard.history[0].observed is not None and set(guard.history[0].observed.by_site) == {"0", "2"}
+
+
 def test_a_model_that_is_one_module_has_nothing_inside(caplog):
     """ "auto" finds nothing, and that is no reason to warn; the rest of the record is there."""
     model = nn.Linear(4, 2)

@@ -196,7 +196,7 @@ class Lookout(Unobserved):
 
     def _notice_blindness(self, rows: Rows) -> None:
         """Hooks that torch ignores say nothing: then this must."""
-        self._blind = 0 if rows or not self._observer.sites else self._blind + 1
+        self._blind = 0 if rows or not self._observer.sites or not self._observer.on else self._blind + 1
         if self._blind == 2:
             log.warning(
                 "nanproof: none of the %d observed modules was seen in two steps. Code compiled before the guard was made does "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanproof.core.parameters import clean_name, unwrap
@@ -17,7 +18,8 @@ MOST = 512
 """Sites that "auto" takes at the most."""
 _PARTS = re.compile(r"attn|attention|mlp|ffn|feed_?forward|moe|mixer|^ff\d?$", re.IGNORECASE)
 _ENDS = re.compile(r"^(o|wo|o_proj|out|out_proj|c_proj|proj|proj_out|dense|down|down_proj|w2|w_down|fc2|lin2|linear2|conv3)$")
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_SITES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
+"""Never called; or called where no hook is run."""
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -39,11 +41,11 @@ def choose(model: nn.Module, wanted: str | Sequence[str] | Callable[[str, Any], 
 
 
 def named(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are called, by the name the user gave them; under a wrapper, the one inside it."""
+    """The modules that can be looked at, by the name the user gave them; under a wrapper, the one inside it."""
     found = {}
     for name, module in unwrap(model).named_modules():
         inner = any(key in module._modules for key in _WRAPPED)
-        if name and not inner and not isinstance(module, _NEVER_CALLED):
+        if name and not inner and not isinstance(module, _NO_SITES):
             found[clean_name(f"{name}.").removesuffix(".")] = module
     return found
 
