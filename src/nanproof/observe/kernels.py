@@ -202,7 +202,8 @@ class TritonTable:
         if self._full or torch.cuda.is_current_stream_capturing():
             self._look(dtype, tensors, sizes, rows)
         else:  # torch's own takes the host less time
-            self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+            with torch.no_grad():
+                self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
 
     def _look(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
         self._used = True
