@@ -27,7 +27,6 @@ from nanproof.observe.sites import choose
 from nanproof.observe.tables import Rows
 
 log = logging.getLogger("nanproof")
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -173,7 +172,7 @@ class _Hook(OwnHook):
         if not (module.training or torch.is_grad_enabled()):
             return None
         if torch.compiler.is_compiling():
-            return None if _is_exporting() else self._compiled(output)
+            return self._compiled(output)
         if module is self._module and self._observer.on:
             x = output if type(output) is Tensor else first_tensor(output)
             if x is not None:
