@@ -251,6 +251,17 @@ def test_the_first_bad_module_is_the_one_that_ends_first(tmp_path, caplog):
     assert monitor.bad == [0, 1, 2] and caplog.text.count("not finite") == 1, "a run that stays bad is not told of at every step"
 
 
+def test_the_callback_without_protection_observes(tmp_path):
+    """`NanproofCallback(observe=...)`: the same records."""
+    callback = NanproofCallback(run_dir=tmp_path / "run", observe=Observe(modules="head", every=1))
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(12), callbacks=[callback])
+    oracle = Oracle(trainer.model)
+    trainer.add_callback(Steps(oracle))
+    trainer.train()
+    assert len(callback.guard.history) == 3 and oracle.agrees(callback.guard.history)
+    assert not left_behind(trainer.model)
+
+
 # -- other frameworks ----------------------------------------------------------------------------------------------------------
 
 
@@ -288,8 +299,10 @@ def test_lightning_is_observed(lag):
     assert trainer.callback_metrics["nanproof/forecasts"] == 0
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "fabric"])
-@pytest.mark.parametrize("loss", ["the model's own", "made outside", "two models"])
+@pytest.mark.parametrize(
+    ("framework", "loss"),
+    [("accelerate", "own"), ("accelerate", "outside"), ("accelerate", "two models"), ("fabric", "own"), ("fabric", "outside")],
+)
 def test_raw_loops_are_observed(framework, loss):
     """Also where the guard learns of a step only at its backward, after the forward."""
 
@@ -307,8 +320,6 @@ def test_raw_loops_are_observed(framework, loss):
     if framework == "accelerate":
         loop, *ready, optimizer = _accelerated(parts, optimizer)
         guard = nanproof.protect(loop, observe=True)
-    elif loss == "two models":
-        pytest.skip("Fabric sets up one model with its optimizer")
     else:
         loop = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
         guard = nanproof.protect(loop, observe=True)
@@ -317,7 +328,7 @@ def test_raw_loops_are_observed(framework, loss):
     oracle = Oracle(parts[0])
     for x, y in batches(6):
         out = ready[0](x, y)
-        value = out["loss"] if loss == "the model's own" else F.mse_loss(out["out"], y)
+        value = out["loss"] if loss == "own" else F.mse_loss(out["out"], y)
         if loss == "two models":
             value = value + ready[1](out["out"][:, None]).square().mean()
         loop.backward(value)
