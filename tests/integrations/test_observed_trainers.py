@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS, samples, toy, t
 from integrations.tiny import Regression, feature_rows, llama, make_trainer, same, token_rows, weights
 from nanproof import Observe, Policy, UsageError
 from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.summary import Guarded
 from nanproof.integrations.transformers import ActivationMonitorCallback, NanproofCallback
 from nanproof.records import Forecast, read_forecasts, read_steps
 from toys import batches, net
@@ -374,29 +374,28 @@ for _ in range(int(sys.argv[1])):
 """
 
 
-@contextmanager
-def _script(folder: Path) -> Any:
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    examples = str(Path(__file__).parents[2] / "examples")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([examples, os.environ.get("PYTHONPATH", "")])}
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "nanproof", "run", *args]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done
-
-    yield run
-
-
 def test_run_with_observe_tells_forecasts(tmp_path):
     """An unchanged script: a line when it is seen coming, and again in the summary; the records are in the folder."""
-    with _script(tmp_path) as run:
-        done = run("--observe", "--run-dir", "records", "train.py", "160")
-        forecast = next(found for found in read_forecasts(tmp_path / "records") if found.kind == "activation-overflow")
-        assert sum(str(forecast).split(". ")[0] in line for line in done.stderr.splitlines()) == 2, done.stderr
-        steps = list(read_steps(tmp_path / "records"))
-        assert len(steps) == 160 and all(record.observed.by_site for record in steps[1:])
-        [told] = json.loads(run("--observe", "--json", "train.py", "2").stderr.splitlines()[-1])["guarded"]
-        assert told["forecasts"] == [] and told["steps"] == 2
+    (tmp_path / "train.py").write_text(SCRIPT)
+    examples = str(Path(__file__).parents[2] / "examples")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([examples, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "nanproof", "run", "--observe", "--json", "--run-dir", "records", "train.py", "160"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *said, summary = done.stderr.splitlines()
+    [told] = json.loads(summary)["guarded"]
+    forecasts = list(read_forecasts(tmp_path / "records"))
+    assert "activation-overflow" in {forecast.kind for forecast in forecasts}
+    assert [Forecast.from_json(forecast) for forecast in told["forecasts"]] == forecasts
+    assert [line for line in said if " ahead. " in line] == [f"nanproof: {forecast}" for forecast in forecasts]
+    steps = list(read_steps(tmp_path / "records"))
+    assert len(steps) == told["steps"] == 160 and all(record.observed.by_site for record in steps[1:])
+
+
+def test_the_summary_tells_forecasts_and_counts_the_rest():
+    """For a person: ten of them, and how many more."""
+    forecasts = tuple(Forecast(step=i, kind="divergence", message="it grows") for i in range(12))
+    plain = {"path": "device", "guarded": True, "steps": 20, "refused": 0, "overflows": 0, "incidents": (), "run_dir": None}
+    spent = {"own_seconds": 0.0, "trouble_seconds": 0.0, "span_seconds": 0.0}
+    _, *lines = Guarded(name="AdamW", model="GPT", forecasts=forecasts, **plain, **spent).lines()
+    assert lines == [*(f"  step {i}: divergence ahead. it grows" for i in range(10)), "  and 2 more forecasts"]
