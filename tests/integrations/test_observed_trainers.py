@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from nanproof.integrations.transformers import ActivationMonitorCallback, Nanpro
 from nanproof.records import Forecast, read_forecasts, read_steps
 from toys import batches, net
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SITES = [f"model.layers.{i}{part}" for i in range(2) for part in ("", ".self_attn", ".mlp")]
 """What "auto" takes of the tiny Llama, in the order of the model."""
 
@@ -171,28 +174,34 @@ def test_forecasts_stay_when_the_loop_begins_again():
 
 
 def test_forecasts_are_logged_and_written(tmp_path):
-    """Logits that grow by a quarter a step in fp16: said before they overflow, counted in the log, read from the folder."""
+    """The model of examples/observe.py in a Trainer: said before it overflows, counted in the log, read from the folder."""
+    spec = importlib.util.spec_from_file_location("example_of_observing", EXAMPLES / "observe.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
 
-    class Growing(nn.Module):
+    class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head, self.steps = nn.Linear(8, 1).half(), 0
+            self.net = example.Classifier()
 
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            self.steps += 1
-            out = self.head(x.half() * 1.25**self.steps)
-            return {"loss": out.float().div(1.25**self.steps).sub(labels[:, None]).square().mean(), "logits": out}
+            return {"loss": example.loss_fn(self.net, (x, labels))}
 
-    trainer = make_trainer(tmp_path, Growing(), feature_rows(200), learning_rate=1e-4, optim="sgd")
-    guard = nanproof.protect(trainer, policy=Policy(diagnose="never"), observe=True)
-    trainer.train()
-    first = guard.forecasts[0]
-    assert (first.kind, first.where) == ("activation-overflow", "head")
-    overflow = next(r.step for r in guard.history if not math.isfinite(r.observed.by_site["head"]))
-    assert overflow - first.step > 0 and abs(overflow - first.step - first.steps) < 6
-    assert next(iter(read_forecasts(tmp_path / "nanproof"))).where == "head"
+    torch.manual_seed(0)
+    labels, centres = torch.randint(10, (64 * 190,)), 2 * torch.randn(10, 32)
+    rows = [{"x": x, "labels": y} for x, y in zip(centres[labels] + torch.randn(len(labels), 32), labels, strict=True)]
+    once = {"per_device_train_batch_size": 64, "learning_rate": 5e-3, "warmup_steps": 0}
+    trainer = make_trainer(tmp_path, Classifier(), rows, **once)
+    guard = nanproof.protect(trainer, policy=Policy(diagnose="never"), observe=Observe(modules=["*.blocks.*", "*.head"]))
+    with suppress(nanproof.TrainingHalted):
+        trainer.train()
+    first = next(forecast for forecast in guard.forecasts if forecast.kind == "activation-overflow")
+    overflow = next(r.step for r in guard.history if not math.isfinite(r.observed.by_site["net.head"]))
+    assert first.step < overflow == guard.incidents[0].step
+    assert [str(forecast) for forecast in read_forecasts(tmp_path / "nanproof")] == [str(f) for f in guard.forecasts]
     counted = [log["nanproof/forecasts"] for log in trainer.state.log_history if "learning_rate" in log]
-    assert counted[first.step - 1] == 0 and counted[-1] == len(guard.forecasts)
+    assert counted[first.step] == 1 + sum(f.step <= first.step for f in guard.forecasts if f is not first)
+    assert counted[0] == 0 and counted[-1] == sum(f.step < len(counted) for f in guard.forecasts)
 
 
 # -- the monitor ---------------------------------------------------------------------------------------------------------------
@@ -377,8 +386,7 @@ for _ in range(int(sys.argv[1])):
 def test_run_with_observe_tells_forecasts(tmp_path):
     """An unchanged script: a line when it is seen coming, and again in the summary; the records are in the folder."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    examples = str(Path(__file__).parents[2] / "examples")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([examples, os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "nanproof", "run", "--observe", "--json", "--run-dir", "records", "train.py", "160"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
