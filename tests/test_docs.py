@@ -29,7 +29,10 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("guard", "trainers", "explain", "recover", "heal", "scan"))],
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("guard", "trainers", "observe", "explain", "recover", "heal", "scan")),
+    ],
     ids=lambda p: p.name,
 )
 def test_python_in_the_documents_runs(path, tmp_path):

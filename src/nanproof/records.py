@@ -366,7 +366,10 @@ def read_incidents(path: str | Path) -> Iterator[Incident]:
 
 
 def read_forecasts(path: str | Path) -> Iterator[Forecast]:
-    """The forecasts of a run, from its folder or its `forecasts.jsonl`."""
+    """The forecasts of a run, from its folder or its `forecasts.jsonl`. A folder without that file has none: it is made with the
+    first one."""
+    if Path(path).is_dir() and not (Path(path) / "forecasts.jsonl").exists():
+        return iter(())
     return map(Forecast.from_json, _lines(path, "forecasts.jsonl"))
 
 

@@ -41,6 +41,7 @@ def train(
     extra: dict[str, Any] | None = None,
     caps: int | None = None,
     spikes: bool = False,
+    observe: Any = None,
 ) -> dict[str, Any]:
     """An ordinary loop over an engine; the fault is rank 1's, in the last micro-batch of one step. "left out" is the loop that
     never comes to that step, the oracle of the others."""
@@ -51,6 +52,7 @@ def train(
 
     from nanproof.errors import TrainingHalted
     from nanproof.integrations.deepspeed import protect_engine
+    from nanproof.observe.settings import Observe
     from nanproof.policy import Policy
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -83,12 +85,18 @@ def train(
     policy = Policy() if caps is None else Policy(max_consecutive_skips=caps, diagnose="never")
     if spikes:
         policy = Policy(on_spike="skip", warmup_steps=2)
-    guard = protect_engine(engine, policy=policy) if protected else None
+    guard = protect_engine(engine, policy=policy, observe=observe and Observe(modules=observe, every=2)) if protected else None
+    tops: list[dict[str, float]] = [{}]
+    for name in ("body.0", "head"):
+        model.get_submodule(name).register_forward_hook(
+            lambda m, a, out, name=name: tops[-1].update({name: float(out.abs().max())})
+        )
     generator = torch.Generator().manual_seed(rank)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     norms, halted = [], None
     try:
         for step in range(STEPS):
+            tops.append({})
             for micro in range(accumulation):
                 x, y = torch.randn(4, 8, generator=generator), torch.randn(4, generator=generator)
                 if fault == "left out" and step == BAD:
@@ -143,6 +151,8 @@ def train(
             }
             for i in (guard.incidents if guard else [])
         ],
+        "tops": tops[1:],
+        "observed": [r.observed and [r.observed.by_site, sorted(r.observed.gradients)] for r in (guard.history if guard else [])],
         "records": [[r.step, r.action, r.grad_norm] for r in (guard.history if guard else [])],
     }
 
@@ -177,6 +187,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "fp16, healthy": {"stage": 2, "precision": "fp16", "fault": "none"},
     "fp16, plain": {"stage": 2, "precision": "fp16", "fault": "none", "protected": False},
     "spike": {"stage": 1, "fault": "spike", "spikes": True},
+    **{f"observed: {n}": {**SETUPS[n], "fault": "none", "observe": ["body.0", "head"]} for n in ("no ZeRO", "ZeRO 2", "ZeRO 3")},
 }
 
 
@@ -300,3 +311,17 @@ def test_what_cannot_be_guarded_is_said(runs: Any) -> None:
     assert "has no optimizer" in none
     assert "engine.save_checkpoint" in checkpoints
     assert "PipelineEngine" in pipeline
+
+
+@pytest.mark.parametrize("setup", ["no ZeRO", "ZeRO 2", "ZeRO 3"])
+def test_what_is_observed_is_what_hooks_see(runs: Any, setup: str) -> None:
+    """Each rank its own outputs, at every step, and their gradients on full looks; the run is the same, bit for bit."""
+    for rank in (0, 1):
+        run, healthy = runs[f"observed: {setup}"][rank], runs[setup, "healthy"][rank]
+        assert all(run[name] == healthy[name] for name in STATE)
+        assert healthy["observed"] == [None] * STEPS
+        for step, (by_site, gradients) in enumerate(run["observed"]):
+            if SETUPS[setup].get("accumulation", 1) == 1:
+                assert by_site == pytest.approx(run["tops"][step], rel=1e-5)
+            assert by_site.keys() == {"body.0", "head"} and bool(gradients) == (step % 2 == 0)
+    assert runs[f"observed: {setup}"][0]["tops"] != runs[f"observed: {setup}"][1]["tops"]

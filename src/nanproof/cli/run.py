@@ -36,6 +36,9 @@ def run(
         str, typer.Option(help="Which incidents are diagnosed: first (of each kind), always or never.")
     ] = "first",
     no_diagnose: Annotated[bool, typer.Option("--no-diagnose", help="The same as --diagnose never.")] = False,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Look at activations, weights and attention too, and warn of what is on its way.")
+    ] = False,
     optimizer: Annotated[
         str, typer.Option(help="Form of an optimizer that left it open: own, fused, or auto (own on CPU, fused elsewhere).")
     ] = "auto",
@@ -65,7 +68,7 @@ def run(
             "diagnose": "never" if no_diagnose else diagnose,
             **_fields(policy or []),
         }
-        options = Options(Policy(**asked), run_dir, _form(optimizer), quiet)
+        options = Options(Policy(**asked), run_dir, _form(optimizer), quiet, observe)
         status, summary = autorun(script, args or [], module=module, options=options)
     except UsageError as error:
         raise could_not_run(error) from error

@@ -92,13 +92,14 @@ class Runner:
             return
         self.done(attempt)
 
-    def open(self, attempt: Attempt) -> None:
-        """Before the forward: note what the step depends on."""
+    def open(self, attempt: Attempt, forward_ahead: bool = True) -> None:
+        """Before the forward: note what the step depends on. Not `forward_ahead`: a loop that says so only afterwards."""
         attempt.random = RandomState.now(self.devices)
         attempt.schedule = Schedule.now(self.optimizer, self.scheduler) if self.stepper.lag else None
         self.stepper.buffers.begin()
-        for watcher in self.watchers:
-            watcher.open(attempt)
+        if forward_ahead:
+            for watcher in self.watchers:
+                watcher.open(attempt)
 
     def begin(self, attempt: Attempt) -> None:
         """The batches of the step are known."""

@@ -30,7 +30,12 @@ automatic: weakref.WeakKeyDictionary[Any, LoopGuard] = weakref.WeakKeyDictionary
 
 
 def protect(
-    trainer: Any, *, policy: Policy | None = None, run_dir: str | Path | None = "auto", checkpoints: Any = None
+    trainer: Any,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = "auto",
+    checkpoints: Any = None,
+    observe: Any = None,
 ) -> LoopGuard:
     """Guard a trainer's run. Call it before training begins; returns the guard, whose `incidents` and `history` fill as it runs.
 
@@ -39,6 +44,7 @@ def protect(
         policy: what to do when; see `Policy`.
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's own folder if it has one.
         checkpoints: `Checkpoints(folder)`, to go back to when the trainer's own are not enough.
+        observe: True or `Observe(...)`: activations, weights and attention in every record, and `guard.forecasts`.
     """
     with suppress(TypeError):  # what cannot be referred to weakly is no trainer, or none of those
         if trainer in automatic:
@@ -47,7 +53,9 @@ def protect(
         if kind.__module__ in _ADAPTERS:
             name, function = _ADAPTERS[kind.__module__]
             adapter = import_module(f"nanproof.integrations.{name}")
-            guard: LoopGuard = getattr(adapter, function)(trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+            guard: LoopGuard = getattr(adapter, function)(
+                trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe
+            )
             return guard
     raise UsageError(
         f"protect({type(trainer).__name__}): not a trainer that nanproof knows (transformers, TRL, Lightning, Fabric, "

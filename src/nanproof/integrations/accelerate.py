@@ -33,13 +33,19 @@ _WRAPPERS = ("DistributedDataParallel", "OptimizedModule")
 
 
 def protect_accelerator(
-    accelerator: Any, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None
+    accelerator: Any,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = None,
+    checkpoints: Any = None,
+    observe: Any = None,
 ) -> LoopGuard:
     """Guard the loop that this accelerator runs. Call it after `accelerator.prepare(...)`.
 
     Args:
         accelerator: an `accelerate.Accelerator` that has prepared one optimizer and the model it trains.
         run_dir: "auto" is `nanproof` in the accelerator's project folder, if it has one.
+        observe: True or `Observe(...)`.
     """
     check_version("accelerate")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
@@ -50,9 +56,8 @@ def protect_accelerator(
 
         if accelerator.deepspeed_engine_wrapped is None:
             raise UsageError("protect(accelerator): nothing is prepared yet; call it after accelerator.prepare(model, optimizer)")
-        return protect_engine(
-            accelerator.deepspeed_engine_wrapped.engine, policy=policy, run_dir=run_dir, checkpoints=checkpoints
-        )
+        engine = accelerator.deepspeed_engine_wrapped.engine
+        return protect_engine(engine, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
     if kind in ("MEGATRON_LM", "XLA"):
         raise UnsupportedError(f"protect(accelerator): {kind} steps out of reach of a guard; DDP, FSDP2 and DeepSpeed work")
     if len(accelerator._optimizers) != 1:
@@ -63,7 +68,7 @@ def protect_accelerator(
         )
     if "backward" in accelerator.__dict__:
         raise UsageError("protect(accelerator): its backward is replaced already; protect an accelerator once")
-    guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+    guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
     _Loop(accelerator, guard)
     return guard
 

@@ -21,7 +21,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +41,8 @@ from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.recorded import RootRecorder, call_again
 from nanproof.integrations.versions import check_version
 from nanproof.integrations.zero import Pieces, Zero3Holder, holder_of
+from nanproof.observe.lookout import Lookout, Unobserved
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
 from nanproof.records import Diagnosis, Incident, StepRecord
 
@@ -48,13 +50,19 @@ log = logging.getLogger("nanproof")
 
 
 def protect_engine(
-    engine: Any, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None
+    engine: Any,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = None,
+    checkpoints: Any = None,
+    observe: Any = None,
 ) -> EngineGuard:
     """Guard the steps of a DeepSpeed engine. Call it after `deepspeed.initialize`, on every rank.
 
     Args:
         engine: what `deepspeed.initialize` returned first.
         run_dir: folder for the records; "auto" is none, because an engine has no folder of its own.
+        observe: True or `Observe(...)`. What a step does to the weights is not seen: DeepSpeed holds them in parts.
     """
     check_version("deepspeed")
     if checkpoints is not None:
@@ -67,14 +75,14 @@ def protect_engine(
         )
     if "step" in engine.__dict__:
         raise UsageError("protect(engine): its step is replaced already; protect an engine once")
-    return EngineGuard(engine, policy, None if run_dir == "auto" else run_dir)
+    return EngineGuard(engine, policy, None if run_dir == "auto" else run_dir, observe)
 
 
 class EngineGuard(LoopGuard):
     """A guard whose optimizer is DeepSpeed's. Same records, same policy, same incidents; nothing to start or to call."""
 
-    def __init__(self, engine: Any, policy: Policy | None, run_dir: str | Path | None) -> None:
-        super().__init__(policy=policy, run_dir=run_dir)
+    def __init__(self, engine: Any, policy: Policy | None, run_dir: str | Path | None, observe: Any = None) -> None:
+        super().__init__(policy=policy, run_dir=run_dir, observe=observe)
         self.engine = engine
         self.model, self.optimizer = engine.module, engine.optimizer
         self._holder = holder_of(engine)
@@ -95,6 +103,7 @@ class EngineGuard(LoopGuard):
         """The recorded calls of this step; None for one whose loss was made outside of the model."""
         self._diagnosed: set[str] = set()
         self._halted: TrainingHalted | None = None
+        self._lookout = _lookout(self, self.observe)
         self._recorder = RootRecorder(engine.module, self._note_call)
         self._probe = _probe(named, self._probes)
         self._replace(engine, "backward", self._backward)
@@ -148,6 +157,7 @@ class EngineGuard(LoopGuard):
         if self._closed:
             return
         self._closed = True
+        self._lookout.close()
         self._recorder.close()
         if self._probe is not None:
             self._probe.remove()
@@ -203,6 +213,9 @@ class EngineGuard(LoopGuard):
         record = reading.record(
             number, self._names, list(range(len(self._names))), tuple(float(x) for x in self.engine.get_lr()), False
         )
+        self._lookout.before_step(number)
+        self._lookout.after_step(number, None)
+        record = self._lookout.observed(record)
         self._history.append(record)
         self._journal.step(record)
         self.refused_so_far += reading.refused
@@ -267,6 +280,8 @@ class EngineGuard(LoopGuard):
 
     def _accepted(self, record: StepRecord) -> None:
         self._caps.accepted()
+        for forecast in self._lookout.foresee(record):
+            self._foretell(forecast)
         self._report(from_finding(self._watch.see(record, False)))
 
     def _overflowed(self, step: Any, record: StepRecord) -> None:
@@ -351,6 +366,14 @@ class _EngineRanks(Ranks):
                 "parallel ZeRO is supported"
             )
         self._group, self.together = self.group, self.size > 1
+
+
+def _lookout(guard: EngineGuard, settings: Observe | None) -> Unobserved:
+    """Looks at the engine's module. A stand-in for the stepper, which DeepSpeed has none of: model, optimizer and device."""
+    if settings is None:
+        return Unobserved()
+    stepper: Any = SimpleNamespace(model=guard.model, optimizer=guard.optimizer, parameters=SimpleNamespace(device=guard._device))
+    return Lookout(stepper, replace(settings, weights=False))
 
 
 def _probe(named: list[tuple[str, Tensor]], notes: list[Tensor]) -> Any:

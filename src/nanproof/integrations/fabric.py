@@ -34,6 +34,7 @@ def protect_fabric(
     run_dir: str | Path | None = None,
     checkpoints: Any = None,
     max_norm: Any = ...,
+    observe: Any = None,
 ) -> LoopGuard:
     """Guard a loop that uses Fabric; for several optimizers, once for each. `guard.close()` gives Fabric its methods back.
 
@@ -44,6 +45,7 @@ def protect_fabric(
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the folder of Fabric's logger, if it has one.
         checkpoints: `Checkpoints(folder)`, to go back to.
         max_norm: clip to this norm; if it is not given, what `fabric.clip_gradients(max_norm=...)` is called with counts.
+        observe: True or `Observe(...)`.
     """
     check_package(fabric)
     if (model is None) != (optimizer is None):
@@ -53,7 +55,7 @@ def protect_fabric(
     if run_dir == "auto":
         folder = getattr(next(iter(fabric.loggers), None), "log_dir", None)
         run_dir = None if folder is None else Path(folder) / "nanproof"
-    guard = FabricGuard(fabric, max_norm, policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+    guard = FabricGuard(fabric, max_norm, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
     if model is not None:
         guard.begin(model, optimizer)
     else:

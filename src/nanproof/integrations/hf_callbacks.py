@@ -1,13 +1,14 @@
-"""Callbacks of the Trainer that people know by name. Those that look at gradients and losses are views on a guard: what they
-report was seen before clipping, and cost nothing extra.
+"""Callbacks of the Trainer that people know by name. Those that look at gradients, losses and activations are views on a guard:
+what they report was seen before clipping, and cost nothing extra.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,16 @@ from nanproof.errors import UsageError
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.recorded import call_again
+from nanproof.observe.activations import Observer
+from nanproof.observe.settings import AUTO, Observe
+from nanproof.observe.tables import COLUMNS, Rows, largest
 from nanproof.policy import Policy
 from nanproof.records import ABSENT, StepRecord
 
 log = logging.getLogger("nanproof")
+
+Modules = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""Which modules: names with wildcards, or a function of name and module."""
 
 
 class NanproofCallback(TrainerCallback):
@@ -35,10 +42,17 @@ class NanproofCallback(TrainerCallback):
     schedule advances on a refused step. `nanproof.protect(trainer)` has none of these limits.
     """
 
-    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        checkpoints: Any = None,
+        observe: Any = None,
+    ) -> None:
         # Without a lag: what the trainer does to the loss is not known, so no step may be taken again, only looked at.
         policy = replace(policy if policy is not None else Policy(), lag=0)
-        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
         self._patches = Patches()
         self._hooks: list[Any] = []
         self._again = False
@@ -232,51 +246,116 @@ class LossCheckCallback(GuardView):
         return {"nanproof/nonfinite_losses": len(self.nonfinite), "nanproof/empty_losses": len(self.empty)}
 
 
-class ActivationMonitorCallback(TrainerCallback):
-    """The largest output of every module, and which are not finite, every so many steps.
+class ActivationMonitorCallback(GuardView):
+    """The largest output of the chosen modules at every step, and which are not finite; every so many steps a full look.
 
-    Hooks are there on those steps only, and one read of the device a look.
+    With `nanproof.protect(trainer)` it makes the guard observe, unless `observe=` was given, and reads its records: gradients,
+    weights, attention and forecasts come with that. Without, it looks at outputs by itself. Nothing waits for the device: what a
+    step looked like is read at the end of the next one.
     """
 
-    def __init__(self, check_every_n_steps: int = 50, modules: Callable[[str, nn.Module], bool] | None = None) -> None:
+    def __init__(self, check_every_n_steps: int = 50, modules: Modules | None = None) -> None:
+        """
+        Args:
+            check_every_n_steps: steps from one full look to the next; `last` is of these, and of steps that were bad.
+            modules: whose outputs: a function of name and module, names with wildcards, or None for `Observe`'s own choice.
+        """
+        super().__init__()
         _positive(check_every_n_steps=check_every_n_steps)
         self.check_every_n_steps = check_every_n_steps
-        self._wanted = modules if modules is not None else lambda name, module: not any(True for _ in module.children())
+        self.settings = Observe(every=check_every_n_steps, modules=AUTO if modules is None else modules)
+        """What a guard observes for it."""
         self.last: dict[str, float] = {}
         """Largest absolute output by module, of the last look; NaN or Inf where there is one."""
-        self._seen: dict[str, Tensor] = {}
-        self._hooks: list[Any] = []
+        self.bad: list[int] = []
+        """Steps in which an output was NaN or Inf."""
+        self._near = 0.0
+        """The largest share of an output close to its dtype's maximum, at the last full look."""
+        self._observer: Observer | None = None
+        self._sent: tuple[int, Callable[[], Rows]] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop()
+        self._seen = state.global_step - 1
+        if self.guard is None or self.guard.observe is None:
+            model: nn.Module = kwargs["model"]
+            device = next((p.device for p in model.parameters()), torch.device(args.device))
+            self._observer = Observer(model, replace(self.settings, gradients=False), device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.check_every_n_steps == 0:
-            model: nn.Module = kwargs["model"]
-            for name, module in model.named_modules():
-                if self._wanted(name, module):
-                    self._hooks.append(module.register_forward_hook(self._look_at(name)))
-
-    def _look_at(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
-                largest = first.detach().abs().amax().float()
-                before = self._seen.get(name)
-                self._seen[name] = largest if before is None else torch.maximum(before, largest)
-
-        return hook
+        if self._observer is not None:
+            self._observer.begin(full=state.global_step % self.check_every_n_steps == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._hooks:
+        if self._observer is None:
+            self._read_records()
+        else:
+            self._read_sent()
+            self._sent = state.global_step - 1, self._observer.send()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last steps too: the guard's records are all in by now."""
+        if self._observer is None:
+            self._read_records()
+        self._stop()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """On its own it joins the trainer's log as far as a callback can: its history, and callbacks that come later."""
+        if self._observer is not None and logs is not None and "loss" in logs:
+            logs.update(self.metrics())
+            if state.log_history:
+                state.log_history[-1].update(self.metrics())
+
+    def metrics(self) -> dict[str, float]:
+        if not self.last:
+            return {}
+        return {
+            "nanproof/activation_max": reduce(largest, self.last.values()),
+            "nanproof/activation_near_max": self._near,
+            "nanproof/bad_activation_steps": len(self.bad),
+        }
+
+    def _read_records(self) -> None:
+        for record in self._new():
+            if record.observed is not None:
+                self._note(record.step, record.observed.by_site, record.observed.outputs.get("near", ()))
+
+    def _read_sent(self) -> None:
+        sent, self._sent = self._sent, None
+        if sent is None or self._observer is None:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._seen:
-            values = torch.stack([value.to(args.device) for value in self._seen.values()]).tolist()
-            self.last = dict(zip(self._seen, values, strict=True))
-            bad = [name for name, value in self.last.items() if not math.isfinite(value)]
-            if bad:
-                log.warning("nanproof: step %d: outputs that are not finite: %s", state.global_step - 1, listed(bad))
-        self._seen.clear()
+        step, read = sent
+        sites, rows = self._observer.sites, read()
+        near = [row[COLUMNS.index("near")] / row[COLUMNS.index("count")] for row in rows.values() if len(row) == len(COLUMNS)]
+        self._note(step, {site: rows[i][0] for i, site in enumerate(sites) if i in rows}, near)
+
+    def _note(self, step: int, by_site: dict[str, float], near: Iterable[float]) -> None:
+        bad = [name for name, value in by_site.items() if not math.isfinite(value)]
+        due = step % self.check_every_n_steps == 0
+        if bad and (due or self.bad[-1:] != [step - 1]):  # not at every step of a run that stays bad
+            first = _first_to_end(bad)
+            more = f", and {len(bad) - 1} more: {listed([name for name in bad if name != first])}" if len(bad) > 1 else ""
+            log.warning("nanproof: step %d: outputs that are not finite: first %s (%s)%s", step, first, by_site[first], more)
+        if bad:
+            self.bad.append(step)
+        if (bad or due) and by_site:
+            self.last = by_site
+        self._near = max(near, default=self._near)
+
+    def _stop(self) -> None:
+        self._read_sent()
+        if self._observer is not None:
+            self._observer.close()
+        self._observer = None
+
+
+def _first_to_end(names: list[str]) -> str:
+    """Of modules in the order of the model, in which parents come before their parts, the one whose output came first."""
+    first = names[0]
+    for name in names:
+        if name.startswith(f"{first}."):
+            first = name
+    return first
 
 
 def _positive(**numbers: int) -> None:

@@ -34,6 +34,7 @@ def protect_trainer(
     run_dir: str | Path | None = None,
     checkpoints: Any = None,
     max_norm: Any = ...,
+    observe: Any = None,
 ) -> LoopGuard:
     """Guard the fits of a Lightning Trainer. Call it before `fit`; returns the guard, whose `incidents` and `history` fill.
 
@@ -43,11 +44,12 @@ def protect_trainer(
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's log folder.
         checkpoints: `Checkpoints(folder)`, to go back to. With one optimizer only.
         max_norm: clip to this norm; if it is not given, `Trainer(gradient_clip_val=...)` counts.
+        observe: True or `Observe(...)`; of several optimizers, the guard of the first one observes.
     """
     if any(isinstance(callback, NanproofCallback) for callback in trainer.callbacks):
         raise UsageError("protect: this trainer has a NanproofCallback already; use its `guard`")
     refuse_value_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-    callback = NanproofCallback(policy=policy, run_dir=run_dir, checkpoints=checkpoints, max_norm=max_norm)
+    callback = NanproofCallback(policy=policy, run_dir=run_dir, checkpoints=checkpoints, max_norm=max_norm, observe=observe)
     trainer.callbacks.insert(0, callback)  # before those that save
     return callback.guard
 
@@ -72,8 +74,9 @@ class NanproofCallback:
         run_dir: str | Path | None = None,
         checkpoints: Any = None,
         max_norm: Any = ...,
+        observe: Any = None,
     ) -> None:
-        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
         """The guard of the first optimizer; `incidents` holds those of all."""
         self.guards = [self.guard]
         """One for each optimizer."""
@@ -83,7 +86,7 @@ class NanproofCallback:
         self._loaded: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         """The state at the end of the last fit."""
-        self._counts: tuple[tuple[int, int], dict[str, Tensor]] | None = None
+        self._counts: tuple[tuple[int, ...], dict[str, Tensor]] | None = None
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------------------
 
@@ -186,9 +189,11 @@ class NanproofCallback:
 
     def _counted(self, device: torch.device) -> dict[str, Tensor]:
         """The counts as tensors on the device, made only when they change: making one waits for the device."""
-        counts = (sum(guard.refused_in_all for guard in self.guards), len(self.guard.incidents))
+        names: tuple[str, ...] = ("nanproof/skipped", "nanproof/incidents")
+        counts: tuple[int, ...] = (sum(guard.refused_in_all for guard in self.guards), len(self.guard.incidents))
+        if self.guard.observe is not None:
+            names, counts = (*names, "nanproof/forecasts"), (*counts, len(self.guard.forecasts))
         if self._counts is None or self._counts[0] != counts:
-            names = ("nanproof/skipped", "nanproof/incidents")
             self._counts = counts, {n: torch.tensor(float(c), device=device) for n, c in zip(names, counts, strict=True)}
         return self._counts[1]
 

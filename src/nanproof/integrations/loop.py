@@ -23,8 +23,9 @@ from nanproof.core.stepper import Report
 from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
 from nanproof.guard import Guard
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
-from nanproof.records import Incident, StepRecord
+from nanproof.records import Forecast, Incident, StepRecord
 
 UNKNOWN: Final = object()
 """A micro-batch that cannot be run again."""
@@ -33,11 +34,21 @@ UNKNOWN: Final = object()
 class LoopGuard(Guard):
     """What `protect` returns. It begins with the trainer's loop; until then it has seen nothing."""
 
-    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        checkpoints: Any = None,
+        observe: Any = None,
+    ) -> None:
         if policy is not None and not isinstance(policy, Policy):
             raise UsageError(f"protect(policy=...): a nanproof.Policy is needed, not {type(policy).__name__}")
         self.policy = policy if policy is not None else Policy()
         self.incidents: list[Incident] = []
+        self.forecasts: list[Forecast] = []
+        self.observe = Observe.of(observe)
+        """What is looked at besides loss and gradients, from the next `start` on; None is nothing."""
         self.started = False
         self.refused_so_far = 0
         """Refused steps that the host knows of: on CUDA it learns of one two steps later."""
@@ -60,9 +71,10 @@ class LoopGuard(Guard):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoopGuard:
         """For a copy of the trainer: one that has not begun, and knows what this one has seen."""
-        other = type(self)(policy=self.policy, run_dir=self._run_dir, checkpoints=self._checkpoints)
+        other = type(self)(policy=self.policy, run_dir=self._run_dir, checkpoints=self._checkpoints, observe=self.observe)
         memo[id(self)] = other
         other.incidents.extend(self.incidents)
+        other.forecasts.extend(self.forecasts)
         other._history.extend(self._history)
         other.refused_so_far, other.refused_for_good = self.refused_so_far, self.refused_for_good
         other.refused_before, other.accepted_so_far = self.refused_before, self.accepted_so_far
@@ -87,7 +99,7 @@ class LoopGuard(Guard):
             scheduler: one that the guard advances after accepted steps; None where the loop does that.
         """
         self.close()
-        incidents, history = self.incidents, self._history
+        incidents, forecasts, history = self.incidents, self.forecasts, self._history
         if loss_fn is not None:
             loss_fn = _Weighted(loss_fn)
         super().__init__(
@@ -100,10 +112,11 @@ class LoopGuard(Guard):
             policy=self.policy,
             run_dir=self._run_dir,
             checkpoints=self._checkpoints,
+            observe=self.observe,
         )
         while history and history[-1].step >= step:
             history.pop()
-        self.incidents, self._history, self._next = incidents, history, step
+        self.incidents, self.forecasts, self._history, self._next = incidents, forecasts, history, step
         self._open = self._taken = None
         self._examiner.why_not_again = self.why_not_again or self._examiner.why_not_again
         self.started = True
@@ -140,7 +153,7 @@ class LoopGuard(Guard):
         if self._open is None:
             self._runner.run_held()
             self._open = self._new_attempt(())
-            self._runner.open(self._open)
+            self._runner.open(self._open, forward_ahead=batch is not UNKNOWN)
         if batch is UNKNOWN or self.loss_fn is None:
             self._open.batches = None
         elif self._open.batches is not None:

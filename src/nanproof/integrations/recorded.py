@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from nanproof.core.verdict import Reading
 from nanproof.errors import UsageError
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.written import gradients_now, writes_to_batch
-from nanproof.policy import Policy
 from nanproof.records import StepRecord
 
 _LONGEST = 4
@@ -175,8 +173,8 @@ class RecordedLoopGuard(LoopGuard):
     refused and every rank says that it can. Where verdicts come late (CUDA) it is too late by then: steps behind the bad one were
     taken. There, and with a loss scale, several ranks get names and no cause; `Policy(lag=0)` reads verdicts at once."""
 
-    def __init__(self, *, policy: Policy | None = None, run_dir: str | Path | None = None, checkpoints: Any = None) -> None:
-        super().__init__(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.why_not_again = OUTSIDE
         self._aside: list[Any] = []
         """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""

@@ -29,6 +29,8 @@ class Options:
     optimizer: Literal["auto", "own", "fused"] = "auto"
     """Which form of an optimizer that left it open is used: its own, fused, or own on CPU and fused elsewhere."""
     quiet: bool = False
+    observe: bool = False
+    """Whether activations, weights and attention are looked at too."""
 
 
 _RECENT = 64
@@ -132,7 +134,9 @@ class Session:
         if run_dir is not None and count:
             run_dir = run_dir / f"optimizer-{count + 1}"
         try:
-            watched.start(self.options.policy, run_dir, self.options.optimizer, self.last_loss if at_step else None)
+            watched.start(
+                self.options.policy, run_dir, self.options.optimizer, self.last_loss if at_step else None, self.options.observe
+            )
         except Exception as error:
             watched.leave_alone(f"{type(error).__name__}: {error}")
         watched.reached = self.backwards

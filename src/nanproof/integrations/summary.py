@@ -10,10 +10,10 @@ from typing import Any
 
 from nanproof.errors import TrainingHalted
 from nanproof.integrations.session import Session
-from nanproof.records import Incident
+from nanproof.records import Forecast, Incident
 
 _SHOWN = 10
-"""Groups of incidents that are listed; the others are counted."""
+"""Groups of incidents, and forecasts, that are listed; the others are counted."""
 _PREFIX = "nanproof: "
 
 
@@ -30,6 +30,8 @@ class Guarded:
     refused: int
     overflows: int
     incidents: tuple[Incident, ...]
+    forecasts: tuple[Forecast, ...]
+    """With `--observe`."""
     run_dir: Path | None
     own_seconds: float
     """In nanproof's own code, on the host, in all healthy steps; the optimizer, backward and clipping are not counted."""
@@ -51,6 +53,9 @@ class Guarded:
             told += _lines_of(group)
         if len(groups) > _SHOWN:
             told.append(f"  and {sum(map(len, groups[_SHOWN:]))} more incidents")
+        told += [f"  {forecast}" for forecast in self.forecasts[:_SHOWN]]
+        if len(self.forecasts) > _SHOWN:
+            told.append(f"  and {len(self.forecasts) - _SHOWN} more forecasts")
         if self.steps > 1 and self.span_seconds > 0:
             each = self.own_seconds / self.steps
             share = each / (self.span_seconds / (self.steps - 1))
@@ -75,6 +80,7 @@ class Guarded:
             "refused": self.refused,
             "overflows": self.overflows,
             "incidents": [incident.to_json() for incident in self.incidents],
+            "forecasts": [forecast.to_json() for forecast in self.forecasts],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
             "own_seconds": self.own_seconds,
             "trouble_seconds": self.trouble_seconds,
@@ -198,6 +204,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
             refused=t.refused,
             overflows=t.overflows,
             incidents=tuple(t.incidents),
+            forecasts=tuple(t.forecasts),
             run_dir=t.run_dir,
             own_seconds=t.own,
             trouble_seconds=t.trouble,
@@ -216,6 +223,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 refused=guard.refused_so_far,
                 overflows=0,
                 incidents=tuple(guard.incidents),
+                forecasts=tuple(guard.forecasts),
                 run_dir=getattr(guard, "_run_dir", None),
                 own_seconds=0.0,
                 trouble_seconds=0.0,

@@ -105,7 +105,7 @@ def _protect(session: Session, trainer: Any) -> bool:
     if options.optimizer == "own" or (options.optimizer == "auto" and not torch.accelerator.is_available()):
         policy = replace(policy, switch_to_fused=False)
     try:
-        guard = protect(trainer, policy=policy, run_dir=options.run_dir or "auto")
+        guard = protect(trainer, policy=policy, run_dir=options.run_dir or "auto", observe=options.observe or None)
     except (NanproofError, ImportError) as error:
         if "already" in str(error):
             from nanproof.integrations.watched import Tally

@@ -53,9 +53,15 @@ log = logging.getLogger("nanproof")
 
 
 def protect_trainer(
-    trainer: Trainer, *, policy: Policy | None = None, run_dir: str | Path | None = "auto", checkpoints: Any = None
+    trainer: Trainer,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = "auto",
+    checkpoints: Any = None,
+    observe: Any = None,
 ) -> LoopGuard:
-    """Guard what this trainer trains. Call it before `trainer.train()`; what it returns fills as the run goes on."""
+    """Guard what this trainer trains. Call it before `trainer.train()`; what it returns fills as the run goes on.
+    `observe` not given: as an `ActivationMonitorCallback` among the trainer's callbacks asks."""
     check_version("transformers")
     check_version("accelerate")
     there = getattr(trainer, "nanproof", None)
@@ -73,8 +79,8 @@ def protect_trainer(
     check_grpo(trainer)
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
-    guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints)
-    _Watch(trainer, guard)
+    guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+    _Watch(trainer, guard, ask_monitor=observe is None)
     trainer.nanproof = guard  # type: ignore[attr-defined]
     return guard
 
@@ -82,8 +88,10 @@ def protect_trainer(
 class _Watch(TrainerCallback):
     """Stands between one trainer and its optimizer."""
 
-    def __init__(self, trainer: Trainer, guard: LoopGuard) -> None:
+    def __init__(self, trainer: Trainer, guard: LoopGuard, ask_monitor: bool) -> None:
         self.trainer, self.guard = trainer, guard
+        self._ask_monitor = ask_monitor
+        """Whether a monitor of activations among the callbacks says what the guard observes."""
         self._patches = Patches()
         self._losses = HonestLoss(0, 0)
         self._checkpoints: TrainerCheckpoints | None = None
@@ -140,6 +148,9 @@ class _Watch(TrainerCallback):
         _refuse_a_second_guard(trainer)
         self._refuse_what_cannot_be_guarded()
         schedule = self._take_schedule()
+        if self._ask_monitor:
+            monitors = (view for view in self._views if isinstance(view, ActivationMonitorCallback))
+            guard.observe = next((monitor.settings for monitor in monitors), None)
         guard.start(
             trainer.model_wrapped,
             optimizer,
@@ -350,6 +361,8 @@ class _Watch(TrainerCallback):
             self._losses.correct(logs, self.trainer, self.guard)
             logs["nanproof/skipped"] = self.guard.refused_in_all
             logs["nanproof/incidents"] = len(self.guard.incidents)
+            if self.guard.observe is not None:
+                logs["nanproof/forecasts"] = len(self.guard.forecasts)
             for view in self._views:
                 logs.update(view.metrics())
         elif "train_loss" in logs:

@@ -28,7 +28,7 @@ from nanproof.integrations.loop import UNKNOWN
 from nanproof.integrations.owners import called, model_of
 from nanproof.integrations.recorded import OUTSIDE, Hook, RecordedLoopGuard, RootRecorder
 from nanproof.policy import Policy
-from nanproof.records import Incident
+from nanproof.records import Forecast, Incident
 
 _NUMBERS = itertools.count()
 
@@ -49,6 +49,7 @@ class Tally:
     overflows: int = 0
     """Steps that a GradScaler left out while it looked for its scale."""
     incidents: list[Incident] = field(default_factory=list)
+    forecasts: list[Forecast] = field(default_factory=list)
     run_dir: Path | None = None
     own: float = 0.0
     """Seconds in nanproof's own code, on the host, while all was well."""
@@ -96,7 +97,7 @@ class Watched:
 
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
-    def start(self, policy: Policy, run_dir: Path | None, fused: str, loss: Tensor | None) -> None:
+    def start(self, policy: Policy, run_dir: Path | None, fused: str, loss: Tensor | None, observe: bool = False) -> None:
         """Look for the model and put the guard around it; once. `loss`: it is at a step already, and this was the last."""
         optimizer = self.optimizer
         if self.guard is not None or self.left_alone or not getattr(optimizer, "param_groups", None):
@@ -122,7 +123,7 @@ class Watched:
             return
         if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
             policy = replace(policy, switch_to_fused=False)
-        guard = RecordedLoopGuard(policy=policy, run_dir=run_dir)
+        guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, observe=observe)
         places = {id(p): i for i, p in enumerate(parameters)}
         roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
         self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
@@ -138,7 +139,8 @@ class Watched:
         self._unclaimed = [] if loss is None else [local(loss)]
         weakref.finalize(guard, guard._journal.close)
         self.guard, self.tally.guarded = guard, True
-        self.tally.path, self.tally.incidents, self.tally.run_dir = guard.path, guard.incidents, run_dir
+        self.tally.path, self.tally.run_dir = guard.path, run_dir
+        self.tally.incidents, self.tally.forecasts = guard.incidents, guard.forecasts
         if guard._stepper.lag:
             for root in roots:
                 root.register_state_dict_pre_hook(Hook(self, "settle"))
