@@ -35,16 +35,22 @@ class Told:
     family: str
     fails: bool
     failed: int | None
-    said: list[tuple[int, str, float | None]] = field(default_factory=list)
-    """(step, kind, in how many steps) of forecasts before the failure."""
+    said: list[tuple[int, str, float | None, float | None]] = field(default_factory=list)
+    """(step, kind, in how many steps, more or less) of forecasts before the failure."""
 
     @property
     def lead(self) -> int | None:
         return self.failed - self.said[0][0] if self.failed is not None and self.said else None
 
+    @property
+    def in_time(self) -> list[bool]:
+        """Of each forecast that says when: whether the run failed then."""
+        dated = [(step, steps, margin) for step, _, steps, margin in self.said if steps is not None and margin is not None]
+        return [abs(self.failed - step - steps) <= margin for step, steps, margin in dated if self.failed is not None]
 
-def before(guard: nanproof.Guard, failed: int | None) -> list[tuple[int, str, float | None]]:
-    return [(f.step, f.kind, f.steps) for f in guard.forecasts if failed is None or f.step < failed]
+
+def before(guard: nanproof.Guard, failed: int | None) -> list[tuple[int, str, float | None, float | None]]:
+    return [(f.step, f.kind, f.steps, f.margin) for f in guard.forecasts if failed is None or f.step < failed]
 
 
 def corpus(split: str) -> Iterator[Told]:
@@ -122,13 +128,15 @@ def summary(told: list[Told]) -> dict[str, Any]:
         "false": len(false),
         "precision": len(leads) / (len(leads) + len(false)) if leads or false else None,
         "recall": len(leads) / len(fails) if fails else None,
+        "dated": sum(len(t.in_time) for t in fails),
+        "in_time": sum(sum(t.in_time) for t in fails),
         "by_family": {
             family: {
                 "fails": of_it[0].fails,
                 "runs": len(of_it),
                 "warned": sum(bool(t.said) for t in of_it),
                 "leads": [t.lead for t in of_it if t.lead is not None],
-                "kinds": sorted({kind for t in of_it for _, kind, _ in t.said}),
+                "kinds": sorted({kind for t in of_it for _, kind, _, _ in t.said}),
             }
             for family in dict.fromkeys(t.family for t in told)
             if (of_it := [t for t in told if t.family == family])

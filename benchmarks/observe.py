@@ -95,7 +95,7 @@ def whole_step(rounds: int, device: str, names: list[str]) -> dict[str, Any]:
 
     batch = torch.randint(0, 32000, (8, 1024), device="cuda") if device == "cuda" else torch.randint(0, 4096, (4, 64))
     loss_fn = autocast_loss if device == "cuda" else next_token_loss
-    rows = compare(build, loss_fn, batch, rounds=rounds, steps=4, names=names, device=device, variants=VARIANTS)
+    rows = compare(build, loss_fn, batch, rounds=rounds, steps=10, names=names, device=device, variants=VARIANTS)
     count = sum(p.numel() for p in build().parameters())
     shape = " x ".join(map(str, batch.shape))
     title = (
@@ -103,6 +103,49 @@ def whole_step(rounds: int, device: str, names: list[str]) -> dict[str, Any]:
     )
     print(table(title, rows), flush=True)
     return {"title": title, "rows": rows}
+
+
+FAST = ["plain clip + step", "nanproof, not observing", "nanproof, observe=True", "nanproof, full looks", "nanproof, everything"]
+
+
+def host_time(rounds: int) -> dict[str, Any]:
+    """A model of the same depth and next to no width: what a step costs the host, which is what counts where the device waits
+    for it."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Llama(hidden=64, layers=16, heads=4, kv_heads=4, intermediate=128, vocab=1000, length=16).cuda()
+
+    batch = torch.randint(0, 1000, (1, 16), device="cuda")
+    rows = compare(build, autocast_loss, batch, rounds=rounds, steps=10, names=FAST, device="cuda", variants=VARIANTS)
+    title = "the host's part of a step: the same 16 layers, hidden 64, batch 1 x 16"
+    print(table(title, rows), flush=True)
+    return {"title": title, "rows": rows}
+
+
+def device_time(steps: int = 5) -> dict[str, Any]:
+    """Milliseconds a step in which the device computes, summed over its kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    batch, rows = torch.randint(0, 32000, (8, 1024), device="cuda"), {}
+    for name in FAST:
+        with VARIANTS[name](llama("cuda")[0], autocast_loss) as step:
+            for _ in range(3):
+                step(batch)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                for _ in range(steps):
+                    step(batch)
+                torch.cuda.synchronize()
+        kernels = seen.key_averages()
+        looks = sum(k.self_device_time_total for k in kernels if k.key in ("_look", "_gather", "_read"))
+        ms = sum(k.self_device_time_total for k in kernels) / steps / 1e3
+        rows[name] = {"ms": ms, "ratio": ms / rows[FAST[0]]["ms"] if rows else 1.0, "looks_ms": looks / steps / 1e3}
+        print(
+            f"{name:28s} {ms:8.2f} ms of kernels a step, {rows[name]['ratio']:.3f}; looks {looks / steps / 1e3:.2f} ms",
+            flush=True,
+        )
+    return {"rows": rows}
 
 
 def compiled(rounds: int) -> dict[str, Any]:
@@ -200,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "compiled"])
+    parser.add_argument("--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "device", "host", "compiled"])
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,6 +253,8 @@ def main() -> None:
         "bandwidth": bandwidth,
         "no host sync": no_syncs,
         "whole step": lambda: whole_step(args.rounds, device, args.variants),
+        "device": device_time,
+        "host": lambda: host_time(args.rounds),
         "compiled": lambda: compiled(args.rounds),
     }
     results: dict[str, Any] = {}

@@ -37,7 +37,6 @@ KINDS = (
 ACTIONS = ("recorded", "clipped", "skipped", "rewound", "rolled-back", "halted")
 FORECASTS = (
     "activation-overflow",
-    "gradient-overflow",
     "divergence",
     "stale-second-moment",
     "exploding-depth",

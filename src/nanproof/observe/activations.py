@@ -75,6 +75,8 @@ class Observer:
         self.sites = tuple(chosen)
         self.gradients = settings.gradients
         self.on = True
+        self._left_out: set[int] = set()
+        """Rows whose tensors cannot be looked at: nested ones, those inside of vmap."""
         self._table = make_table(2 * len(self.sites), device)
         self._mark = torch.zeros((), device=device)
         """Compiled code takes looks for writes to this, so it keeps them, and their order."""
@@ -131,12 +133,15 @@ class Observer:
         self._table.flush()  # compiled code may use the same memory for something else, without a word
 
     def _look(self, x: Tensor, row: int) -> None:
+        if row in self._left_out:
+            return
         try:
             self._table.look(x, row)
         except Exception as error:
-            self.on = False
+            self._left_out.add(row)
             log.debug("nanproof: observing failed", exc_info=True)
-            log.warning("nanproof: activations are not observed any more: %s: %s", type(error).__name__, error)
+            site, what = self.sites[row % len(self.sites)], type(error).__name__
+            log.warning("nanproof: %s is not observed any more: %s: %s", site, what, str(error).partition("\n")[0])
 
     def compiled_output(self, x: Tensor, row: int, differentiable: bool) -> Tensor:
         """The same, while torch compiles the code."""

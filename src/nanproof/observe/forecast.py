@@ -27,6 +27,8 @@ RISE = 1.0
 """Doublings over the window, at least."""
 KEEPS_ON = 0.9
 """Slope of the second half over that of the whole window, at least: a growth that slows down does not arrive."""
+MARGIN = 0.4
+"""Of the steps that are left, at least: few growths keep their rate."""
 PERSISTS = 2
 """Looks in a row."""
 LOSS_RISE, LOSS_FITS = 1.0, 0.6
@@ -113,7 +115,7 @@ class Forecaster:
         first, dtype = places[0], dtypes[places[0]]
         assert dtype is not None
         steps, more = float(best[first]), float(margin[first])
-        others = f", and {len(places) - 1} more sites" if len(places) > 1 else ""
+        others = f"; {len(places) - 1} more on the way" if len(places) > 1 else ""
         message = (
             f"{self._sites[first]} reaches {_NAMES.get(dtype, str(dtype))}'s maximum in about {steps:.0f} ± {max(more, 1):.0f} "
             f"steps at this rate (now {observed.absmax[first]:.4g} of {torch.finfo(dtype).max:.4g}){others}"
@@ -153,6 +155,6 @@ class Forecaster:
 def _arrival(fit: Fit, ceiling: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Steps until each line is at its ceiling, more or less, and whether that can be said."""
     left = (ceiling - fit.end) / fit.slope
-    spread = (2 * left * fit.error + 2 * fit.noise) / fit.slope
+    spread = torch.maximum((2 * left * fit.error + 2 * fit.noise) / fit.slope, MARGIN * left)
     sure = (fit.slope > 0) & (fit.fits >= FITS) & (fit.late >= KEEPS_ON * fit.slope)
     return left, spread, sure & (left >= 0) & (left <= AHEAD * fit.window)

@@ -32,7 +32,7 @@ log = logging.getLogger("nanproof")
 
 TOGETHER = 64
 """Tensors in one launch."""
-HELD = 256
+HELD = 128
 """Outputs that wait hold at most this part of the device's memory."""
 PROGRAMS = 256
 """Programs for one tensor, at the most."""
@@ -142,8 +142,8 @@ class TritonTable:
         """A graph writes to the table whenever it is replayed."""
         self._courier = Courier(device)
         self._plain = PlainTable(device)
-        self._waiting: dict[torch.dtype, dict[int, tuple[Tensor, int]]] = {dtype: {} for dtype in _DTYPES}
-        """By dtype and row: outputs that have not been looked at yet, and how often they had been written."""
+        self._waiting: list[tuple[Tensor, int, int]] = []
+        """Tensors that have not been looked at yet, their rows, and how often they had been written."""
         self._bytes = 0
         self._light: list[tuple[list[int], list[int], Sequence[Tensor]]] = []
         """Rows, sizes and largest values of light looks."""
@@ -162,48 +162,46 @@ class TritonTable:
             self._mode.fill_(int(full))
 
     def look(self, x: Tensor, row: int) -> None:
-        if type(x) is not Tensor:
-            x = local(x)
-        waiting = self._waiting.get(x.dtype)
-        if waiting is None or x.device != self._device:
-            self.dtypes[row] = x.dtype
-            self._plain.look(x, row)
-            return
-        if row in waiting:  # one launch adds to a row once
-            self._launch(x.dtype)
-            waiting = self._waiting[x.dtype]
-        waiting[row] = x, x._version
+        self._waiting.append((x, row, x._version))
         self._bytes += x.nbytes
-        if len(waiting) == TOGETHER or row in self._written:
-            self._launch(x.dtype)
-        elif self._bytes > self._most:
+        if len(self._waiting) >= TOGETHER or self._bytes > self._most or row in self._written:
             self.flush()
 
     def flush(self) -> None:
         """Look at everything that waits."""
-        for dtype, waiting in self._waiting.items():
-            if waiting:
-                self._launch(dtype)
-        self._bytes = 0
-
-    def _launch(self, dtype: torch.dtype) -> None:
-        waiting, self._waiting[dtype] = self._waiting[dtype], {}
-        tensors, sizes, rows = [], [], []
-        for row, (x, version) in waiting.items():
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        groups: dict[torch.dtype, tuple[list[Tensor], list[int], list[int]]] = {}
+        for x, row, version in waiting:
             if x._version != version:
                 self._written.add(row)
+                continue
+            if type(x) is not Tensor:
+                x = local(x)
+            if x.dtype not in _DTYPES or x.device != self._device or x.layout is not torch.strided:
+                self.dtypes[row] = x.dtype
+                self._plain.look(x, row)
             elif size := x.numel():
+                tensors, sizes, rows = groups.setdefault(x.dtype, ([], [], []))
                 tensors.append(x if x.is_contiguous() or fills_its_memory(x) else x.contiguous())
                 sizes.append(size)
                 rows.append(row)
-        if not rows:
-            return
-        self.dtypes.update(dict.fromkeys(rows, dtype))
-        if self._full or torch.cuda.is_current_stream_capturing():
-            self._look(dtype, tensors, sizes, rows)
-        else:  # torch's own takes the host less time
-            with torch.no_grad():
-                self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+        for dtype, (tensors, sizes, rows) in groups.items():
+            self.dtypes.update(dict.fromkeys(rows, dtype))
+            if self._full or torch.cuda.is_current_stream_capturing():
+                self._look_once(dtype, tensors, sizes, rows)
+            else:  # torch's own takes the host less time
+                with torch.no_grad():
+                    self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+
+    def _look_once(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
+        """One launch adds to a row once: where a module was called twice, it takes two."""
+        start, seen = 0, set[int]()
+        for i, row in enumerate(rows):
+            if row in seen:
+                self._look(dtype, tensors[start:i], sizes[start:i], rows[start:i])
+                start, seen = i, set()
+            seen.add(row)
+        self._look(dtype, tensors[start:], sizes[start:], rows[start:])
 
     def _look(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
         self._used = True
@@ -278,9 +276,7 @@ class TritonTable:
 
     def clear(self) -> None:
         self._plain.clear()
-        for waiting in self._waiting.values():
-            waiting.clear()
-        self._bytes = 0
+        self._waiting, self._bytes = [], 0
         self._light.clear()
         if self._used or self._captured:
             self._table.zero_()
