@@ -69,33 +69,34 @@ class MomentWatch(Watch):
             self._betas = float(betas[0]), float(betas[1])
         self._embeddings = embeddings
         """Rows that are seldom used have large updates in good health."""
-        self._first: torch.Tensor | None = None
-        self._second: torch.Tensor | None = None
-        self._steps = 0
+        self._first, self._second, self._steps = 0.0, 0.0, 0
+        """Adam's moments of the norm of all gradients."""
+
+    def looks_at(self, record: StepRecord) -> bool:
+        if self._betas is None:
+            return False
+        b1, b2 = self._betas
+        norm = record.grad_norm / record.clip
+        self._steps += 1
+        self._first += (1 - b1) * (norm - self._first)
+        self._second += (1 - b2) * (norm * norm - self._second)
+        second = self._second / (1 - b2**self._steps)
+        self.asks = second > 0 and self._first / (1 - b1**self._steps) > SUSPECT * second**0.5
+        return record.observed is not None and bool(record.observed.updates)
 
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
-        if self._betas is None:
+        assert record.observed is not None and self._betas is not None
+        updates = record.observed.updates["over_lr"]
+        moved = [
+            (u, name) for u, name in zip(updates, record.names, strict=True) if name not in self._embeddings and u < math.inf
+        ]
+        stale = [(u, name) for u, name in moved if u >= STALE]
+        if len(stale) < max(2, len(moved) / 20):
             return None
-        norms = torch.frombuffer(record.norms, dtype=torch.float64).clamp(min=0) / record.clip
-        if self._first is None or self._second is None or self._first.shape != norms.shape:
-            self._first, self._second, self._steps = torch.zeros_like(norms), torch.zeros_like(norms), 0
-        b1, b2 = self._betas
-        self._steps += 1
-        self._first.lerp_(norms, 1 - b1)
-        self._second.lerp_(norms.square(), 1 - b2)
-        size = (self._first / (1 - b1**self._steps)) / (self._second / (1 - b2**self._steps)).clamp(min=1e-60).sqrt()
-        self.asks = bool((size > SUSPECT).any())
-        updates = record.observed.updates.get("over_lr") if record.observed is not None else None
-        if updates is None:
-            return None
-        worst, where = max(
-            ((u, name) for u, name in zip(updates, record.names, strict=True) if name not in self._embeddings), default=(0.0, "")
-        )
-        if worst < STALE or not math.isfinite(worst):
-            return None
+        worst, where = max(stale)
         message = (
-            f"{where} moves by {worst:.2g} times the learning rate in a step (healthy: 1 at the most): its gradients have grown "
-            f"faster than Adam's second moment follows (beta2 {b2:g})"
+            f"{where} moves by {worst:.2g} times the learning rate in a step (healthy: 1 at the most), {len(stale)} parameters "
+            f"by more than {STALE:g}: gradients have grown faster than Adam's second moment follows (beta2 {self._betas[1]:g})"
         )
         return "stale-second-moment", where, message
 

@@ -8,14 +8,15 @@ at the most. Each thing is said once, and again only after it was gone. The limi
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nanproof.observe.early import DepthWatch, EntropyWatch, MomentWatch, ScaleWatch, SizeWatch, middle_ratio
-from nanproof.observe.trend import Fit, Series
-from nanproof.records import ABSENT, Forecast, Observed, StepRecord
+from nanproof.observe.trend import Fit, Series, lines
+from nanproof.records import Forecast, Observed, StepRecord
 
 STRIDE = 4
 """Steps from one look at the lines to the next."""
@@ -35,6 +36,10 @@ LOSS_RISE, LOSS_FITS = 1.0, 0.6
 """Doublings of the loss over the window, and how well they fit: what diverges."""
 WITH_IT = 1.0
 """Doublings of the gradient norm or an output at the same time."""
+LARGE = 0.4
+"""Share of the largest exponent below which an output is not looked at more closely."""
+LOSS_AT_LEAST = 1.4
+"""The same for the loss, over the least of late."""
 MOVED = 1.5
 """How often the weights were exchanged over the window, at least: growth that comes with the data leaves them where they are."""
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -45,8 +50,10 @@ class Forecaster:
 
     def __init__(self, sites: Sequence[str], optimizer: torch.optim.Optimizer, embeddings: set[str]) -> None:
         self._sites = tuple(sites)
-        count = len(self._sites)
-        self._logs, self._plain = Series(count + 2), Series(count)
+        self._series = Series()
+        """Outputs, then loss and gradient norm."""
+        self._losses: deque[float] = deque(maxlen=64)
+        """Every so many steps one."""
         self._steps = 0
         self._often: dict[str, int] = {}
         """By kind: looks in a row that found it."""
@@ -62,9 +69,9 @@ class Forecaster:
 
     def rewound(self) -> None:
         """The run is elsewhere: lines through the way it came say nothing."""
-        self._logs.clear()
-        self._plain.clear()
+        self._series.clear()
         self._often.clear()
+        self._losses.clear()
         self._suspects = False
 
     def see(self, record: StepRecord, dtypes: Sequence[torch.dtype | None]) -> list[Forecast]:
@@ -74,19 +81,32 @@ class Forecaster:
             return found
         self._note(record, observed)
         self._steps += 1
-        if self._steps % STRIDE == 0:
-            lines = self._logs.fits()
-            ahead = (self._overflow(record, observed, lines, self._plain.fits(), dtypes), self._divergence(record, lines))
-            found += [f for f in ahead if f is not None]
-        return found
+        if self._steps % STRIDE:
+            return found
+        # Lines cost the host a millisecond; nearly always it can be seen without them that there is nothing.
+        large, grows = self._large(observed, dtypes), self._grows(record)
+        logs: list[Fit] = []
+        plain: list[Fit] = []
+        if large or grows:
+            values = self._series.values()
+            values.masked_fill_(~(values > 0) | ~values.isfinite(), torch.nan)
+            logs, plain = lines(values.log2()), lines(values) if large else []
+        overflow = self._overflow(record, observed, logs if large else [], plain, dtypes)
+        ahead = (overflow, self._divergence(record, logs if grows else []))
+        return found + [f for f in ahead if f is not None]
+
+    def _large(self, observed: Observed, dtypes: Sequence[torch.dtype | None]) -> bool:
+        """An output is within the upper half of what its dtype can hold, on a logarithmic scale."""
+        limits = {d: torch.finfo(d).max ** LARGE for d in set(dtypes) if d is not None}
+        return any(d is not None and x > limits[d] for x, d in zip(observed.absmax, dtypes, strict=True))
+
+    def _grows(self, record: StepRecord) -> bool:
+        """The loss is well above the least of late."""
+        self._losses.append(record.loss)
+        return record.loss > LOSS_AT_LEAST * min(self._losses) and record.loss > 0
 
     def _note(self, record: StepRecord, observed: Observed) -> None:
-        outputs = torch.tensor(observed.absmax, dtype=torch.float64)
-        outputs.masked_fill_((outputs == ABSENT) | ~outputs.isfinite(), torch.nan)
-        both = torch.tensor([record.loss, record.grad_norm], dtype=torch.float64)
-        logs = torch.cat((outputs, both.masked_fill_(~(both > 0), torch.nan))).log2()
-        self._logs.add(logs.masked_fill_(~logs.isfinite(), torch.nan))
-        self._plain.add(outputs)
+        self._series.add([*observed.absmax, record.loss, record.grad_norm])
         ratio = middle_ratio(observed)
         self._ratio = ratio if ratio is not None else self._ratio
 
@@ -99,12 +119,15 @@ class Forecaster:
         self, record: StepRecord, observed: Observed, logs: list[Fit], plain: list[Fit], dtypes: Sequence[torch.dtype | None]
     ) -> Forecast | None:
         """A line that reaches the largest number of the output's dtype: through the values, or through their logarithms."""
+        if not logs:
+            self._lasting("activation-overflow", False)
+            return None
         n = len(self._sites)
         most = torch.tensor([math.inf if d is None else torch.finfo(d).max for d in dtypes], dtype=torch.float64)
         best, margin = torch.full((n,), torch.inf, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
         for log, line in zip(logs, plain, strict=True):
             doubled = log.rise[:n] >= RISE
-            for fit, ceiling in ((log.first(n), most.log2()), (line, most)):
+            for fit, ceiling in ((log.first(n), most.log2()), (line.first(n), most)):
                 left, spread, sure = _arrival(fit, ceiling)
                 better = sure & doubled & (left < best)
                 best, margin = torch.where(better, left, best), torch.where(better, spread, margin)
@@ -125,11 +148,11 @@ class Forecaster:
             steps=steps, margin=more, also=tuple(self._sites[i] for i in places[1:]),
         )  # fmt: skip
 
-    def _divergence(self, record: StepRecord, lines: list[Fit]) -> Forecast | None:
+    def _divergence(self, record: StepRecord, logs: list[Fit]) -> Forecast | None:
         """The loss grows steadily, outputs or gradients with it, and it is the weights that move."""
         found: tuple[Fit, int] | None = None
         suspects = False
-        for line in lines:
+        for line in logs:
             loss_grows = line.rise[-2] >= LOSS_RISE and line.fits[-2] >= LOSS_FITS and line.late[-2] >= KEEPS_ON * line.slope[-2]
             if not loss_grows:
                 continue

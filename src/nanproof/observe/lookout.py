@@ -28,6 +28,8 @@ log = logging.getLogger("nanproof")
 
 EARLY = (10, 20, 30, 40)
 """Steps that get a full look besides: much of what goes wrong does so at the beginning."""
+PATIENCE = 4
+"""Steps between full looks that are asked for, at first."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,8 @@ class Lookout(Unobserved):
         self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if forecast else None
         self._parcels: dict[int, _Parcel] = {}
         self._sending: _Parcel | None = None
+        self._asked, self._patience = -1, PATIENCE
+        """The last step that got a full look because it was asked for, and how many steps there are to the next at least."""
         self._blind = 0
         """Steps in a row of which nothing was seen."""
         self._prepare(0)
@@ -112,11 +116,23 @@ class Lookout(Unobserved):
 
     def _prepare(self, step: int) -> None:
         """The forwards of this step come next."""
-        due = step % self._settings.every == 0 or step in EARLY
-        full = due or (self._forecaster is not None and self._forecaster.asks)
+        full = step % self._settings.every == 0 or step in EARLY or self._granted(step)
         self._observer.begin(full)
         if self._attention is not None:
             self._attention.begin(full)
+
+    def _granted(self, step: int) -> bool:
+        """Whether the forecaster gets the full look it asks for. If it goes on asking, it gets them ever more seldom."""
+        if self._forecaster is None or not self._forecaster.asks:
+            return False
+        if step - self._asked > 2 * self._settings.every:
+            self._patience = PATIENCE
+        if step != self._asked and step - self._asked < self._patience:
+            return False
+        if step != self._asked:
+            self._patience = min(2 * self._patience, self._settings.every)
+        self._asked = step
+        return True
 
     @_harmless
     def before_step(self, step: int) -> None:

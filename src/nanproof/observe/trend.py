@@ -3,6 +3,8 @@ growth is slowing down. Logarithms to base 2, so a slope of 1 is a doubling a st
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,28 +43,29 @@ class Fit:
 
 
 class Series:
-    """The last steps of many series. A step with something non-finite or absent in a series leaves no line through it."""
+    """The last steps of many series. A step with something non-finite or absent in a series leaves no line through it. Nothing is
+    computed before lines are asked for."""
 
-    def __init__(self, count: int) -> None:
-        self._values = torch.full((WINDOWS[-1], count), torch.nan, dtype=torch.float64)
-        self._next = 0
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[float]] = deque(maxlen=WINDOWS[-1])
 
     def __len__(self) -> int:
-        return min(self._next, WINDOWS[-1])
+        return len(self._steps)
 
-    def add(self, values: Tensor) -> None:
-        self._values[self._next % WINDOWS[-1]] = values
-        self._next += 1
+    def add(self, values: Sequence[float]) -> None:
+        self._steps.append(values)
 
     def clear(self) -> None:
-        self._next = 0
+        self._steps.clear()
 
-    def last(self, window: int) -> Tensor:
-        at = self._next % WINDOWS[-1]
-        return torch.cat((self._values[at:], self._values[:at]))[-window:]
+    def values(self) -> Tensor:
+        """(step, series)"""
+        return torch.tensor(list(self._steps), dtype=torch.float64)
 
-    def fits(self) -> list[Fit]:
-        return [fit(self.last(window)) for window in WINDOWS if window <= len(self)]
+
+def lines(values: Tensor) -> list[Fit]:
+    """Lines over every window that the steps fill."""
+    return [fit(values[-window:]) for window in WINDOWS if window <= values.shape[0]]
 
 
 def fit(values: Tensor) -> Fit:
