@@ -230,17 +230,14 @@ def test_code_that_runs_no_hooks_is_told_of(caplog):
     assert len(blind) <= 1 and all(math.isfinite(r.loss) for r in guard.history)
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.6 does not say that it exports")
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # the guard's note of a forward
-@pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_model_has_no_looks_in_it(strict):
+def test_an_exported_model_has_no_looks_in_it():
     """Exported while it is observed, between two steps: what is exported runs where there is no nanproof."""
     model = built()
     with nanproof.Guard(
         model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=loss, observe=Observe(modules="*", every=1)
     ) as guard:
         guard.train_step(STEPS[0][0])
-        exported = torch.export.export(model, (STEPS[0][0][0],), strict=strict)
+        exported = torch.export.export(model, (STEPS[0][0][0],), strict=False)
         guard.train_step(STEPS[1][0])
     assert not [n for n in exported.graph.nodes if "nanproof" in str(n.target)]
     assert all(r.observed and set(r.observed.by_site) == set(SITES) for r in guard.history)

@@ -176,8 +176,8 @@ class _Hook(OwnHook):
         # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
         if not (module.training or torch.is_grad_enabled()):
             return None
-        if torch.compiler.is_compiling():
-            return self._compiled(output)
+        if torch.compiler.is_compiling():  # or exporting: what is exported runs where there is no nanproof
+            return self._compiled(output) if torch.compiler.is_dynamo_compiling() else None
         if module is self._module and self._observer.on:
             x = output if type(output) is Tensor else first_tensor(output)
             if x is not None:

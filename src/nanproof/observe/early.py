@@ -31,6 +31,8 @@ class Watch:
     """Sees every accepted step; says a thing once, and again only after it was gone for a while."""
 
     asks = False
+    insists = False
+    """It asks so seldom that it is to be given what it asks for."""
     AWAY = 50
     """Looks in a row without it."""
 
@@ -130,6 +132,8 @@ class ScaleWatch(Watch):
 class SizeWatch(Watch):
     """Steps that change the weights by a good part of their size, and did not before: the learning rate, or the gradients, have
     outgrown what the run can bear."""
+
+    insists = True  # whenever the learning rate has grown by half
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,6 +67,11 @@ class Forecaster:
         """Something looks odd: the next step is worth a full look."""
         return self._suspects or any(watch.asks for watch in self._early)
 
+    @property
+    def insists(self) -> bool:
+        """It asks for one of few looks."""
+        return any(watch.insists and watch.asks for watch in self._early)
+
     def rewound(self) -> None:
         """The run is elsewhere: lines through the way it came say nothing."""
         self._series.clear()

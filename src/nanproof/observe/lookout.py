@@ -96,8 +96,7 @@ class Lookout(Unobserved):
         self._attention = AttentionWatch(model, device) if settings.attention and not compiled else None
         self._weights = WeightWatch(model, stepper.parameters, stepper.optimizer) if settings.weights else None
         names = {clean_name(f"{n}.weight") for n, m in unwrap(model).named_modules() if isinstance(m, nn.Embedding)}
-        forecast = settings.forecast and bool(self._observer.sites)
-        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if forecast else None
+        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if settings.forecast else None
         self._parcels: dict[int, _Parcel] = {}
         self._sending: _Parcel | None = None
         self._asked, self._patience = -1, PATIENCE
@@ -125,6 +124,8 @@ class Lookout(Unobserved):
         """Whether the forecaster gets the full look it asks for. If it goes on asking, it gets them ever more seldom."""
         if self._forecaster is None or not self._forecaster.asks:
             return False
+        if self._forecaster.insists:
+            return True
         if step - self._asked > 2 * self._settings.every:
             self._patience = PATIENCE
         if step != self._asked and step - self._asked < self._patience:
