@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal pictures clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -26,12 +26,14 @@ bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside o
 	$(BIN)/python -W ignore benchmarks/recovery.py
 	$(BIN)/python benchmarks/scan.py --save
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trainer.py
+	$(BIN)/python -W ignore benchmarks/observe.py
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
 	$(PYTHON) benchmarks/gpu.py
 	$(PYTHON) -W ignore benchmarks/explain.py
 	$(PYTHON) -W ignore benchmarks/recovery.py
 	$(PYTHON) -W ignore benchmarks/trainer.py
+	$(PYTHON) -W ignore benchmarks/observe.py
 
 campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, hundreds of kills, poisoned states
 	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
@@ -44,6 +46,10 @@ zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zo
 
 heal: .venv/bench  ## how many runs of the zoo end healthy: plain, guarded, healed
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/heal.py --save
+	$(BIN)/python benchmarks/tables.py
+
+forecast: .venv/ready  ## how many failures are foreseen, how early, and how many false warnings there are
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/forecast.py --save
 	$(BIN)/python benchmarks/tables.py
 
 pictures: .venv/ready  ## the pictures in the README

@@ -243,7 +243,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "device", "host", "compiled"])
+    parser.add_argument(
+        "--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "device time", "host time", "compiled"]
+    )
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,8 +255,8 @@ def main() -> None:
         "bandwidth": bandwidth,
         "no host sync": no_syncs,
         "whole step": lambda: whole_step(args.rounds, device, args.variants),
-        "device": device_time,
-        "host": lambda: host_time(args.rounds),
+        "device time": device_time,
+        "host time": lambda: host_time(args.rounds),
         "compiled": lambda: compiled(args.rounds),
     }
     results: dict[str, Any] = {}

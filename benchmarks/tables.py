@@ -52,6 +52,107 @@ def cost_table() -> str:
     return "\n".join(lines)
 
 
+OBSERVE_ROWS = {
+    "plain clip + step": "`clip_grad_norm_` + fused AdamW, nothing else",
+    "nanproof, not observing": "the guard, not observing",
+    "nanproof, observe=True": "**`observe=True`**: the largest output of 48 modules at every step, full looks every 50",
+    "nanproof, full looks": "**`Observe(every=1)`**: full looks at every step: outputs, gradients, weights, attention",
+    "nanproof, everything": '**`Observe(modules="*", every=1)`**: the same for all 163 modules',
+    "naive hooks": "forward hooks with a few torch reductions on every module, outputs only",
+    "DebugUnderflowOverflow": "transformers' DebugUnderflowOverflow",
+    "detect_anomaly": "`torch.autograd.detect_anomaly`",
+}
+
+
+def observe_table() -> str:
+    """What observing costs."""
+    gpu, cpu = load("observe_gpu"), load("observe_cpu")
+    lines = [
+        f"| time as a ratio to the first row, in the same run | {gpu['device']}: whole step (middle half of rounds) | "
+        "its kernels alone | CPU: whole step |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, label in OBSERVE_ROWS.items():
+        row = gpu["whole step"]["rows"][name]
+        kernels = gpu["device time"]["rows"].get(name)
+        spread = "" if name == "plain clip + step" else f" ({row['low']:.2f}-{row['high']:.2f})"
+        device = "" if kernels is None else f"{kernels['ratio']:.3f}"
+        lines.append(f"| {label} | {row['ratio']:.3f}{spread} | {device} | {cell(cpu['whole step'], name)} |")
+    syncs = ", ".join(f"{name}: {found['syncs']}" for name, found in gpu["no host sync"].items())
+    first = [data["whole step"]["rows"]["plain clip + step"]["ms"] for data in (gpu, cpu)]
+    rate = gpu["bandwidth"]
+    rows = {name: row["of_copy"] for name, row in rate["rows"].items() if "512 MiB" in name}
+    speeds = "; ".join(f"{name.split('MiB ')[1]} {share:.2f}" for name, share in rows.items())
+    lines += [
+        "",
+        f"First row: {first[0]:.1f} and {first[1]:.0f} ms. 271 M Llama, bf16 autocast, batch 8 × 1024; on the CPU 7 M, fp32, "
+        f"batch 4 × 64. Host syncs in 100 steps: {syncs}. Bytes read a second over those of a device copy "
+        f"({rate['copy_TBps']:.1f} TB/s): {speeds}. {gpu['device']}, torch {gpu['torch']}, {gpu['date']}; "
+        f"{cpu['device']}, torch {cpu['torch']}, {cpu['date']}.",
+        "",
+        "On that machine host and device are about equally busy with a step, so what hooks cost the host shows: more where the "
+        "model is smaller, not at all where the device is the bottleneck.",
+    ]
+    return "\n".join(lines)
+
+
+def observe_line() -> str:
+    """Both in a few words."""
+    gpu, cpu, data = load("observe_gpu"), load("observe_cpu"), load("forecast")
+    name = "nanproof, observe=True"
+    held, fails = data["holdout"], data["holdout"]["fails"]
+    fine = sum(data[part]["healthy"] for part in ("design", "holdout", "healthy", "zoo"))
+    false = sum(data[part]["false"] for part in ("design", "holdout", "healthy", "zoo"))
+    ratios = gpu["whole step"]["rows"][name]["ratio"], gpu["device time"]["rows"][name]["ratio"]
+    return (
+        f"`observe=True` takes {ratios[0]:.3f} of a plain step of a 271 M Llama on an {gpu['device']} (its kernels "
+        f"{ratios[1]:.3f}), {cpu['whole step']['rows'][name]['ratio']:.3f} of a small one on two CPU cores, with no host "
+        f"sync. On runs it was not made on, {held['foreseen']} of {fails} failures were foreseen, half of them "
+        f"{held['median_lead']:g} steps ahead or more; of {fine} healthy runs {false} were warned of."
+    )
+
+
+def forecast_table() -> str:
+    """How good forecasts are."""
+    data = load("forecast")
+    parts = {
+        "design": "runs the limits were set on",
+        "holdout": "other families of runs, scored afterwards",
+        "healthy": "`benchmarks/healthy.py`",
+        "zoo": "the zoo and its twins, most of which fail at once",
+    }
+    lines = [
+        "| | runs that fail | foreseen | median lead, steps (all) | healthy runs | with a false warning |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for part, label in parts.items():
+        row = data[part]
+        lead = f"{row['median_lead']:g} ({row['shortest_lead']}-{row['longest_lead']})" if row["foreseen"] else "-"
+        foreseen = f"{row['foreseen']} ({row['recall']:.0%})" if row["fails"] else "-"
+        lines.append(f"| {label} | {row['fails'] or '-'} | {foreseen} | {lead} | {row['healthy']} | {row['false']} |")
+    both = [data["design"], data["holdout"]]
+    true, false = sum(r["foreseen"] for r in both), sum(r["false"] for r in both)
+    dated, hit = sum(r["dated"] for r in both), sum(r["in_time"] for r in both)
+    lines += [
+        "",
+        f"Of the runs of the first two rows that were warned of, {true} of {true + false} failed ({true / (true + false):.0%}). "
+        f"Of {dated} forecasts that say when, the run failed within the margin in {hit}; most others failed earlier. "
+        f"`benchmarks/forecast.py`, torch {data['torch']}, {data['date']}.",
+        "",
+        "Lead by kind of failure, steps; runs it was said of, of all:",
+        "",
+        "| | foreseen | leads | said as |",
+        "|---|---:|---|---|",
+    ]
+    for part in ("design", "holdout"):
+        for family, row in data[part]["by_family"].items():
+            if row["fails"]:
+                leads = ", ".join(map(str, row["leads"])) or "-"
+                kinds = ", ".join(f"`{kind}`" for kind in row["kinds"]) or "-"
+                lines.append(f"| {family} | {row['warned']} of {row['runs']} | {leads} | {kinds} |")
+    return "\n".join(lines)
+
+
 def campaign_line() -> str:
     c = load("campaign")
     accepted = f"{c['harmless']} rightly accepted (they changed nothing that matters)"
@@ -287,6 +388,9 @@ def trainer_table() -> str:
 
 BLOCKS = {
     "trainer": trainer_table,
+    "observe-cost": observe_table,
+    "forecast": forecast_table,
+    "observe": observe_line,
     "cost": cost_table,
     "campaign": campaign_line,
     "zoo": zoo_summary,

@@ -32,6 +32,8 @@ MARGIN = 0.4
 """Of the steps that are left, at least: few growths keep their rate."""
 PERSISTS = 2
 """Looks in a row."""
+AWAY, NEARER = 50, 4
+"""A thing is said again after so many steps without it, or when it is so many times nearer than it was said to be."""
 LOSS_RISE, LOSS_FITS = 1.0, 0.6
 """Doublings of the loss over the window, and how well they fit: what diverges."""
 WITH_IT = 1.0
@@ -57,6 +59,8 @@ class Forecaster:
         self._steps = 0
         self._often: dict[str, int] = {}
         """By kind: looks in a row that found it."""
+        self._said: dict[str, tuple[float, float]] = {}
+        """By kind: the last step it was true, and in how many steps it was said to come."""
         self._ratio: float | None = None
         """Update over weight, of the middle parameter, at the last full look."""
         self._suspects = False
@@ -76,6 +80,7 @@ class Forecaster:
         """The run is elsewhere: lines through the way it came say nothing."""
         self._series.clear()
         self._often.clear()
+        self._said.clear()
         self._losses.clear()
         self._suspects = False
 
@@ -115,10 +120,17 @@ class Forecaster:
         ratio = middle_ratio(observed)
         self._ratio = ratio if ratio is not None else self._ratio
 
-    def _lasting(self, kind: str, found: bool) -> bool:
-        """Found for the second time in a row, and not before."""
+    def _lasting(self, kind: str, found: bool, steps: float = math.inf) -> bool:
+        """Found for the second time in a row; and not said of late, unless it has come much nearer."""
         self._often[kind] = self._often.get(kind, 0) + 1 if found else 0
-        return self._often[kind] == PERSISTS
+        if self._often[kind] < PERSISTS:
+            return False
+        at, ahead = self._said.get(kind, (-math.inf, math.inf))
+        if self._steps - at < AWAY and not steps < ahead / NEARER:
+            self._said[kind] = self._steps, ahead
+            return False
+        self._said[kind] = self._steps, steps
+        return True
 
     def _overflow(
         self, record: StepRecord, observed: Observed, logs: list[Fit], plain: list[Fit], dtypes: Sequence[torch.dtype | None]
@@ -137,9 +149,9 @@ class Forecaster:
                 better = sure & doubled & (left < best)
                 best, margin = torch.where(better, left, best), torch.where(better, spread, margin)
         places = best.isfinite().nonzero().flatten().tolist()
-        if not self._lasting("activation-overflow", bool(places)):
-            return None
         places.sort(key=lambda i: float(best[i]))
+        if not self._lasting("activation-overflow", bool(places), float(best[places[0]]) if places else math.inf):
+            return None
         first, dtype = places[0], dtypes[places[0]]
         assert dtype is not None
         steps, more = float(best[first]), float(margin[first])
