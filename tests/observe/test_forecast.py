@@ -62,7 +62,9 @@ def test_an_overflow_is_foreseen_to_the_step(kind):
     grow = (lambda i: 1.1**i) if kind == "exponential" else (lambda i: 300.0 * i + 1)
     arrives = next(i for i in range(1000) if grow(i) >= 65504)
     said = told(record(i, (grow(i), 3.0)) for i in range(arrives))
-    assert [f.kind for f in said] == ["activation-overflow"] and said[0].where == "layers.0" and not said[0].also
+    assert {(f.kind, f.where, f.also) for f in said} == {("activation-overflow", "layers.0", ())}
+    nearer = [f.steps for f in said if f.steps is not None]
+    assert len(nearer) == len(said) <= 3 and all(b < a / 4 for a, b in zip(nearer, nearer[1:], strict=False)), "again when near"
     first = said[0]
     assert first.steps is not None and first.margin is not None
     assert abs(first.step + first.steps - arrives) <= (1 if kind == "exponential" else first.margin)
@@ -92,13 +94,14 @@ def test_several_that_grow_are_one_forecast_and_come_again_only_after_they_were_
     said: list[Forecast] = []
     for i in range(80):
         said += watch.see(record(i, (300 * 1.05**i, 100 * 1.05**i)), HALF)
-    assert len(said) == 1 and said[0].where == "layers.0"
+    assert said[0].where == "layers.0" and "layers.1" not in {f.where for f in said}
+    before = len(said)
     watch.rewound()
     for i in range(80, 400):
         said += watch.see(record(i, (10.0, 10.0)), HALF)
     for i in range(400, 480):
         said += watch.see(record(i, (300 * 1.05 ** (i - 400), 5.0)), HALF)
-    assert len(said) == 2
+    assert before < len(said) <= 2 * before
 
 
 def diverging(step: int, ratio: float | None) -> StepRecord:
