@@ -43,10 +43,10 @@ class Told:
         return self.failed - self.said[0][0] if self.failed is not None and self.said else None
 
     @property
-    def in_time(self) -> list[bool]:
-        """Of each forecast that says when: whether the run failed then."""
+    def off(self) -> list[float]:
+        """Of each forecast that says when: by how many margins the run failed later, or earlier."""
         dated = [(step, steps, margin) for step, _, steps, margin in self.said if steps is not None and margin is not None]
-        return [abs(self.failed - step - steps) <= margin for step, steps, margin in dated if self.failed is not None]
+        return [(self.failed - step - steps) / margin for step, steps, margin in dated if self.failed is not None]
 
 
 def before(guard: nanproof.Guard, failed: int | None) -> list[tuple[int, str, float | None, float | None]]:
@@ -128,8 +128,9 @@ def summary(told: list[Told]) -> dict[str, Any]:
         "false": len(false),
         "precision": len(leads) / (len(leads) + len(false)) if leads or false else None,
         "recall": len(leads) / len(fails) if fails else None,
-        "dated": sum(len(t.in_time) for t in fails),
-        "in_time": sum(sum(t.in_time) for t in fails),
+        "dated": sum(len(t.off) for t in fails),
+        "in_time": sum(abs(x) <= 1 for t in fails for x in t.off),
+        "too_early": sum(x > 1 for t in fails for x in t.off),
         "by_family": {
             family: {
                 "fails": of_it[0].fails,

@@ -132,11 +132,12 @@ def forecast_table() -> str:
         lines.append(f"| {label} | {row['fails'] or '-'} | {foreseen} | {lead} | {row['healthy']} | {row['false']} |")
     both = [data["design"], data["holdout"]]
     true, false = sum(r["foreseen"] for r in both), sum(r["false"] for r in both)
-    dated, hit = sum(r["dated"] for r in both), sum(r["in_time"] for r in both)
+    dated, hit, late = (sum(r[key] for r in both) for key in ("dated", "in_time", "too_early"))
     lines += [
         "",
         f"Of the runs of the first two rows that were warned of, {true} of {true + false} failed ({true / (true + false):.0%}). "
-        f"Of {dated} forecasts that say when, the run failed within the margin in {hit}; most others failed earlier. "
+        f"Of {dated} forecasts that say when, the run failed within the margin in {hit}, later in {late}, earlier in "
+        f"{dated - hit - late}. "
         f"`benchmarks/forecast.py`, torch {data['torch']}, {data['date']}.",
         "",
         "Lead by kind of failure, steps; runs it was said of, of all:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_an_overflow_is_foreseen_to_the_step(kind):
     said = told(record(i, (grow(i), 3.0)) for i in range(arrives))
     assert {(f.kind, f.where, f.also) for f in said} == {("activation-overflow", "layers.0", ())}
     nearer = [f.steps for f in said if f.steps is not None]
-    assert len(nearer) == len(said) <= 3 and all(b < a / 4 for a, b in zip(nearer, nearer[1:], strict=False)), "again when near"
+    assert len(nearer) == len(said) <= 3 and all(b < a / 4 for a, b in pairwise(nearer)), "again when near"
     first = said[0]
     assert first.steps is not None and first.margin is not None
     assert abs(first.step + first.steps - arrives) <= (1 if kind == "exponential" else first.margin)
