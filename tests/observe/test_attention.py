@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -405,3 +406,69 @@ def test_what_is_compiled_inside_of_the_forward_finds_torchs_own_functions(befor
     plain = Helped("causal")
     assert torch.isfinite(loss(plain, x))
     torch._dynamo.reset()
+
+
+def test_two_forwards_that_do_not_end_in_the_order_they_began_in():
+    """Two threads, one inside of the other's forward for a part of it: each sees its own, and torch is as it was."""
+
+    class Waits(Model):
+        begins: Any = None
+        ends: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.begins.set()
+            assert self.ends.wait(60)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    models, x = [Waits("causal"), Waits("plain")], torch.randn(2, LENGTH, WIDTH)
+    made = [nanproof.Guard(m, torch.optim.SGD(m.parameters(), 1e-2), loss_fn=loss, observe=Observe(every=1)) for m in models]
+    threads = [threading.Thread(target=guard.train_step, args=(x,)) for guard in made]
+    for model, thread in zip(models, threads, strict=True):
+        model.begins, model.ends = threading.Event(), threading.Event()
+        thread.start()
+        assert model.begins.wait(60)
+    for model, thread in zip(models, threads, strict=True):  # who began first ends first
+        model.ends.set()
+        thread.join()
+    assert (F.scaled_dot_product_attention, F.softmax, torch.softmax) == ORIGINALS
+    for guard in made:
+        guard.close()
+        seen = guard.history[0].observed
+        assert seen is not None and list(seen.attention) == ["layers.0.attn", "layers.1.attn"]
+
+
+def test_two_interrupted_runs_give_torchs_functions_back():
+    class Interrupted(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    models = [Interrupted("causal"), Interrupted("causal")]
+    made = [nanproof.Guard(m, torch.optim.SGD(m.parameters(), 1e-2), loss_fn=loss, observe=Observe(every=1)) for m in models]
+    for guard in made:
+        with pytest.raises(KeyboardInterrupt):
+            guard.train_step(torch.randn(2, LENGTH, WIDTH))
+    for guard in made:
+        guard.close()
+    assert (F.scaled_dot_product_attention, F.softmax, torch.softmax) == ORIGINALS
+
+
+def test_what_someone_else_puts_in_place_meanwhile_stays():
+    """A function replaced inside of the forward is theirs to put back, not the guard's."""
+    original = F.softmax
+
+    def theirs(*args: Any, **kwargs: Any) -> Tensor:
+        return original(*args, **kwargs)
+
+    class Patches(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            F.softmax = theirs
+            return super().forward(x)
+
+    model = Patches("causal")
+    try:
+        with nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=loss, observe=Observe(every=1)) as guard:
+            guard.train_step(torch.randn(2, LENGTH, WIDTH))
+        assert F.softmax is theirs
+    finally:
+        F.softmax = original

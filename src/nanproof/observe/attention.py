@@ -15,17 +15,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanproof.core.context import rehearsal
 from nanproof.core.parameters import unwrap
 from nanproof.core.telemetry import Courier
+from nanproof.observe.borrowed import PRODUCT, borrow, give_all_back, give_back
 from nanproof.observe.hooks import OwnHook
 from nanproof.observe.sites import named
 
@@ -40,8 +39,6 @@ COMPILES = 4
 Sharpness = tuple[float, float, float]
 """The largest logit; the entropy over its possible maximum, as a mean over all heads and of the sharpest head: 0 is one key, 1
 all alike."""
-_PRODUCT = "scaled_dot_product_attention"
-_FUNCTIONS: tuple[tuple[Any, str], ...] = ((F, _PRODUCT), (F, "softmax"), (torch, "softmax"), (Tensor, "softmax"))
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
@@ -57,8 +54,6 @@ class AttentionWatch:
         self._kept: dict[str, _Sample] = {}
         self._seen: dict[str, Tensor] = {}
         self._inside = False
-        self._originals: list[tuple[Any, str, Callable[..., Any] | None]] = []
-        """What is to be put back; None where it is inherited."""
         self._compiles = 0
         """Forwards in which torch compiled something."""
         root = unwrap(model)
@@ -76,11 +71,9 @@ class AttentionWatch:
         """The model's forward begins."""
         if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
             self._inside = True
-            self._originals = [(home, name, vars(home).get(name)) for home, name in _FUNCTIONS]
             if "torch._dynamo" in sys.modules:
                 sys.modules["torch._dynamo"].callback_handler.register_start_callback(self._compiling)
-            for home, name in _FUNCTIONS:
-                setattr(home, name, _keeping(self, getattr(home, name), name))
+            borrow(self)
 
     def leave(self) -> None:
         """It has ended, well or not."""
@@ -98,20 +91,12 @@ class AttentionWatch:
         if "torch._dynamo" in sys.modules:
             with suppress(ValueError):  # someone has cleared them
                 sys.modules["torch._dynamo"].callback_handler.remove_start_callback(self._compiling)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        originals, self._originals = self._originals, []
-        for home, name, function in reversed(originals):
-            if function is None:
-                delattr(home, name)
-            else:
-                setattr(home, name, function)
+        give_back(self)
 
     def _compiling(self, *args: Any) -> None:
         """Torch compiles something inside of the forward. What it compiles must not depend on this look: code that was compiled
         for torch's own functions would be compiled again for others, and again."""
-        self._put_back()
+        give_all_back()
         self._compiles += 1
         if self._compiles == COMPILES:
             self.off = True
@@ -146,6 +131,10 @@ class AttentionWatch:
             log.warning("nanproof: attention is not observed any more: %s: %s", type(error).__name__, error)
             self.off = True
 
+    def called(self, frame: FrameType, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One of torch's functions is called, by whomever."""
+        self.tried(self.keep, frame, function, args, kwargs)
+
     def place(self, frame: FrameType | None) -> str | None:
         """The module that is calling: from the frames, since hooks on every module would cost more."""
         for _ in range(16):
@@ -160,11 +149,11 @@ class AttentionWatch:
 
     def keep(self, frame: FrameType, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of attention, or of a softmax that may be one."""
-        sample = _product(*args, **kwargs) if function == _PRODUCT else _softmax(*args, **kwargs)
+        sample = _product(*args, **kwargs) if function == PRODUCT else _softmax(*args, **kwargs)
         if sample is None:
             return
         name = self.place(frame)
-        if name is not None and name not in self._seen and (function == _PRODUCT or _ATTENTION.search(name)):
+        if name is not None and name not in self._seen and (function == PRODUCT or _ATTENTION.search(name)):
             self._kept.setdefault(name, sample)
 
     @torch.no_grad()
@@ -255,18 +244,6 @@ def sharpness(logits: Tensor, allowed: Tensor | None) -> Tensor:
     share = torch.where(keys > 1, entropy / keys.clamp(min=2).float().log(), 0)
     heads = share.sum(-1) / (keys > 1).sum(-1).clamp(min=1)
     return torch.stack((hidden.amax((1, 2, 3)), heads.mean(1), heads.amin(1)), 1)
-
-
-def _keeping(watch: AttentionWatch, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Stands for a function of torch while the model's forward runs."""
-
-    @wraps(function)
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            watch.tried(watch.keep, sys._getframe(1), name, args, kwargs)
-        return function(*args, **kwargs)
-
-    return keeping
 
 
 class _Enter(OwnHook):
