@@ -218,19 +218,49 @@ def test_weights_that_were_put_elsewhere_are_found_again():
             check(guard.history[-1], {n: slow(before[n], p, 0.1) for n, p in model.named_parameters()})
 
 
-def test_parameters_that_cannot_be_sampled_are_absent():
+def test_channels_last_and_frozen_parameters():
+    """A weight is sampled in whatever order it lies in memory; one that is frozen is absent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(4, 1))
-    frozen = model[2].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x = torch.randn(2, 3, 3, 3)
+    model[2].bias.requires_grad_(False)
+    optimizer, lr = torch.optim.SGD(model.parameters(), 0.1), 0.1
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with nanproof.Guard(model, optimizer, loss_fn=lambda m, b: m(b).square().mean(), observe=EVERY) as guard:
-        guard.train_step(x)
-    seen, names = guard.history[0].observed, guard.history[0].names
-    assert seen is not None and not frozen.requires_grad
-    found = dict(zip(names, seen.updates["changed"], strict=True))
-    assert found["2.bias"] == ABSENT and found["0.bias"] == found["2.weight"] == 1.0
-    assert found["0.weight"] in (ABSENT, 1.0)
+        guard.train_step(torch.randn(2, 3, 3, 3))
+    wanted = {n: slow(before[n], p, lr) for n, p in model.named_parameters()}
+    wanted["2.bias"] = dict.fromkeys(("ratio", "changed", "over_lr"), ABSENT)
+    check(guard.history[0], wanted)
+
+
+def test_large_channels_last_weights_are_sampled():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 64, 3), nn.Flatten()).to(memory_format=torch.channels_last)
+    optimizer, lr = torch.optim.Adam(model.parameters(), 1e-3), 1e-3
+    before = model[0].weight.detach().clone()
+    with nanproof.Guard(model, optimizer, loss_fn=lambda m, b: m(b).square().mean(), observe=EVERY) as guard:
+        guard.train_step(torch.randn(2, 32, 3, 3))
+    record = guard.history[0]
+    assert record.observed is not None and model[0].weight.numel() > 8 * ELEMENTS
+    found = {key: values[record.names.index("0.weight")] for key, values in record.observed.updates.items()}
+    assert found == pytest.approx(slow(before, model[0].weight, lr), rel=0.2)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_layers_that_are_unfrozen_later_come_in(lag):
+    model = small()
+    model[0].requires_grad_(False)
+    optimizer, oracle = torch.optim.SGD(model.parameters(), 0.1), []
+    absent = dict.fromkeys(("ratio", "changed", "over_lr"), ABSENT)
+    with nanproof.Guard(model, optimizer, loss_fn=mse, observe=EVERY, policy=nanproof.Policy(lag=lag)) as guard:
+        for i, batch in enumerate(batches(5)):
+            if i == 2:
+                model[0].requires_grad_(True)
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            guard.train_step(batch)
+            moved = model.named_parameters()
+            oracle.append({n: slow(before[n], p, 0.1) if p.requires_grad else absent for n, p in moved})
+    for record, wanted in zip(guard.history, oracle, strict=True):
+        check(record, wanted)
 
 
 def test_weights_can_be_left_alone_and_light_looks_see_none():

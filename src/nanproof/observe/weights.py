@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.parameters import Parameters, clean_name, local, unwrap
+from nanproof.core.parameters import Parameters, clean_name, fills_its_memory, local, unwrap
 from nanproof.core.telemetry import Courier
 from nanproof.observe.kernels import ElementReader
 from nanproof.records import ABSENT
@@ -39,16 +39,24 @@ class WeightWatch:
 
     def __init__(self, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer
-        self._places = [i for i, p in enumerate(parameters.tensors) if _can_be_sampled(p)]
         self._courier = Courier(parameters.device)
-        trained = {id(p) for p in parameters.tensors}
+        self._model = model
+        self._first: dict[str, Tensor] = {}
+        """To tell which rows moved where the optimizer keeps no second moment."""
+        self._choose()
+
+    def _choose(self) -> None:
+        """What is trained now; a layer that is unfrozen later comes in with its first full look."""
+        tensors = self._parameters.tensors
+        self._trained = [p.requires_grad for p in tensors]
+        self._places = [i for i, p in enumerate(tensors) if _can_be_sampled(p)]
+        trained = {id(p) for p in tensors}
         self._embeddings = [
             (clean_name(name), m.weight)
-            for name, m in unwrap(model).named_modules()
+            for name, m in unwrap(self._model).named_modules()
             if isinstance(m, nn.Embedding) and id(m.weight) in trained and m.weight.requires_grad and _can_be_sampled(m.weight)
         ]
-        self._first = {name: _row_sums(weight) for name, weight in self._embeddings}
-        """To tell which rows moved where the optimizer keeps no second moment."""
+        self._first = {name: self._first[name] if name in self._first else _row_sums(w) for name, w in self._embeddings}
         self._find_elements()
 
     def _find_elements(self) -> None:
@@ -71,7 +79,9 @@ class WeightWatch:
         return parameters is not self._parameters
 
     def before(self) -> None:
-        if self._memory != [local(self._parameters.tensors[i]).data_ptr() for i in self._places]:
+        if self._trained != [p.requires_grad for p in self._parameters.tensors]:
+            self._choose()
+        elif self._memory != [local(self._parameters.tensors[i]).data_ptr() for i in self._places]:
             self._find_elements()
         if self._places:
             self._taken = True
@@ -93,16 +103,16 @@ class WeightWatch:
         )
         sums[1:].sqrt_()
         unmoved = [self._never_moved(name, weight).to(device, non_blocking=True) for name, weight in self._embeddings]
+        places, names, count = self._places, [name for name, _ in self._embeddings], len(self._parameters.tensors)
         parcel = self._courier.send(torch.cat([sums.flatten(), *(share.reshape(1) for share in unmoved)]))
 
         def read() -> Moved:
-            values, n, count = parcel(), len(self._places), len(self._parameters.tensors)
+            values, n = parcel(), len(places)
             columns = []
             for column in range(3):
                 columns.append(array("d", (ABSENT,)) * count)
-                for i, value in zip(self._places, values[column * n : (column + 1) * n], strict=True):
+                for i, value in zip(places, values[column * n : (column + 1) * n], strict=True):
                     columns[-1][i] = value
-            names = [name for name, _ in self._embeddings]
             changed, update, weight = columns
             return Moved(changed, update, weight, dict(zip(names, values[3 * n :], strict=True)))
 
@@ -122,8 +132,8 @@ class WeightWatch:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """Elements spread over a tensor."""
-    flat = tensor.view(-1)
+    """Elements spread over the memory of a tensor, in whatever order it lies there."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
     return flat[:: -(-flat.shape[0] // ELEMENTS)]
 
 
@@ -138,4 +148,4 @@ def _row_sums(weight: Tensor) -> Tensor:
 
 def _can_be_sampled(p: Tensor) -> bool:
     here = local(p)
-    return p.requires_grad and p.is_floating_point() and here.is_contiguous() and here.numel() > 0
+    return p.requires_grad and p.is_floating_point() and here.numel() > 0 and fills_its_memory(here)
