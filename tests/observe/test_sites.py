@@ -72,6 +72,11 @@ def build(kind: str) -> nn.Module:
         "bottleneck": lambda: ResNet(conv3=True),
         "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
         "cnn": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)),
+        "normed": lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)),
+            nn.ReLU(),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(8, 2)),
+        ),
         "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)),
     }
     return makers[kind]()
@@ -87,6 +92,7 @@ AUTO = {
     "bottleneck": blocks("layer1", "conv3"),
     "encoder": blocks("layers", "self_attn", "linear2"),
     "cnn": ["0", "4"],
+    "normed": ["0", "2"],
     "mlp": ["0", "3"],
 }
 

@@ -86,5 +86,6 @@ def _parts(name: str, block: nn.Module, modules: dict[str, nn.Module]) -> dict[s
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    leaf = not any(True for _ in module.children())
-    return leaf and any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    """A layer with a weight of its own; with weight or spectral norm that is one level down, as a parametrization."""
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    return leaf and any(p.dim() >= 2 for p in module.parameters())
