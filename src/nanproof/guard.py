@@ -260,6 +260,7 @@ class Guard:
             )
         self._runner.forget()
         self._examiner.recorder.clear()
+        self._lookout.rewound()
         self._next = state["step"]
         self._stepper.stats.load_state_dict(state["stats"])
         self._stepper.buffers.refresh()

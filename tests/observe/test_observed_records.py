@@ -197,3 +197,22 @@ def test_a_later_nanproof_may_write_more(tmp_path):
     data = {**Forecast(step=3, kind="divergence", message="m").to_json(), "new": [1, 2]}
     (tmp_path / "forecasts.jsonl").write_text(line(data))
     assert [f.step for f in read_forecasts(tmp_path)] == [3]
+
+
+def test_a_loaded_state_begins_anew():
+    """What was on its way from steps of the other state is dropped, and no line goes through both."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    policy = nanproof.Policy(lag=2)
+    guard = nanproof.Guard(model, optimizer, loss_fn=lambda m, x: m(x).square().mean(), policy=policy, observe=True)
+    states = guard.state_dict()
+    for _ in range(6):
+        guard.train_step(torch.randn(3, 4))
+    lookout: Any = guard._lookout
+    assert lookout._parcels and len(lookout._forecaster._series)
+    guard.load_state_dict(states)
+    assert not lookout._parcels and not len(lookout._forecaster._series)
+    guard.train_step(torch.randn(3, 4))
+    guard.close()
+    assert guard.history[-1].step == 0 and guard.history[-1].observed is not None
