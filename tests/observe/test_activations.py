@@ -186,6 +186,7 @@ class Returns(nn.Module):
         return {
             "tuple": (y, None), "list": [y], "dict": {"ids": torch.arange(3), "hidden": y}, "late": (None, torch.arange(2), y),
             "twice": (y, y * 1e9), "none": None, "integers": y.argmax(-1), "object": Out(y),
+            "nested": (None, [torch.arange(2), (y, y * 1e9)], y * 1e9),
         }[self.how]  # fmt: skip
 
 
@@ -208,10 +209,12 @@ def pick(output: Any) -> Tensor:
     if isinstance(output, Out):
         return output.hidden
     values = list(output.values()) if isinstance(output, dict) else list(output)
+    if len(values) == 3 and isinstance(values[1], list):
+        return values[1][1][0]
     return next(v for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
 
-@pytest.mark.parametrize("how", ["tuple", "list", "dict", "model output", "late", "twice"])
+@pytest.mark.parametrize("how", ["tuple", "list", "dict", "model output", "late", "twice", "nested"])
 def test_outputs_of_any_shape_modules_called_twice_and_never(how):
     torch.manual_seed(0)
     model = Uses(how)
@@ -446,5 +449,62 @@ def test_a_step_that_raised_leaves_nothing_in_the_next():
     assert [r.step for r in guard.history] == [0, 1, 3, 4]
     model, optimizer = built(batch_norm=False)
     oracle = reference(model, optimizer, singles(4), mse, SITES)
+    for record, seen in zip(guard.history, oracle, strict=True):
+        check(record.observed, *seen)
+
+
+def test_packed_sequences_of_a_recurrent_layer():
+    """Their values are one level down in what the layer returns."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.head = nn.LSTM(6, 4), nn.Linear(4, 1)
+            self.absmax: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed, _ = self.recurrent(nn.utils.rnn.pack_sequence([x, x[:2]]))
+            self.absmax.append(packed.data.abs().max().item())
+            return self.head(packed.data)[:, 0][: x.shape[0]]
+
+    torch.manual_seed(0)
+    model = Packed()
+    guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), singles(3), mse)
+    seen = [r.observed.by_site["recurrent"] for r in guard.history if r.observed is not None]
+    assert seen == pytest.approx(model.absmax)
+
+
+@pytest.mark.parametrize("how", ["vmap", "grad", "inference mode"])
+def test_what_torch_func_and_inference_run_between_steps_is_not_seen_and_ends_nothing(how, caplog):
+    """Gradients by sample, say: the sites are observed as before in the steps that follow."""
+
+    def between(model: nn.Module, x: Tensor) -> None:
+        if how == "inference mode":
+            with torch.inference_mode():
+                model(1e6 * x)
+            return
+        parameters = dict(model.named_parameters())
+
+        def by_sample(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (1e6 * x.unsqueeze(0),)).sum()
+
+        gradient = torch.func.grad(by_sample)
+        if how == "grad":
+            gradient(parameters, x[0])
+        else:
+            torch.vmap(gradient, (None, 0))(parameters, x)
+
+    steps = singles(5)
+    model, optimizer = built(dropout=0.0, batch_norm=False)
+    oracle = reference(model, optimizer, steps, mse, SITES)
+    model, optimizer = built(dropout=0.0, batch_norm=False)
+    with nanproof.Guard(model, optimizer, observe=Observe(modules="*", every=1)) as guard:
+        for [batch] in steps:
+            between(model, batch[0])
+            optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            guard.step(loss)
+    assert not caplog.records
     for record, seen in zip(guard.history, oracle, strict=True):
         check(record.observed, *seen)

@@ -14,6 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Observer:
         self.gradients = settings.gradients
         self.on = True
         self._left_out: set[int] = set()
-        """Rows whose tensors cannot be looked at: nested ones, those inside of vmap."""
+        """Rows whose tensors cannot be looked at: nested ones, say."""
         self._table = make_table(2 * len(self.sites), device)
         self._mark = torch.zeros((), device=device)
         """Compiled code takes looks for writes to this, so it keeps them, and their order."""
@@ -108,10 +109,12 @@ class Observer:
         self.on = False
         for hook in self._hooks:
             hook.remove()
+        with suppress(Exception):  # on a device that has failed
+            self._table.clear()  # outputs that wait hold the graph of their step
 
     def output(self, x: Tensor, row: int) -> None:
         """The output of a module in eager code."""
-        if rehearsal:
+        if rehearsal or transformed() or x.is_inference():
             return
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint runs its forward again
             self._look(x, row)
@@ -189,10 +192,16 @@ class _Hook(OwnHook):
         if x is None:
             return None
         plain = isinstance(output, Tensor)
-        y = self._observer.compiled_output(x, self._row, plain or type(output) is tuple)
+        can_be_exchanged = plain or (type(output) is tuple and any(part is x for part in output))
+        y = self._observer.compiled_output(x, self._row, can_be_exchanged)
         if y is x:
             return None
         return y if plain else tuple(y if part is x else part for part in output)
+
+
+def transformed() -> bool:
+    """Inside of torch.func's vmap or grad: what is there has no values of its own, and is gone when they end."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -205,6 +214,9 @@ def first_tensor(output: Any) -> Tensor | None:
         for part in output:
             if isinstance(part, Tensor) and part.is_floating_point():
                 return part
+            found = first_tensor(part) if isinstance(part, (tuple, list)) else None  # a packed sequence, in a recurrent layer
+            if found is not None:
+                return found
     return None
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nanproof.core.context import rehearsal
 from nanproof.core.parameters import unwrap
 from nanproof.core.telemetry import Courier
+from nanproof.observe.activations import transformed
 from nanproof.observe.borrowed import PRODUCT, borrow, give_all_back, give_back
 from nanproof.observe.hooks import OwnHook
 from nanproof.observe.sites import named
@@ -69,7 +70,9 @@ class AttentionWatch:
 
     def enter(self) -> None:
         """The model's forward begins."""
-        if self.due and not self.off and not self._inside and not rehearsal and torch._C._current_graph_task_id() == -1:
+        if not self.due or self.off or self._inside or rehearsal or transformed():
+            return
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint runs its forward again
             self._inside = True
             if "torch._dynamo" in sys.modules:
                 sys.modules["torch._dynamo"].callback_handler.register_start_callback(self._compiling)

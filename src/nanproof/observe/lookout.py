@@ -217,7 +217,8 @@ class Lookout(Unobserved):
         if self._blind == 2:
             log.warning(
                 "nanproof: none of the %d observed modules was seen in two steps. Code compiled before the guard was made does "
-                "not run hooks: make the guard first, or call torch._dynamo.reset()",
+                "not run hooks: make the guard first, or call torch._dynamo.reset(). Inside of torch.func's "
+                "vmap and grad nothing is seen",
                 len(self._observer.sites),
             )
 
