@@ -15,7 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -99,22 +99,24 @@ class Guard:
         self._watch = SpikeWatch()
         self._caps = SkipCaps(self.policy)
         self._lookout = Lookout.of(self._stepper, observe)
-        self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
-        self._runner = Runner(self._stepper, loss_fn, scheduler)
-        self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
-        self._next = 0
-        self._own_loop = OwnLoop(self.policy, scheduler)
-        self._closed = False
-        self._inquest = Inquest(self._runner)
-        self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
-        self._healer = Healer.of(self._stepper, self._examiner, scheduler, settle=lambda: self._catch_up(0))
-        self._runner.around = self._healer.living
-        parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps, "heal": self._healer}
-        self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
-        self._salvage = Salvage(self._runner, self._recovery.supply, self.policy.salvage)
-        self._examiner.keep_asking = self.policy.salvage
-        self._runner.watchers += [self._examiner, self._recovery, self._lookout]
-        self._runner.on_error = self._report_exception
+        with ExitStack() as undo:  # a guard that was not made, as its folder was refused, looks at nothing
+            undo.callback(self._lookout.close)
+            self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
+            self._runner = Runner(self._stepper, loss_fn, scheduler)
+            self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
+            self._own_loop = OwnLoop(self.policy, scheduler)
+            self._next, self._closed = 0, False
+            self._inquest = Inquest(self._runner)
+            self._examiner = Examiner(self._stepper, loss_fn, scheduler, self.policy, run_dir)
+            self._healer = Healer.of(self._stepper, self._examiner, scheduler, settle=lambda: self._catch_up(0))
+            self._runner.around = self._healer.living
+            parts: dict[str, Part] = {"watch": self._watch, "caps": self._caps, "heal": self._healer}
+            self._recovery = Recovery(self._runner, self.policy, checkpoints, run_dir, parts)
+            self._salvage = Salvage(self._runner, self._recovery.supply, self.policy.salvage)
+            self._examiner.keep_asking = self.policy.salvage
+            self._runner.watchers += [self._examiner, self._recovery, self._lookout]
+            self._runner.on_error = self._report_exception
+            undo.pop_all()
 
     # -- what users call -------------------------------------------------------------------------------------------------------
 

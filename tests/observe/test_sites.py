@@ -177,10 +177,13 @@ def test_a_model_that_is_one_module_has_nothing_inside(caplog):
     assert not caplog.records and all(r.observed and not r.observed.sites and r.observed.updates for r in guard.history)
 
 
-def test_a_guard_that_was_refused_leaves_no_hook():
-    model = build("mlp")
+@pytest.mark.parametrize("why", ["modules", "folder"])
+def test_a_guard_that_was_refused_leaves_no_hook(why, tmp_path):
+    model, file = build("mlp"), tmp_path / "file"
+    file.touch()
+    wrong = {"observe": Observe(modules="nothing")} if why == "modules" else {"observe": True, "run_dir": file / "run"}
     with pytest.raises(UsageError):
-        nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), observe=Observe(modules="nothing"))
+        nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), **wrong)
     assert not any(m._forward_hooks for m in model.modules())
 
 
