@@ -15,6 +15,8 @@ from nanproof.records import ABSENT, Forecast, Observed, StepRecord
 
 STALE = 2.0
 """RMS of Adam's update over the learning rate; healthy is 1 at the most."""
+YOUNG = 5
+"""Steps after which a second moment can be stale. Adam's steps cannot be too long before; RAdam does without it until then."""
 SUSPECT = 1.4
 """The same, estimated from the gradient norms: worth a look at the weights."""
 A_LAYER, DEPTH, WORSE, GEOMETRIC = 1.0, 16.0, 4.0, 0.9
@@ -84,7 +86,7 @@ class MomentWatch(Watch):
         self._second += (1 - b2) * (norm * norm - self._second)
         second = self._second / (1 - b2**self._steps)
         self.asks = second > 0 and self._first / (1 - b1**self._steps) > SUSPECT * second**0.5
-        return record.observed is not None and bool(record.observed.updates)
+        return self._steps > YOUNG and record.observed is not None and bool(record.observed.updates)
 
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         assert record.observed is not None and self._betas is not None
