@@ -95,7 +95,8 @@ def whole_step(rounds: int, device: str, names: list[str]) -> dict[str, Any]:
 
     batch = torch.randint(0, 32000, (8, 1024), device="cuda") if device == "cuda" else torch.randint(0, 4096, (4, 64))
     loss_fn = autocast_loss if device == "cuda" else next_token_loss
-    rows = compare(build, loss_fn, batch, rounds=rounds, steps=10, names=names, device=device, variants=VARIANTS)
+    steps = 10 if device == "cuda" else 3
+    rows = compare(build, loss_fn, batch, rounds=rounds, steps=steps, names=names, device=device, variants=VARIANTS)
     count = sum(p.numel() for p in build().parameters())
     shape = " x ".join(map(str, batch.shape))
     title = (

@@ -225,7 +225,7 @@ def compare(
     ratios: dict[str, list[float]] = {name: [] for name in names}
     baseline = names[0]
     for round_ in range(rounds):
-        now = [name for name in names if name not in SLOW or round_ < max(3, rounds // 4)]
+        now = [name for name in names if name not in SLOW or round_ < max(5, rounds // 4)]
         order.shuffle(now)
         took = {name: time_steps(name) for name in now}
         for name, seconds in took.items():
