@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import io
 import json
 import logging
 import multiprocessing
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from nanproof.core import telemetry
 from nanproof.recover.data import wrap
 from nanproof.recover.quarantine import FILE, Entry, Quarantine, sample_hash
 
@@ -130,6 +132,23 @@ def test_two_processes_append(tmp_path):
     mine.refresh()
     assert sorted(e.index for e in mine) == [*range(100), *range(500, 600)]
     assert mine.leaves_out(999) == {*range(100), *range(500, 600)}
+
+
+def test_a_line_that_another_process_appends_meanwhile_is_not_cut_off(tmp_path, monkeypatch):
+    """Looking for half a line at the end takes a moment, in which somebody may write a whole one."""
+    path = tmp_path / FILE
+    path.write_text("{}\n")
+
+    class Slow(io.BufferedRandom):
+        def read(self, size=-1):
+            found = super().read(size)
+            with open(path, "ab") as other:
+                other.write(b"[]\n")
+            return found
+
+    monkeypatch.setattr(telemetry, "open", lambda name, mode: Slow(io.FileIO(name, "r+")), raising=False)
+    telemetry.cut_broken_line(path)
+    assert path.read_text() == "{}\n[]\n"
 
 
 def test_a_disk_that_refuses_is_a_warning(tmp_path, caplog):

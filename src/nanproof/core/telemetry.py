@@ -129,17 +129,19 @@ class Journal:
 
 
 def cut_broken_line(path: Path) -> None:
-    """A run killed while writing leaves half a line; what follows it would be unreadable."""
+    """A run killed while writing leaves half a line; what follows it would be unreadable. A file that ends well is not touched:
+    another process may have appended to it since it was looked at."""
     if not path.is_file() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
-        end = file.seek(0, 2)
+        size = end = file.seek(0, 2)
         while end > 0:
             start = max(0, end - 65536)
             file.seek(start)
             newline = file.read(end - start).rfind(b"\n")
             if newline >= 0:
-                file.truncate(start + newline + 1)
+                if start + newline + 1 < size:
+                    file.truncate(start + newline + 1)
                 return
             end = start
         file.truncate(0)
