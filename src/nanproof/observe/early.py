@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ SHARP, LOGIT = 0.05, 50.0
 """Entropy of attention over the largest possible one, and the largest logit."""
 
 
-class Watch:
+class Watch(ABC):
     """Sees every accepted step; says a thing once, and again only after it was gone for a while."""
 
     asks = False
@@ -56,9 +57,9 @@ class Watch:
         """Whether the record has something to look at."""
         return True
 
+    @abstractmethod
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         """(kind, where, message)"""
-        raise NotImplementedError
 
 
 class MomentWatch(Watch):
