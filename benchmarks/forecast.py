@@ -23,7 +23,7 @@ import torch
 
 import nanproof
 from cpu import cpu_name
-from forecast_runs import RUNS, Run, failure_step
+from forecast_runs import RUNS, Run, failure_step, guarded
 from variants import RESULTS, save
 
 
@@ -60,15 +60,8 @@ def corpus(split: str) -> Iterator[Told]:
 
 
 def one(run: Run) -> Told:
-    setup = run.make()
-    policy = nanproof.Policy(history=10_000, diagnose="never")
-    guard = nanproof.Guard(setup.model, setup.optimizer, loss_fn=setup.loss_fn, policy=policy, observe=True, **setup.options)
-    with guard:
-        for _ in range(run.steps):
-            guard.train_step(next(setup.batches))
-            if failure_step(guard) is not None:
-                break
-        failed = failure_step(guard)
+    guard = guarded(run, observe=True)
+    failed = failure_step(guard)
     return Told(run.name, run.family, run.fails, failed, before(guard, failed))
 
 

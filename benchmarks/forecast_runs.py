@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from forecast_objectives import OBJECTIVES
 from forecast_parts import Run, Setup
 from forecast_signals import SIGNALS
 
-__all__ = ["RUNS", "Run", "Setup", "failure_step"]
+__all__ = ["RUNS", "Run", "Setup", "failure_step", "guarded"]
 
 RUNS: tuple[Run, ...] = (*DESIGN, *SIGNALS, *OBJECTIVES, *FINE)
 FAILURES = (
@@ -71,20 +72,26 @@ class Outcome:
         return self.failed is not None and self.failed >= FORESEEABLE
 
 
-def trained(run: Run) -> Outcome:
-    """The run under a plain guard, up to its failure or its end."""
-    start = time.perf_counter()
+def guarded(run: Run, **more: Any) -> nanproof.Guard:
+    """The guard of a run that has gone on to its failure, or its end."""
     setup = run.make()
     policy = nanproof.Policy(history=10_000, diagnose="never")
-    guard = nanproof.Guard(setup.model, setup.optimizer, loss_fn=setup.loss_fn, policy=policy, **setup.options)
+    guard = nanproof.Guard(setup.model, setup.optimizer, loss_fn=setup.loss_fn, policy=policy, **setup.options, **more)
     with guard:
         for _ in range(run.steps):
             guard.train_step(next(setup.batches))
             if failure_step(guard) is not None:
                 break
-        failed = failure_step(guard)
-        kinds = [incident.kind for incident in guard.incidents if incident.step == failed]
-        losses = tuple(record.loss for record in guard.history)
+    return guard
+
+
+def trained(run: Run) -> Outcome:
+    """The run under a plain guard."""
+    start = time.perf_counter()
+    guard = guarded(run)
+    failed = failure_step(guard)
+    kinds = [incident.kind for incident in guard.incidents if incident.step == failed]
+    losses = tuple(record.loss for record in guard.history)
     return Outcome(run, failed, kinds[0] if kinds else "", len(losses), time.perf_counter() - start, losses)
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import nanproof
-from forecast_runs import RUNS, failure_step
+from forecast_runs import RUNS, failure_step, guarded
 from nanproof.observe.early import DepthWatch, EntropyWatch, MomentWatch, ScaleWatch, SizeWatch
 from nanproof.observe.forecast import Forecaster
 from nanproof.observe.trend import fit
@@ -197,15 +196,6 @@ def test_attention_that_has_come_to_see_one_key():
 
 @pytest.mark.parametrize("name", ["fp16-residual-growth/2", "step-size-too-large/1", "scale-falls-and-falls/0"])
 def test_real_runs_are_warned_of_before_they_fail(name):
-    run = next(r for r in RUNS if r.name == name)
-    setup = run.make()
-    policy = nanproof.Policy(history=10_000, diagnose="never")
-    with nanproof.Guard(
-        setup.model, setup.optimizer, loss_fn=setup.loss_fn, policy=policy, observe=True, **setup.options
-    ) as guard:
-        for _ in range(run.steps):
-            guard.train_step(next(setup.batches))
-            if failure_step(guard) is not None:
-                break
+    guard = guarded(next(run for run in RUNS if run.name == name), observe=True)
     failed = failure_step(guard)
     assert failed is not None and guard.forecasts and guard.forecasts[0].step < failed - 5

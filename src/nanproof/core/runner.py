@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +32,36 @@ def part_of(loss_fn: LossFn, loss: Tensor, parts: int) -> Tensor:
     return loss if parts == 1 or getattr(loss_fn, "weighted", False) else loss / parts
 
 
+def harmless(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For methods of a watcher: looking is never the reason a run dies. Whatever goes wrong in it ends it, with a warning that
+    says what is not done any more."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def tried(self: Watcher, *args: Any) -> Any:
+            if self.off:
+                return None
+            try:
+                return method(self, *args)
+            except Exception as error:
+                log.debug("nanproof: %s failed", method.__name__, exc_info=True)
+                log.warning("nanproof: %s any more: %s: %s", what, type(error).__name__, error)
+                self.stop()
+                return None
+
+        return tried
+
+    return decorate
+
+
 class Watcher:
     """Looks on while steps are taken; each moment can be left alone."""
+
+    off = False
+    """It has stopped looking."""
+
+    def stop(self) -> None:
+        self.off = True
 
     def open(self, attempt: Attempt) -> None:
         """Before the first forward of a step that may be run again."""

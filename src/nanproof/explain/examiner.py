@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.context import Schedule
-from nanproof.core.runner import Watcher
+from nanproof.core.runner import Watcher, harmless
 from nanproof.core.stepper import Stepper
 from nanproof.core.telemetry import Courier
 from nanproof.core.verdict import Reading
@@ -47,22 +46,6 @@ WHY_NOT_AGAIN = (
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
 
 
-def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Looking for trouble is never the reason a run dies: whatever goes wrong in it ends the looking, with a warning."""
-
-    @wraps(method)
-    def tried(self: Examiner, *args: Any) -> Any:
-        try:
-            return method(self, *args)
-        except Exception as error:
-            log.debug("nanproof: %s failed", method.__name__, exc_info=True)
-            log.warning("nanproof: silent failures are not looked for any more: %s: %s", type(error).__name__, error)
-            self._stopped = True
-            return None
-
-    return tried
-
-
 class Examiner(Watcher):
     """Explains incidents to the guard."""
 
@@ -70,7 +53,6 @@ class Examiner(Watcher):
         self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy, run_dir: str | Path | None
     ) -> None:
         self._stepper, self._loss_fn, self._scheduler, self._policy = stepper, loss_fn, scheduler, policy
-        self._stopped = False
         self._bundles = None
         if run_dir is not None and policy.bundles:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
@@ -101,7 +83,7 @@ class Examiner(Watcher):
 
     @property
     def on(self) -> bool:
-        return self._policy.diagnose != "never" and not self._stopped
+        return self._policy.diagnose != "never" and not self.off
 
     def hand_over(self) -> Case | None:
         """The case of the last diagnosis, once: its replay holds a batch."""
@@ -116,7 +98,7 @@ class Examiner(Watcher):
 
     # -- while all is well -----------------------------------------------------------------------------------------------------
 
-    @_harmless
+    @harmless("silent failures are not looked for")
     def begin(self, attempt: Attempt) -> None:
         """A step that can be run again begins: keep what it needs, by reference."""
         if not self.on:
@@ -126,7 +108,7 @@ class Examiner(Watcher):
         if attempt.step < _LEARN_WRITES:
             self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
 
-    @_harmless
+    @harmless("silent failures are not looked for")
     def before_step(self, step: int) -> None:
         if self._before_forward:
             moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
@@ -136,7 +118,7 @@ class Examiner(Watcher):
         if self._taking:
             self._sample.before()
 
-    @_harmless
+    @harmless("silent failures are not looked for")
     def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
         """Send what was seen on its way to the host."""
         if not self.on:
@@ -152,7 +134,7 @@ class Examiner(Watcher):
         """The step raised instead."""
         self._taking = False
 
-    @_harmless
+    @harmless("silent failures are not looked for")
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An accepted step, in order: is something silently wrong?"""
         if not self.on:

@@ -7,14 +7,13 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 from torch import nn
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.parameters import clean_name, unwrap
-from nanproof.core.runner import Watcher
+from nanproof.core.runner import Watcher, harmless
 from nanproof.core.stepper import Stepper
 from nanproof.observe.activations import Observer, is_compiled
 from nanproof.observe.attention import AttentionWatch, Sharpness
@@ -40,24 +39,6 @@ class _Parcel:
     rows: Callable[[], Rows]
     attention: Callable[[], dict[str, Sharpness]]
     moved: Callable[[], Moved] | None = None
-
-
-def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Looking is never the reason a run dies: whatever goes wrong in it ends it, with a warning."""
-
-    @wraps(method)
-    def tried(self: Lookout, *args: Any) -> Any:
-        if self.off:
-            return None
-        try:
-            return method(self, *args)
-        except Exception as error:
-            log.debug("nanproof: %s failed", method.__name__, exc_info=True)
-            log.warning("nanproof: the run is not observed any more: %s: %s", type(error).__name__, error)
-            self.close()
-            return None
-
-    return tried
 
 
 class Unobserved(Watcher):
@@ -89,7 +70,6 @@ class Lookout(Unobserved):
 
     def __init__(self, stepper: Stepper, settings: Observe) -> None:
         model, device = stepper.model, stepper.parameters.device
-        self.off = False
         self._stepper, self._settings = stepper, settings
         self._observer = Observer(model, settings, device)
         compiled = is_compiled(model)
@@ -105,11 +85,7 @@ class Lookout(Unobserved):
         """Steps in a row of which nothing was seen."""
         self._prepare(0)
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return self._observer.sites
-
-    @_harmless
+    @harmless("the run is not observed")
     def open(self, attempt: Attempt) -> None:
         self._prepare(attempt.step)
 
@@ -135,7 +111,7 @@ class Lookout(Unobserved):
         self._asked = step
         return True
 
-    @_harmless
+    @harmless("the run is not observed")
     def before_step(self, step: int) -> None:
         attention = dict if self._attention is None else self._attention.send()
         self._sending = _Parcel(self._observer.full, self._observer.send(), attention)
@@ -144,7 +120,7 @@ class Lookout(Unobserved):
                 self._weights = WeightWatch(self._stepper.model, self._stepper.parameters, self._stepper.optimizer)
             self._weights.before()
 
-    @_harmless
+    @harmless("the run is not observed")
     def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
         parcel, self._sending = self._sending, None
         if parcel is not None:
@@ -160,22 +136,24 @@ class Lookout(Unobserved):
     def observed(self, record: StepRecord) -> StepRecord:
         return replace(record, observed=self._observed(record))
 
-    @_harmless
+    @harmless("the run is not observed")
     def _observed(self, record: StepRecord) -> Observed | None:
         parcel = self._parcels.pop(record.step, None)
         if parcel is None:
             return None
         rows, sites = parcel.rows(), self._observer.sites
         self._notice_blindness(rows)
+        absmax = _largest(rows, 0, len(sites))
+        if not parcel.full:
+            return Observed(sites=sites, absmax=absmax)
         moved = parcel.moved() if parcel.moved is not None else None
-        absmax, outputs = _columns(rows, 0, len(sites))
-        gradient_absmax, gradients = _columns(rows, len(sites), len(sites))
-        seen = any(value != ABSENT for value in gradient_absmax)
+        gradients = _largest(rows, len(sites), len(sites))
+        seen = any(value != ABSENT for value in gradients)
         return Observed(
             sites=sites,
             absmax=absmax,
-            outputs=outputs if parcel.full else {},
-            gradients={"absmax": gradient_absmax, **gradients} if parcel.full and seen else {},
+            outputs=_columns(rows, 0, len(sites)),
+            gradients={"absmax": gradients, **_columns(rows, len(sites), len(sites))} if seen else {},
             updates={} if moved is None else self._updates(moved, record),
             attention=parcel.attention(),
             unmoved={} if moved is None else moved.unmoved,
@@ -184,7 +162,7 @@ class Lookout(Unobserved):
     def foresee(self, record: StepRecord) -> list[Forecast]:
         return self._foresee(record) or []
 
-    @_harmless
+    @harmless("the run is not observed")
     def _foresee(self, record: StepRecord) -> list[Forecast]:
         if self._forecaster is None:
             return []
@@ -195,6 +173,9 @@ class Lookout(Unobserved):
         self._parcels.clear()
         if self._forecaster is not None:
             self._forecaster.rewound()
+
+    def stop(self) -> None:
+        self.close()
 
     def close(self) -> None:
         self.off = True
@@ -223,17 +204,18 @@ class Lookout(Unobserved):
             )
 
 
-def _columns(rows: Rows, first: int, count: int) -> tuple[array[float], dict[str, array[float]]]:
-    """Absmax, and the other columns as they are recorded, of some rows."""
-    absmax = array("d", (ABSENT,)) * count
+def _largest(rows: Rows, first: int, count: int) -> array[float]:
+    """Absmax of some rows."""
+    return array("d", (rows[i][0] if i in rows else ABSENT for i in range(first, first + count)))
+
+
+def _columns(rows: Rows, first: int, count: int) -> dict[str, array[float]]:
+    """The other columns of a full look, as they are recorded."""
     more = {name: array("d", (ABSENT,)) * count for name in ("rms", "nan", "inf", "zeros", "near")}
     for i in range(count):
         seen = rows.get(first + i)
-        if seen is None:
-            continue
-        absmax[i] = seen[0]
-        if len(seen) == len(COLUMNS):
+        if seen is not None and len(seen) == len(COLUMNS):
             _, number, squares, nan, inf, zeros, near = seen
             for name, value in zip(more, ((squares / number) ** 0.5, nan, inf, zeros / number, near / number), strict=True):
                 more[name][i] = value
-    return absmax, more
+    return more
