@@ -16,6 +16,7 @@ SRC = Path(nanproof.__file__).parent
 LAYERS = [
     "records",
     "errors",
+    "logs",
     "policy",
     "core",
     "observe",
@@ -25,6 +26,8 @@ LAYERS = [
     "preflight",
     "guard",
     "integrations",
+    "report",
+    "watch",
     "cli",
 ]
 """A module imports from its own layer or an earlier one."""

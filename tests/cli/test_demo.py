@@ -9,9 +9,9 @@ import sys
 from typer.testing import CliRunner
 
 from nanproof.cli import app
-from nanproof.cli.charts import curve
 from nanproof.cli.demo import documents
 from nanproof.records import read_steps
+from nanproof.report.charts import curve
 
 
 def test_the_unguarded_run_dies_and_the_guarded_one_lives(tmp_path):

@@ -245,8 +245,8 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
     from rich.table import Table
     from rich.text import Text
 
-    from nanproof.cli.charts import ASCII, BLOCKS, curve
     from nanproof.cli.told import grid, rows
+    from nanproof.report.charts import ASCII, BLOCKS, curve
 
     finite = [x for run in (unguarded, guarded) for x in run.losses if math.isfinite(x)]
     panels = []
