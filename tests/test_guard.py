@@ -1236,7 +1236,7 @@ def test_every_step_is_recorded_and_read_back(tmp_path):
     guard.close()
     lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
     strict = [json.loads(x, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")) for x in lines]
-    assert strict[0]["names"] == list(guard.history[0].names)
+    assert strict[1]["names"] == list(guard.history[0].names)
     read = list(read_steps(tmp_path / "run"))
     assert [r.step for r in read] == list(range(6))
     for a, b in zip(read, guard.history, strict=True):

@@ -101,7 +101,7 @@ class Guard:
         self._lookout = Lookout.of(self._stepper, observe)
         with ExitStack() as undo:  # a guard that was not made, as its folder was refused, looks at nothing
             undo.callback(self._lookout.close)
-            self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
+            self._journal = Journal(run_dir if self._ranks.rank == 0 else None, self._stepper.about)
             self._runner = Runner(self._stepper, loss_fn, scheduler)
             self._history: deque[StepRecord] = deque(maxlen=self.policy.history)
             self._own_loop = OwnLoop(self.policy, scheduler)

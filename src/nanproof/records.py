@@ -127,6 +127,8 @@ class StepRecord:
     """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
     observed: Observed | None = None
     """Activations, and more, where the guard observes."""
+    time: float | None = field(default=None, compare=False)
+    """When its verdict reached the host, in seconds since 1970."""
 
     @property
     def by_parameter(self) -> dict[str, float]:
@@ -150,6 +152,7 @@ class StepRecord:
             "loss_size": encode(self.loss_size),
             "weights_checked": self.weights_checked,
             "norms": _numbers(self.norms),
+            "time": self.time,
         }
 
     def to_line(self) -> str:
@@ -176,6 +179,7 @@ class StepRecord:
             names=tuple(names),
             norms=_array(data["norms"]),
             observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
+            time=data.get("time"),
         )
 
 

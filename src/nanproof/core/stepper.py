@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import learning_rates
+from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients
 from nanproof.core.keepers import BufferKeeper, WeightKeeper
 from nanproof.core.kernels import Kernels
 from nanproof.core.optimizers import DevicePath, choose_path
-from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors
+from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors, unwrap
 from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
 from nanproof.core.stats import RunningStats
@@ -109,6 +110,13 @@ class Stepper:
             return 0
         default = 2 if self.parameters.device.type == "cuda" else 0
         return default if self.policy.lag is None else self.policy.lag
+
+    def about(self) -> dict[str, Any]:
+        """The run, for the first line of its journal."""
+        path, ranks, scaled = self.path.description, self.ranks.world, self.scale is not None
+        return about(
+            unwrap(self.model), self.optimizer, self.policy, path=path, max_norm=self.max_norm, ranks=ranks, scaled=scaled
+        )
 
     @property
     def has_losses(self) -> bool:

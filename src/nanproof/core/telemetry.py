@@ -7,6 +7,7 @@ than the lag behind, in which case it still has that many steps of work queued. 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,10 +61,11 @@ class Courier:
 class Journal:
     """`steps.jsonl`, `incidents.jsonl` and `forecasts.jsonl` in a run's folder; does nothing without one.
 
-    A disk that fills up while training stops the journal with a warning, never the run.
+    `steps.jsonl` says when the run was opened, on what, and when it was closed. A disk that fills up while training stops the
+    journal with a warning, never the run.
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
+    def __init__(self, folder: str | Path | None, about: Callable[[], dict[str, Any]] = dict) -> None:
         self._files: dict[str, TextIO] = {}
         self._header: tuple[Any, ...] = ()
         self._lock: FolderLock | None = None
@@ -76,10 +78,11 @@ class Journal:
             for name in ("steps", "incidents"):
                 self._open(name)
         except OSError as error:
-            self.close()
+            self._close_files()
             raise UsageError(
                 f"Guard(run_dir={str(folder)!r}) cannot be written: {error.strerror}. Choose one that can be written"
             ) from error
+        self._write("steps", line({"v": VERSION, "kind": "opened", "time": _now(), "about": _facts(about)}))
 
     def _open(self, name: str) -> None:
         path = self.folder / f"{name}.jsonl"
@@ -107,6 +110,11 @@ class Journal:
         self._write("forecasts", line(forecast.to_json()))
 
     def close(self) -> None:
+        if "steps" in self._files:
+            self._write("steps", line({"v": VERSION, "kind": "closed", "time": _now()}))
+        self._close_files()
+
+    def _close_files(self) -> None:
         if self._lock is not None:
             self._lock.release()
         for name in list(self._files):
@@ -126,6 +134,19 @@ class Journal:
             with suppress(OSError):
                 file.close()
             log.warning("nanproof: no more lines go to %s.jsonl: %s. Training goes on", name, error.strerror)
+
+
+def _facts(about: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A model of which not everything can be told (no sizes yet, say) is trained all the same."""
+    try:
+        return about()
+    except Exception:
+        log.debug("nanproof: the journal begins without facts", exc_info=True)
+        return {}
+
+
+def _now() -> float:
+    return round(time.time(), 3)
 
 
 def cut_broken_line(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass
 from typing import ClassVar
@@ -106,6 +107,7 @@ class Reading:
             weights_checked=checked,
             names=names,
             norms=norms,
+            time=round(time.time(), 3),
         )
 
 

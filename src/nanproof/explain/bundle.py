@@ -19,20 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import Mode, RandomState
+from nanproof.core.environment import device_name, policy_out, versions_now, without_home
 from nanproof.core.parameters import clean_name, local, unwrap
 from nanproof.errors import UsageError
 from nanproof.explain.facts import (
     ModeFacts,
     OptimizerFacts,
-    device_name,
     groups_out,
     mode_out,
-    policy_out,
     random_out,
     state_out,
-    versions_now,
     weights_out,
-    without_home,
 )
 from nanproof.explain.pack import Packer, type_name
 from nanproof.explain.shelf import Parcel, Shelf

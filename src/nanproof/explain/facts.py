@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import platform
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof import __version__
 from nanproof.core.context import Mode, NumpyState, RandomState
 from nanproof.core.parameters import clean_name, is_dtensor, unwrap
 from nanproof.explain.pack import Node, Packer, dtype_name
-from nanproof.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,28 +146,3 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(f"{name!r} is no dtype")
     return found
-
-
-def versions_now() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__), "nanproof": __version__}
-    if "transformers" in sys.modules:
-        found["transformers"] = str(getattr(sys.modules["transformers"], "__version__", "?"))
-    return found
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def policy_out(policy: Policy) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(policy).items()}
-
-
-def without_home(value: Any) -> Any:
-    """Paths without the user's name: ~ for the home folder."""
-    if isinstance(value, str):
-        home = os.path.expanduser("~")
-        return value.replace(home + os.sep, "~" + os.sep) if len(home) > 1 else value
-    if isinstance(value, dict):
-        return {key: without_home(item) for key, item in value.items()}
-    return [without_home(item) for item in value] if isinstance(value, list) else value

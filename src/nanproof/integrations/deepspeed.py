@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanproof.core.caps import SkipCaps
+from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients, Witness, from_finding, make_incident
 from nanproof.core.parameters import nonfinite
 from nanproof.core.ranks import Ranks
@@ -96,7 +97,7 @@ class EngineGuard(LoopGuard):
         self._clip = engine.gradient_clipping() or None
         self._stats = RunningStats(self._device, torch.float32, self.policy.warmup_steps, self.policy.spike_sensitivity)
         self._watch, self._caps = SpikeWatch(), SkipCaps(self.policy)
-        self._journal = Journal(run_dir if self._ranks.rank == 0 else None)
+        self._journal = Journal(run_dir if self._ranks.rank == 0 else None, self._about)
         self._losses: list[Tensor] = []
         self._probes: list[Tensor] = []
         self._batches: list[Any] = []
@@ -121,6 +122,12 @@ class EngineGuard(LoopGuard):
     def path(self) -> str:
         """The verdict is read on the host each step."""
         return "host: DeepSpeed owns the optimizer"
+
+    def _about(self) -> dict[str, Any]:
+        scaled = bool(self.engine.fp16_enabled())
+        return about(
+            self.model, self.optimizer, self.policy, path=self.path, max_norm=self._clip, ranks=self._size, scaled=scaled
+        )
 
     @property
     def open(self) -> bool:
