@@ -1254,7 +1254,7 @@ def test_a_run_that_was_killed_while_writing_can_be_resumed_into(tmp_path):
             guard.train_step(batch)
         guard.close()
         path = tmp_path / "steps.jsonl"
-        path.write_bytes(path.read_bytes()[:-20])
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1])[:-20])
     assert [r.step for r in read_steps(path)] == [0, 1, 0, 1]
 
 

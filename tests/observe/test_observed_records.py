@@ -80,18 +80,18 @@ def test_a_run_comes_back(tmp_path):
         for i, ids in enumerate(data):
             guard.train_step([ids, torch.tensor(math.inf if i == 4 else 1.0)])
     lines = strict(tmp_path / "steps.jsonl")
-    assert [x["kind"] for x in lines] == ["header"] + ["step"] * 6
-    assert lines[0]["sites"] == [n for n, _ in model.named_modules() if n]
+    assert [x["kind"] for x in lines] == ["opened", "header", *["step"] * 6, "closed"]
+    assert lines[1]["sites"] == [n for n, _ in model.named_modules() if n]
     back = list(read_steps(tmp_path))
     assert [r.step for r in back] == list(range(6))
     for mine, theirs in zip(guard.history, back, strict=True):
         assert mine.observed is not None and theirs.observed is not None
         assert same_observed(mine.observed, theirs.observed)
-        assert theirs.observed.sites == tuple(lines[0]["sites"])
+        assert theirs.observed.sites == tuple(lines[1]["sites"])
     full = back[0].observed
     assert full is not None and full.outputs and full.gradients and full.updates and full.attention and full.unmoved
     assert full.absmax[full.sites.index("unused")] == ABSENT and "unused" not in full.by_site
-    assert lines[1]["observed"]["absmax"][full.sites.index("unused")] is None
+    assert lines[2]["observed"]["absmax"][full.sites.index("unused")] is None
     bad = back[4].observed
     assert back[4].action == "skipped" and bad is not None and any(not math.isfinite(x) for x in bad.gradients["absmax"])
 
@@ -152,7 +152,7 @@ def test_a_header_is_written_when_names_or_sites_change(tmp_path):
         journal.step(record(step, observed, names))
     journal.close()
     assert [x["kind"] for x in strict(tmp_path / "steps.jsonl")] == [
-        "header", "step", "step", "header", "step", "header", "step",
+        "opened", "header", "step", "step", "header", "step", "header", "step", "closed",
     ]  # fmt: skip
     back = [r.observed.by_site if r.observed else None for r in read_steps(tmp_path)]
     assert back == [{"a": 1.0}, {"a": 2.0}, {"b": 3.0, "c": 4.0}, None]
@@ -167,7 +167,7 @@ def test_old_files_and_runs_that_do_not_observe(tmp_path):
     model = net()
     with nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, run_dir=tmp_path / "run") as guard:
         guard.train_step(batches(1)[0])
-    header, step = strict(tmp_path / "run" / "steps.jsonl")
+    _, header, step, _ = strict(tmp_path / "run" / "steps.jsonl")
     assert "sites" not in header and "observed" not in step and guard.history[0].observed is None
     assert guard.forecasts == [] and not (tmp_path / "run" / "forecasts.jsonl").exists()
 
