@@ -9,11 +9,12 @@ import typer
 from nanproof import __version__
 from nanproof.cli.check import check
 from nanproof.cli.demo import demo
+from nanproof.cli.group import Commands
 from nanproof.cli.replay import replay
 from nanproof.cli.run import run
 from nanproof.cli.scan import scan
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(demo)
 app.command()(check)
 app.command()(replay)

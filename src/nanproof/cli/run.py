@@ -51,7 +51,7 @@ def run(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no notices; incidents are still told.")] = False,
 ) -> None:
-    """Run a training script unchanged, with every optimizer guarded: a bad step never reaches the weights.
+    """Run a training script unchanged, its optimizers guarded. A bad step never reaches the weights.
 
     Exit status: that of the script, as Python gives it; 1 also when training was halted; 2 when an option is wrong, the script
     is not there, or --run-dir cannot be written: then it was not started.

@@ -36,7 +36,7 @@ def scan(
         bool, typer.Option("--checksums", help="Print the crc32 of each file; compare with manifest.json where there is one.")
     ] = False,
 ) -> None:
-    """Find NaN and Inf in checkpoints without executing anything in them, and say which checkpoint was the last good one.
+    """Find NaN and Inf in checkpoints. Nothing in them is executed; of several, the last good one is named.
 
     Exit status: 1 a NaN or an Inf was found, 2 none was found and some file could not be read or was refused, 0 all clean.
     """
