@@ -105,7 +105,7 @@ def test_checksums_are_printed_as_crc32_prints_them(clean):
 
 def test_the_help_names_every_option_and_exit_status():
     text = " ".join(run("--help").stdout.split())
-    assert "Find NaN and Inf in checkpoints without executing anything in them" in text
+    assert "Find NaN and Inf in checkpoints. Nothing in them is executed" in text
     assert "1 a NaN or an Inf was found, 2 none was found and some file could not be read or was refused, 0 all clean" in text
     assert all(option in text for option in ("--json", "--denormals", "--all", "--checksums"))
 
