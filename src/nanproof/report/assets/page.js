@@ -1,0 +1,131 @@
+/* The page around curves and cards: figures at the top, tables, keys, theme, and the new data of a live page. */
+"use strict";
+const Page = (() => {
+  const { h, text } = Dom;
+  const id = (name) => document.getElementById(name);
+  let data = JSON.parse(id("data").textContent);
+
+  function numbers() {
+    id("numbers").replaceChildren(...data.numbers.map(({ label, value, more }) => h("div", {}, h("dt", {}, label),
+      h("dd", { class: label === "state" ? `state-${value}` : ["incidents", "refused"].includes(label) && value !== "0" ? "count-bad" : "" }, text(value), more ? h("small", {}, text(more, 60)) : ""))));
+    id("summary").textContent = data.summary;
+    document.title = `${data.name}: nanproof report`;
+  }
+
+  function table(name, heads, rows) {
+    id(name).hidden = !rows.length;
+    if (!rows.length) return;
+    const numeric = (head) => (head.startsWith("#") ? { class: "num" } : {});
+    id(`${name}-table`).replaceChildren(h("table", {},
+      h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", numeric(head), head.replace("#", ""))))),
+      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell, i) => h("td", numeric(heads[i]), typeof cell === "string" ? text(cell) : cell)))))));
+  }
+
+  function tables() {
+    const tag = (state) => h("span", { class: `tag ${{ good: "yes", candidate: "no" }[state] || "bad"}` }, state);
+    const bytes = (n) => (n < 1024 ? `${n} B` : n < 1048576 ? `${(n / 1024).toFixed(1)} KiB` : n < 1073741824 ? `${(n / 1048576).toFixed(1)} MiB` : `${(n / 1073741824).toFixed(2)} GiB`);
+    const step = (n) => (n === null ? "\u2013" : n.toLocaleString("en"));
+    table("forecasts", ["#step", "kind", "what is coming"], data.forecasts.map((one) => [step(one.step), one.kind, one.message]));
+    table("recoveries", ["#step", "#back to", "how", "cause", "what was done"], data.recoveries.map((one) => [step(one.step), step(one.to), one.how, one.why || "\u2013", one.what]));
+    table("checkpoints", ["#step", "state", "#size", "written", "name"], data.checkpoints.map((one) => [step(one.step), h("span", {}, tag(one.state), one.why ? h("span", { class: "soft" }, ` ${one.why}`) : ""), bytes(one.size), one.at || "\u2013", h("code", {}, text(one.name))]));
+    table("quarantine", ["#sample", "cause", "#step", "content hash"], data.quarantine.map((one) => [String(one.index), one.cause, step(one.step), h("code", {}, text(one.hash))]));
+    id("facts").hidden = !data.facts.length;
+    id("facts-list").replaceChildren(...data.facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, text(value, 500))]));
+    id("made").textContent = `Made by nanproof ${data.version} on ${data.made.replace("T", " ").replace("+00:00", " UTC")} from ${data.folder}.` + (data.broken ? ` ${data.broken} lines of its files are no records and were passed over.` : "");
+  }
+
+  /* The line of numbers for the step under the cursor. */
+  function read(step, plot) {
+    const found = Plots.at(step);
+    if (!found) return;
+    const cell = plot.cell ? plot.cell(step, plot.cursor.top) : null;
+    const parts = [h("span", {}, "step ", h("b", {}, found.step))];
+    if (cell) parts.push(h("span", { class: "long" }, `${cell.what} of `, h("b", {}, h("bdi", {}, cell.name)), ` ${cell.value}`));
+    else parts.push(...found.values.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, value))), ...found.notes.map((note) => h("span", {}, note)));
+    const forecast = data.forecasts.find((one) => Math.abs(plot.valToPos(one.step, "x") - plot.cursor.left) < 5);
+    if (forecast && !cell) parts.push(h("span", { class: "long" }, "forecast: ", text(forecast.message, 160)));
+    id("readout").replaceChildren(...parts);
+  }
+
+  function viewChanged(zoomed) {
+    id("reset").disabled = !zoomed;
+    const { min, max } = Plots.view;
+    id("range").textContent = `Steps ${Math.ceil(min).toLocaleString("en")} to ${Math.floor(max).toLocaleString("en")} are shown.`;
+  }
+
+  /* -- theme --------------------------------------------------------------------------------------------------------------- */
+
+  const THEMES = ["auto", "light", "dark"];
+  function theme(name) {
+    if (name === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = name;
+    id("theme").textContent = `Theme: ${name}`;
+    Plots.readColours();
+    Plots.redraw();
+  }
+  function nextTheme() {
+    const now = document.documentElement.dataset.theme || "auto";
+    theme(THEMES[(THEMES.indexOf(now) + 1) % 3]);
+  }
+
+  /* -- keys ---------------------------------------------------------------------------------------------------------------- */
+
+  const help = () => id("help").showModal();
+  const KEYS = {
+    ArrowLeft: () => Plots.pan(-0.2), ArrowRight: () => Plots.pan(0.2), "+": () => Plots.zoom(0.5), "=": () => Plots.zoom(0.5), "-": () => Plots.zoom(2),
+    0: Plots.reset, Escape: Plots.reset, n: () => Cards.step(1), j: () => Cards.step(1), p: () => Cards.step(-1), k: () => Cards.step(-1), l: Plots.toggleLog, "?": help,
+  };
+  function key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || id("help").open || !KEYS[event.key]) return;
+    event.preventDefault();
+    KEYS[event.key]();
+  }
+
+  function hash() {
+    const match = /^#incident-(\d+)$/.exec(location.hash);
+    if (match) Cards.open(Number(match[1]), true);
+  }
+
+  /* -- live ---------------------------------------------------------------------------------------------------------------- */
+
+  async function poll() {
+    try {
+      const answer = await fetch(data.live, { cache: "no-store" });
+      if (!answer.ok) throw new Error(String(answer.status));
+      const fresh = await answer.json();
+      id("lost").hidden = true;
+      fresh.live = data.live;
+      if (JSON.stringify({ ...fresh, made: "" }) !== JSON.stringify({ ...data, made: "" })) { data = fresh; show(); }
+    } catch {
+      id("lost").hidden = false; // the server has ended: what is shown stays
+    }
+    setTimeout(poll, 2000);
+  }
+
+  function show() {
+    const top = scrollY;
+    numbers();
+    tables();
+    Plots.takeData(data);
+    Cards.update(data);
+    Plots.draw();
+    scrollTo(scrollX, top);
+  }
+
+  function start() {
+    Plots.readColours();
+    show();
+    const on = (name, act) => id(name).addEventListener("click", act);
+    on("zoom-in", () => Plots.zoom(0.5)); on("zoom-out", () => Plots.zoom(2)); on("left", () => Plots.pan(-0.2)); on("right", () => Plots.pan(0.2));
+    on("reset", Plots.reset); on("previous", () => Cards.step(-1)); on("next", () => Cards.step(1)); on("theme", nextTheme); on("help-button", help); on("help-close", () => id("help").close());
+    addEventListener("keydown", key);
+    addEventListener("hashchange", hash);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.dataset.theme || "auto"));
+    let narrow = Plots.narrow();
+    new ResizeObserver(() => { if (narrow === Plots.narrow()) Plots.resize(); else { narrow = Plots.narrow(); Plots.draw(); } }).observe(id("plots"));
+    hash();
+    if (data.live) setTimeout(poll, 2000);
+  }
+
+  return { read, viewChanged, start };
+})();
+Page.start();

@@ -1,0 +1,293 @@
+/* The curves: one uPlot each, all with the same x axis, cursor and zoom. Buckets of many steps show as a band from the lowest to the
+   highest value with the mean as a line; zoomed in around an incident every step is there. */
+"use strict";
+const Plots = (() => {
+  const METRICS = {
+    loss: { title: "Loss", height: 220 },
+    grad_norm: { title: "Gradient norm", height: 150, log: 10 },
+    scale: { title: "Loss scale", height: 100, log: 2 },
+    lr: { title: "Learning rate", height: 100 },
+  };
+  const all = []; // every plot of the page; heat maps join them
+  const full = { min: 0, max: 1 };
+  const view = { min: 0, max: 1 };
+  const colours = {};
+  let data = null, detailed = false, chosen = 0, logLoss = null;
+
+  const narrow = () => window.innerWidth <= 640;
+  const gutter = () => (narrow() ? 48 : 132);
+  const zoomed = () => view.min > full.min || view.max < full.max;
+
+  function number(x) {
+    if (x === null || x === undefined) return "\u2013";
+    if (typeof x === "string" || x === 0) return String(x);
+    const size = Math.abs(x);
+    return size < 1e-3 || size >= 1e5 ? x.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e") : String(+x.toPrecision(4));
+  }
+
+  function readColours() {
+    const style = getComputedStyle(document.documentElement);
+    for (const name of ["paper", "ink", "soft", "faint", "grid", "line", "band", "bad", "warn", "back", "broken", "rule"]) {
+      colours[name] = style.getPropertyValue(`--${name}`).trim();
+    }
+  }
+
+  /* What every plot has in common. */
+  function options(height, extra, lastOfGroup) {
+    const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colours.grid, width: 1 } };
+    const { y, hooks, ...rest } = extra;
+    return {
+      width: 600, height: height + (lastOfGroup ? 28 : 8), padding: [6, 10, lastOfGroup ? 0 : 2, 0], legend: { show: false }, pxAlign: 0,
+      scales: { x: { time: false, range: () => [view.min, view.max] }, y: rest.yScale || {} },
+      axes: [
+        { ...axis, size: lastOfGroup ? 26 : 0, show: true, values: (u, at) => at.map((x) => (lastOfGroup && Number.isInteger(x) ? x.toLocaleString("en") : "")) },
+        { ...axis, size: gutter, gap: 8, ...y },
+      ],
+      cursor: {
+        y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 4 },
+        sync: { key: "run", setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        bind: { dblclick: () => () => { reset(); return null; } },
+      },
+      hooks: {
+        setSelect: [(u) => {
+          const { left, width } = u.select;
+          if (width > 3) setView(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        }],
+        setCursor: [(u) => { if (u.cursor.left >= 0 && u.cursor.event) Page.read(Math.round(u.posToVal(u.cursor.left, "x")), u); }],
+        ...hooks,
+      },
+      ...rest,
+    };
+  }
+
+  /* Adds a plot to the page and to those that zoom together. */
+  function add(figure, opts, values) {
+    const plot = new uPlot({ ...opts, width: Math.max(200, figure.clientWidth) }, values, figure);
+    all.push(plot);
+    plot.over.addEventListener("click", (event) => {
+      const near = nearestMark(plot, event.offsetX);
+      if (near) Cards.open(near[0], true);
+    });
+    Touch.listen(plot);
+    return plot;
+  }
+
+  function nearestMark(plot, left) {
+    let best = null, distance = 8;
+    for (const mark of data.marks) {
+      const d = Math.abs(plot.valToPos(mark[1], "x") - left);
+      if (d < distance) { distance = d; best = mark; }
+    }
+    return best;
+  }
+
+  /* -- data ---------------------------------------------------------------------------------------------------------------- */
+
+  /* One list of points for all curves: the buckets, with the steps around incidents in their place where one is zoomed in. */
+  function points() {
+    const { curves, near } = data;
+    const list = [];
+    const inside = new Set();
+    if (detailed && near) {
+      near.steps.forEach((step, i) => { list.push({ x: step, near: i }); inside.add(Math.floor(step / curves.width)); });
+    }
+    curves.steps.forEach((step, i) => {
+      if (!inside.has(Math.floor(step / curves.width))) list.push({ x: step + (curves.width - 1) / 2, bucket: i });
+    });
+    return list.sort((a, b) => a.x - b.x);
+  }
+
+  function value(metric, point, which) {
+    if (point.near !== undefined) return data.near[metric][point.near];
+    const curve = data.curves[metric];
+    return curve ? (curve[which] || curve.mean)[point.bucket] : null;
+  }
+
+  function nonfinite(metric, point) {
+    if (point.near !== undefined) return data.near[`${metric}_bad`].includes(point.near) ? 1 : 0;
+    const curve = data.curves[metric];
+    return curve && curve.bad.length ? curve.bad[point.bucket] : 0;
+  }
+
+  const count = (action, point) => (point.near !== undefined ? data.near[action][point.near] : data.curves[action][point.bucket]);
+
+  function series(metric, list, positive) {
+    const column = (which) => list.map((point) => { const x = value(metric, point, which); return positive && x !== null && x <= 0 ? null : x; });
+    return [list.map((point) => point.x), column("high"), column("low"), column("mean")];
+  }
+
+  /* -- drawing ------------------------------------------------------------------------------------------------------------- */
+
+  /* Lines of incidents over the whole height, so that the eye finds the same step in every plot. */
+  function drawMarks(u) {
+    const { ctx, bbox } = u;
+    const inView = data.marks.filter((mark) => mark[1] >= view.min && mark[1] <= view.max);
+    ctx.save();
+    for (const [mark, step] of inView) {
+      const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
+      ctx.globalAlpha = mark === chosen ? 1 : Math.max(0.12, Math.min(0.5, 12 / inView.length));
+      ctx.strokeStyle = colours.bad;
+      ctx.lineWidth = (mark === chosen ? 2 : 1) * uPlot.pxRatio;
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  /* A cross at the foot of the plot where there is no number to draw. */
+  function drawNonfinite(metric, list) {
+    return (u) => {
+      const y = u.bbox.top + u.bbox.height - 6 * uPlot.pxRatio;
+      for (const point of list()) {
+        if (point.x >= view.min && point.x <= view.max && nonfinite(metric, point)) Shapes.cross(u.ctx, u.valToPos(point.x, "x", true), y, colours.bad);
+      }
+    };
+  }
+
+  function logTicks(u, at) {
+    const decades = Math.log10(u.scales.y.max / u.scales.y.min);
+    return at.map((x) => {
+      const lead = Math.round(Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)) + 1e-9));
+      return x === 0 || lead === 1 || (decades < 2.6 && (lead === 2 || lead === 5)) || !Number.isFinite(decades) ? number(x) : "";
+    });
+  }
+
+  function scaleOf(metric, how) {
+    if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10 };
+    return how === "asinh" ? { distr: 4, asinh: 1 } : {};
+  }
+
+  function curve(metric, how, last) {
+    const { title, height } = METRICS[metric];
+    const figure = Dom.h("figure", { id: `plot-${metric}`, role: "img", "aria-label": label(metric) }, Dom.h("figcaption", {}, title));
+    if (metric === "loss") {
+      const button = Dom.h("button", { type: "button", "aria-pressed": String(how !== "linear"), title: "linear or logarithmic (l)" }, "log");
+      button.addEventListener("click", toggleLog);
+      figure.firstChild.append(narrow() ? "" : Dom.h("br"), button);
+    }
+    document.getElementById("plots").append(figure);
+    const none = { stroke: "transparent", width: 0, points: { show: false } };
+    let list = points();
+    const plot = add(figure, options(height, {
+      yScale: scaleOf(metric, how),
+      y: how === "log" ? { values: metric === "scale" ? (u, at) => at.map(number) : logTicks } : { values: (u, at) => at.map(number) },
+      series: [{}, none, none, { stroke: () => colours.line, width: 1.5, points: { size: 4, fill: () => colours.line } }],
+      bands: [{ series: [1, 2], fill: () => colours.band }],
+      hooks: { draw: [drawMarks, drawNonfinite(metric, () => list)] },
+    }, last), series(metric, list, how === "log"));
+    plot.refresh = () => { list = points(); plot.setData(series(metric, list, how === "log"), false); };
+  }
+
+  /* What happened, in rows of signs above the curves. */
+  function events() {
+    const rows = [["incidents", data.marks.length], ["forecasts", data.forecasts.length], ["refused", data.curves.skipped.some(Boolean)], ["clipped", data.curves.clipped.some(Boolean)], ["went back", data.turns.length]].filter((row) => row[1]).map((row) => row[0]);
+    if (!rows.length) return;
+    const figure = Dom.h("figure", { id: "plot-events", role: "img", "aria-label": `Marks of ${rows.join(", ")} by step` });
+    document.getElementById("plots").append(figure);
+    const plot = add(figure, options(rows.length * 20 + 4, {
+      yScale: { range: [0, rows.length], dir: -1 },
+      y: { splits: () => rows.map((_, i) => i + 0.5), values: () => rows, grid: { show: false }, font: `${narrow() ? 9 : 11}px system-ui, sans-serif`, gap: narrow() ? 3 : 8 },
+      series: [{}, { paths: () => null, points: { show: false } }],
+      hooks: { draw: [(u) => rows.forEach((row, i) => drawRow(u, row, u.valToPos(i + 0.5, "y", true)))] },
+    }, false), [[full.min, full.max], [null, null]]);
+    plot.refresh = () => plot.setData([[full.min, full.max], [null, null]], false);
+  }
+
+  function drawRow(u, row, y) {
+    const at = (step) => u.valToPos(step, "x", true);
+    const seen = (step) => step >= view.min && step <= view.max;
+    if (row === "incidents") data.marks.forEach(([mark, step]) => seen(step) && Shapes.diamond(u.ctx, at(step), y, colours.bad, mark === chosen));
+    if (row === "forecasts") data.forecasts.forEach(({ step }) => seen(step) && Shapes.triangle(u.ctx, at(step), y, colours.warn));
+    if (row === "went back") data.turns.forEach(([from, to]) => Shapes.arrow(u, at(from), at(to), y, colours.back));
+    const action = { refused: "skipped", clipped: "clipped" }[row];
+    if (action) for (const point of points()) if (seen(point.x) && count(action, point)) (row === "refused" ? Shapes.cross : Shapes.tick)(u.ctx, at(point.x), y, row === "refused" ? colours.bad : colours.faint);
+  }
+
+  function label(metric) {
+    const means = (data.curves[metric] || { mean: [] }).mean.filter((x) => x !== null);
+    const title = METRICS[metric].title;
+    return means.length ? `${title} by step: first ${number(means[0])}, last ${number(means[means.length - 1])}, lowest mean ${number(Math.min(...means))}, highest ${number(Math.max(...means))}` : `${title}: no finite values`;
+  }
+
+  /* -- zoom ---------------------------------------------------------------------------------------------------------------- */
+
+  function setView(min, max) {
+    const span = Math.max(max - min, Math.min(4, full.max - full.min));
+    min = Math.max(full.min, Math.min(min, full.max - span));
+    view.min = min; view.max = Math.min(full.max, min + span);
+    const detail = Boolean(data.near) && view.max - view.min < 96 * data.curves.width;
+    const changed = detail !== detailed;
+    detailed = detail;
+    for (const plot of all) plot.batch(() => { if (changed && plot.refresh) plot.refresh(); plot.setScale("x", { min: view.min, max: view.max }); });
+    Page.viewChanged(zoomed());
+  }
+  const reset = () => setView(full.min, full.max);
+  const zoom = (factor, about = (view.min + view.max) / 2) => setView(about - (about - view.min) * factor, about + (view.max - about) * factor);
+  const pan = (share) => { const d = (view.max - view.min) * share; setView(view.min + d, view.max + d); };
+
+  function choose(mark) {
+    chosen = mark;
+    for (const plot of all) plot.redraw(false);
+  }
+
+  function takeData(given) {
+    const follow = !zoomed();
+    data = given;
+    const { steps, width } = data.curves;
+    full.min = steps.length ? steps[0] : 0;
+    full.max = steps.length ? Math.max(full.min + 1, steps[steps.length - 1] + width - 1) : 1;
+    if (follow) { view.min = full.min; view.max = full.max; }
+  }
+
+  function chooseScale(metric) {
+    const curve = data.curves[metric];
+    const values = [...(curve.low || curve.mean), ...(curve.high || [])].filter((x) => x !== null);
+    const low = Math.min(...values), high = Math.max(...values);
+    if (metric !== "loss") return METRICS[metric].log && high > 0 ? "log" : "linear";
+    const wanted = logLoss === null ? (low > 0 ? high / low > 1e3 : Math.max(high, -low) > 1e4) : logLoss;
+    logLoss = wanted;
+    return wanted ? (low > 0 ? "log" : "asinh") : "linear";
+  }
+
+  function draw() {
+    for (const plot of all.splice(0)) plot.destroy();
+    document.getElementById("plots").replaceChildren();
+    if (!data.curves.steps.length) { document.getElementById("plots").append(Dom.h("p", { class: "soft" }, "No step is recorded yet.")); return; }
+    events();
+    const there = Object.keys(METRICS).filter((metric) => data.curves[metric]);
+    there.forEach((metric, i) => curve(metric, chooseScale(metric), i === there.length - 1));
+    Heat.draw(data);
+    setView(view.min, view.max);
+  }
+
+  function toggleLog() { logLoss = !logLoss; draw(); }
+
+  /* What is known of a step, for the line of numbers under the cursor. */
+  function at(step) {
+    const list = points();
+    const found = list.reduce((best, point) => (Math.abs(point.x - step) < Math.abs(best.x - step) ? point : best), list[0]);
+    if (!found) return null;
+    const said = { step: found.near !== undefined || data.curves.width === 1 ? `${found.x}` : `${data.curves.steps[found.bucket]} to ${data.curves.steps[found.bucket] + data.curves.width - 1}`, values: [], notes: [] };
+    for (const metric of Object.keys(METRICS)) {
+      if (!data.curves[metric]) continue;
+      const [mean, low, high] = ["mean", "low", "high"].map((which) => value(metric, found, which));
+      const bad = nonfinite(metric, found);
+      said.values.push([METRICS[metric].title.toLowerCase(), (mean === null ? "non-finite" : number(mean)) + (mean !== null && low !== high ? ` (${number(low)} to ${number(high)})` : "") + (bad && mean !== null ? `, ${bad} non-finite` : "")]);
+    }
+    for (const [action, word] of [["skipped", "refused"], ["clipped", "clipped"]]) {
+      const n = count(action, found);
+      if (n) said.notes.push(found.bucket !== undefined && data.curves.width > 1 ? `${n} ${word}` : word);
+    }
+    return said;
+  }
+
+  function resize() {
+    for (const plot of all) {
+      const width = plot.root.parentElement.clientWidth;
+      if (width > 0 && width !== plot.width) plot.setSize({ width, height: plot.height });
+    }
+  }
+
+  return { all, view, full, colours, options, add, number, narrow, readColours, takeData, draw, setView, reset, zoom, pan, choose, toggleLog, at, resize, drawMarks,
+    redraw: () => all.forEach((plot) => plot.redraw(false)) };
+})();

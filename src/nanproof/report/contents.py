@@ -1,0 +1,226 @@
+"""What a report says of a run, as plain data: the page embeds it, a live page fetches it, the text for an issue uses parts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from nanproof import __version__
+from nanproof.report.beside import as_json, checkpoints, quarantine
+from nanproof.report.cards import bundle_of, cards, cause, without_home
+from nanproof.report.grids import grid
+from nanproof.report.run import Run
+from nanproof.report.samples import manifest_of
+from nanproof.report.series import METRICS
+from nanproof.report.shown import duration, number, one_line, shown
+from nanproof.report.tokens import Tokens
+
+MOST_NEAR = 4000
+"""Steps around incidents that are embedded one by one, where curves are made of buckets."""
+MOST_MARKS = 3000
+STATES = {
+    "running": "is running",
+    "ended": "has ended",
+    "stopped": "was stopped before it was closed",
+    "waiting": "has not begun",
+    "unknown": "may be running or not",
+}
+_FACTS = ("model", "parameters", "trainable", "dtypes", "device_name", "device", "ranks", "optimizer", "max_norm", "loss_scale",
+          "path", "versions", "platform", "policy")  # fmt: skip
+
+
+def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
+    """Everything, as strict JSON holds it: missing and non-finite numbers of curves are null."""
+    made = datetime.now(timezone.utc)
+    return {
+        "v": 1,
+        "name": title(run),
+        "folder": one_line(without_home(str(run.folder)), 400),
+        "state": run.state,
+        "made": made.isoformat(timespec="seconds"),
+        "version": __version__,
+        "broken": run.broken,
+        "summary": summary(run),
+        "numbers": numbers(run),
+        "causes": causes(run),
+        "curves": _curves(run),
+        "near": _near(run),
+        "norms": grid(run.norms),
+        "absmax": grid(run.absmax),
+        "marks": [[i + 1, incident.step] for i, incident in enumerate(run.incidents)][-MOST_MARKS:],
+        "incidents": cards(run, tokens),
+        "all_incidents": len(run.incidents),
+        "forecasts": _forecasts(run),
+        "turns": _back(run)[-500:],
+        "recoveries": recoveries(run),
+        "quarantine": quarantine(run.folder),
+        "checkpoints": [as_json(saved) for saved in checkpoints(run.folder)],
+        "facts": facts(run),
+    }
+
+
+def title(run: Run) -> str:
+    """The folder's name; trainers call it `nanproof`, which says nothing without the folder it is in."""
+    parent = run.folder.absolute().parent.name
+    return one_line(f"{parent}/{run.name}" if run.name == "nanproof" and parent else run.name, 200)
+
+
+def summary(run: Run) -> str:
+    """The run in a few sentences, for who cannot see the curves."""
+    said = [f"The run {one_line(title(run), 80)} {STATES.get(run.state, run.state)}: {run.steps:,} steps recorded"]
+    if run.steps:
+        said[0] += f", {run.counts['skipped']:,} refused, {run.counts['clipped']:,} clipped"
+    means = [x for x in run.curves.mean("loss") if math.isfinite(x)]
+    if means:
+        said.append(
+            f"The loss went from {means[0]:.4g} to {means[-1]:.4g}, the lowest was {min(run.curves.low('loss'), key=_up):.4g}"
+        )
+    found = causes(run)
+    if found:
+        named = ", ".join(f"{name} ({count} times)" if count > 1 else name for name, count in found[:6])
+        said.append(f"{_count(len(run.incidents), 'incident')}: {named}")
+    elif run.steps:
+        said.append("No incidents")
+    if run.forecasts:
+        said.append(
+            f"{_count(len(run.forecasts), 'forecast')}, the last at step {run.forecasts[-1].step}: {run.forecasts[-1].kind}"
+        )
+    if went := _back(run):
+        said.append("It went back once" if len(went) == 1 else f"It went back {len(went):,} times")
+    return ". ".join(said) + "."
+
+
+def numbers(run: Run) -> list[dict[str, str]]:
+    """The figures at the top: label, value, and what else there is to say."""
+    last = run.last
+    found = [
+        {"label": "state", "value": run.state, "more": ""},
+        {"label": "steps", "value": f"{run.steps:,}", "more": f"last {last.step:,}" if last is not None else ""},
+        {"label": "last loss", "value": number(last.loss) if last is not None else "none", "more": ""},
+        {"label": "refused", "value": f"{run.counts['skipped']:,}", "more": _share(run, "skipped")},
+        {"label": "clipped", "value": f"{run.counts['clipped']:,}", "more": _share(run, "clipped")},
+        {"label": "incidents", "value": f"{len(run.incidents):,}", "more": ", ".join(name for name, _ in causes(run)[:1])},
+    ]
+    if run.forecasts:
+        found.append({"label": "forecasts", "value": f"{len(run.forecasts):,}", "more": run.forecasts[-1].kind})
+    if run.seconds > 0:
+        found.append({"label": "time", "value": duration(run.seconds), "more": ""})
+    if run.rate is not None:
+        found.append({"label": "steps a second", "value": f"{run.rate:.3g}", "more": "lately"})
+    return found
+
+
+def causes(run: Run) -> list[tuple[str, int]]:
+    """Incidents by cause, most frequent first."""
+    return Counter(one_line(cause(incident), 80) for incident in run.incidents).most_common(20)
+
+
+def recoveries(run: Run) -> list[dict[str, Any]]:
+    """Every time the run went back, with why; and what was healed without going back."""
+    turns = _back(run)
+    found: list[dict[str, Any]] = []
+    for incident in run.incidents:
+        parts = incident.message.split("; ")
+        healed = next((part for part in parts if part.startswith(("healed: ", "the step is taken without "))), "")
+        if incident.action not in ("rewound", "rolled-back") and not healed:
+            continue
+        turn = next((turn for turn in turns if turn[0] == incident.step), None)
+        if turn is not None:
+            turns.remove(turn)
+        what = healed or incident.message.rpartition("; ")[2]
+        found.append({"step": incident.step, "to": None if turn is None else turn[1], "how": incident.action,
+                      "why": one_line(cause(incident), 80), "what": shown(without_home(what[:3000]), 400)})  # fmt: skip
+    other = "resumed after it had been stopped, or gone back by the program itself"
+    found += [{"step": step, "to": to, "how": "went back", "why": "", "what": other} for step, to in turns]
+    return sorted(found, key=lambda one: int(one["step"]))[-200:]
+
+
+def _back(run: Run) -> list[tuple[int, int]]:
+    """Where the run went back, without the steps that were only taken again with a part of their batch."""
+    return [turn for turn in run.turns if turn[1] < turn[0]]
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What the run was made of: from its own first line, else from its newest bundle."""
+    about: Mapping[str, Any] = run.about
+    if not about:
+        bundles = (bundle_of(run, incident) for incident in reversed(run.incidents))
+        manifest = next((manifest_of(folder) for folder in bundles if folder is not None), {})
+        optimizer = manifest.get("optimizer")
+        about = {**manifest, "optimizer": optimizer.get("class") if isinstance(optimizer, dict) else None}
+    found = []
+    if run.opened is not None and 0 <= run.opened < 1e11:
+        found.append(("started", datetime.fromtimestamp(run.opened, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")))
+    return found + [(key.replace("_", " "), text) for key in _FACTS if (text := _fact(about.get(key)))]
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{one_line(key, 60)} {_fact(item) or item}" for key, item in list(value.items())[:40])[:2000]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "" if value is None else one_line(without_home(str(value)[:2000]), 400)
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    curves = run.curves
+    found: dict[str, Any] = {"width": curves.width, "steps": curves.steps, "skipped": curves.skipped, "clipped": curves.clipped}
+    for metric in METRICS:
+        mean = curves.mean(metric)
+        bad = curves.bad(metric)
+        if any(map(math.isfinite, mean)) or any(bad):
+            found[metric] = {"mean": _plain(mean), "bad": bad if any(bad) else []}
+            if curves.width > 1:
+                found[metric] |= {"low": _plain(curves.low(metric)), "high": _plain(curves.high(metric))}
+    return found
+
+
+def _near(run: Run) -> dict[str, Any] | None:
+    """The steps around incidents one by one; nothing where the curves show every step already."""
+    if run.curves.width == 1 or not run.near:
+        return None
+    wanted: set[int] = set()
+    for incident in [*run.incidents[:20], *reversed(run.incidents[20:])]:
+        around = {step for step in range(incident.step - 50, incident.step + 51) if step in run.near}
+        if len(wanted | around) > MOST_NEAR:
+            break
+        wanted |= around
+    briefs = [run.near[step] for step in sorted(wanted)]
+    found: dict[str, Any] = {"steps": [brief.step for brief in briefs]}
+    for metric in METRICS:
+        values = [getattr(brief, metric) for brief in briefs]
+        found[metric] = _plain([math.nan if x is None else x for x in values])
+        found[f"{metric}_bad"] = [i for i, x in enumerate(values) if x is not None and not math.isfinite(x)]
+    for action in ("skipped", "clipped"):
+        found[action] = [int(brief.action == action) for brief in briefs]
+    return found
+
+
+def _forecasts(run: Run) -> list[dict[str, Any]]:
+    return [
+        {"step": one.step, "kind": one.kind, "message": shown(one.message, 600), "where": one_line(one.where or "", 160)}
+        for one in run.forecasts[-300:]
+    ]
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    """Five digits, which is more than a screen shows."""
+    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in values]
+
+
+def _share(run: Run, action: str) -> str:
+    share = run.counts[action] / run.steps if run.steps else 0.0
+    return f"{100 * share:.2g} %" if share else ""
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _up(x: float) -> float:
+    return x if math.isfinite(x) else math.inf

@@ -1,0 +1,137 @@
+"""The report as text for an issue: what happened, why, on what, and how to run it again. Short enough for one, and without any
+path of the writer's home folder.
+
+What comes from files is escaped: a parameter called `<img ...>`, or a message with pipes and backticks, is only text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from nanproof.records import Incident, encode
+from nanproof.report.cards import bundle_of, cause, command, place, without_home
+from nanproof.report.catalogue import sentences
+from nanproof.report.contents import causes, facts, recoveries, summary, title
+from nanproof.report.run import Brief, Run
+from nanproof.report.shown import one_line
+
+MOST = 60_000
+"""Characters; GitHub takes 65,536."""
+MOST_INCIDENTS = 8
+AROUND = 5
+"""Steps on either side of an incident."""
+_SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
+"""What Markdown would act on in the middle of a line; an underscore between letters is none of it."""
+
+
+def markdown(run: Run) -> str:
+    """The whole text."""
+    first: dict[str, tuple[int, Incident]] = {}
+    for number, incident in enumerate(run.incidents, 1):
+        there = first.get(cause(incident))
+        if there is None or (there[1].diagnosis is None and incident.diagnosis is not None):
+            first[cause(incident)] = number, incident
+    parts = [f"# {plain(title(run), 120)}", plain(summary(run), 1500)]
+    for number, incident in list(first.values())[:MOST_INCIDENTS]:
+        parts += _incident(run, number, incident)
+    if len(run.incidents) > 1:
+        parts += [
+            "## Incidents by cause",
+            _table(["cause", "incidents"], [[plain(name, 100), f"{n:,}"] for name, n in causes(run)]),
+        ]
+    if run.forecasts:
+        rows = [[str(one.step), plain(one.kind), plain(one.message, 300)] for one in run.forecasts[-10:]]
+        parts += ["## Forecasts", _table(["step", "kind", "what was coming"], rows)]
+    if went := recoveries(run)[-10:]:
+        rows = [
+            [str(one["step"]), "" if one["to"] is None else str(one["to"]), plain(one["how"]), plain(one["what"], 300)]
+            for one in went
+        ]
+        parts += ["## Recoveries", _table(["step", "back to", "how", "what was done"], rows)]
+    if told := facts(run):
+        parts += ["## Environment", _table(["", ""], [[plain(name), plain(value, 1500)] for name, value in told])]
+    return _cut("\n\n".join(part for part in parts if part) + "\n")
+
+
+def plain(text: str, most: int = 600) -> str:
+    """Text that Markdown and HTML leave alone, on one line; nobody is notified and no issue is linked."""
+    text = _SPECIAL.sub(r"\\\1", one_line(without_home(text[: 2 * most]), most))
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"(?<=[@#])(?=\w)", "<!-- -->", text)
+
+
+def code(text: str, most: int = 400) -> str:
+    """Text in a fixed width: between as many backticks as it takes."""
+    text = one_line(without_home(text[: 2 * most]), most).replace("|", "\u00a6")
+    fence = "`" * (max((len(run) for run in re.findall(r"`+", text)), default=0) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`" if text else ""
+
+
+def _incident(run: Run, number: int, incident: Incident) -> list[str]:
+    diagnosis = incident.diagnosis
+    parts = [
+        f"## Step {incident.step}: {plain(cause(incident), 100)}",
+        f"{incident.kind}, {incident.action}. {plain(incident.message, 1500)}",
+    ]
+    if diagnosis is not None:
+        why = sentences().get(diagnosis.cause, "")
+        how = "verified: the step was run again with it, and held" if diagnosis.verified else "not verified"
+        rows = [
+            ["cause", f"{plain(diagnosis.cause, 100)} (confidence {diagnosis.confidence:.2f}). {plain(why)}"],
+            ["where", plain(place(diagnosis), 300)],
+            ["source", code(diagnosis.source or "", 200)],
+            ["fix", f"{plain(diagnosis.fix, 800)} ({how})" if diagnosis.fix else ""],
+            ["or else", plain(", ".join(diagnosis.alternatives[:8]), 300)],
+        ]
+        parts.append(_table(["", ""], [row for row in rows if row[1]]))
+        if diagnosis.evidence:
+            parts.append("Evidence:\n\n" + "\n".join(f"- {plain(said, 600)}" for said in diagnosis.evidence[:10]))
+    if incident.culprits:
+        rows = [[code(name, 120), str(encode(norm))] for name, norm in incident.culprits[:8]]
+        parts.append(_table(["parameter", "gradient norm"], rows))
+    if around := _around(run, incident.step):
+        parts.append(around)
+    bundle = bundle_of(run, incident)
+    if bundle is not None:
+        parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`:")
+        parts.append(f"```sh\n{_fenced(command(bundle))}\n```")
+    return parts
+
+
+def _around(run: Run, step: int) -> str:
+    briefs = [run.near[i] for i in range(step - AROUND, step + AROUND + 1) if i in run.near]
+    return (
+        _table(
+            ["step", "loss", "gradient norm", "learning rate", "loss scale", "action"], [_row(b, b.step == step) for b in briefs]
+        )
+        if briefs
+        else ""
+    )
+
+
+def _row(brief: Brief, here: bool) -> list[str]:
+    values = [
+        str(brief.step),
+        *("" if x is None else str(encode(x)) for x in (brief.loss, brief.grad_norm, brief.lr, brief.scale)),
+    ]
+    values.append(plain(brief.action, 40))
+    return [f"**{x}**" if here and x else x for x in values]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _fenced(text: str) -> str:
+    """On a line of its own within a block of code, which no line of it can end."""
+    return one_line(text, 1000).replace("```", "` ` `")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MOST:
+        return text
+    kept = text[: MOST - 200].rpartition("\n")[0]
+    closed = "" if kept.count("```") % 2 == 0 else "\n```"
+    return f"{kept}{closed}\n\n(cut: the whole run is in its folder)\n"
