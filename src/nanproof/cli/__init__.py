@@ -11,6 +11,7 @@ from nanproof.cli.check import check
 from nanproof.cli.demo import demo
 from nanproof.cli.group import Commands
 from nanproof.cli.replay import replay
+from nanproof.cli.report import report
 from nanproof.cli.run import run
 from nanproof.cli.scan import scan
 
@@ -19,6 +20,7 @@ app.command()(demo)
 app.command()(check)
 app.command()(replay)
 app.command()(scan)
+app.command()(report)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
