@@ -32,6 +32,7 @@ from nanproof.integrations.hf_callbacks import (
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
 from nanproof.integrations.hf_losses import HonestLoss
 from nanproof.integrations.hf_replay import Again, micro_batch, replay_loss
+from nanproof.integrations.hf_tokenizer import keep_tokenizer
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.trl import check_grpo, extend_grpo
@@ -160,6 +161,7 @@ class _Watch(TrainerCallback):
             scheduler=schedule,
             step=state.global_step,
         )
+        keep_tokenizer(trainer, guard._run_dir)
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
         self._losses = HonestLoss(state.global_step, guard.refused_so_far)

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,6 @@ def quarantine(run: Path) -> list[dict[str, Any]]:
             known = {key: data.get(key) for key in ("index", "hash", "step", "cause", "at")}
             found.append({key: value if isinstance(value, int) else shown(value or "", 100) for key, value in known.items()})
     return found
-
-
-def as_json(saved: Saved) -> dict[str, Any]:
-    return asdict(saved)
 
 
 def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

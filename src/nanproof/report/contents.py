@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from typing import Any
 
 from nanproof import __version__
-from nanproof.report.beside import as_json, checkpoints, quarantine
+from nanproof.report.beside import checkpoints, quarantine
 from nanproof.report.cards import bundle_of, cards, cause, without_home
 from nanproof.report.grids import grid
 from nanproof.report.run import Run
 from nanproof.report.samples import manifest_of
 from nanproof.report.series import METRICS
-from nanproof.report.shown import duration, number, one_line, shown
+from nanproof.report.shown import duration, number, one_line, shown, size
 from nanproof.report.tokens import Tokens
 
 MOST_NEAR = 4000
@@ -55,9 +55,7 @@ def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
         "all_incidents": len(run.incidents),
         "forecasts": _forecasts(run),
         "turns": _back(run)[-500:],
-        "recoveries": recoveries(run),
-        "quarantine": quarantine(run.folder),
-        "checkpoints": [as_json(saved) for saved in checkpoints(run.folder)],
+        "tables": tables(run),
         "facts": facts(run),
     }
 
@@ -136,6 +134,27 @@ def recoveries(run: Run) -> list[dict[str, Any]]:
     other = "resumed after it had been stopped, or gone back by the program itself"
     found += [{"step": step, "to": to, "how": "went back", "why": "", "what": other} for step, to in turns]
     return sorted(found, key=lambda one: int(one["step"]))[-200:]
+
+
+def tables(run: Run) -> list[dict[str, Any]]:
+    """What is told in rows: those of the tables that have any."""
+    coming = [[f"{one['step']:,}", one["kind"], one["message"]] for one in _forecasts(run)]
+    went = [[f"{one['step']:,}", "" if one["to"] is None else f"{one['to']:,}", one["how"], one["why"], one["what"]]
+            for one in recoveries(run)]  # fmt: skip
+    out = [[str(one["index"]), one["cause"], f"{one['step']:,}", one["hash"]] for one in quarantine(run.folder)]
+    kept = [
+        [f"{one.step:,}", {"tag": one.state, "text": one.why}, size(one.size), one.at[:19].replace("T", " "), one.name]
+        for one in checkpoints(run.folder)
+    ]
+    found = [
+        {"title": "Forecasts", "heads": ["#step", "kind", "what was coming"], "rows": coming, "note": ""},
+        {"title": "Recoveries", "heads": ["#step", "#back to", "how", "cause", "what was done"], "rows": went, "note": ""},
+        {"title": "Samples in quarantine", "heads": ["#sample", "cause", "#step", "content hash"], "rows": out,
+         "note": "They are left out of every later epoch and run with this run_dir."},
+        {"title": "Checkpoints", "heads": ["#step", "state", "#size", "written (UTC)", "name"], "rows": kept,
+         "note": "Sizes were compared with what was written, checksums were not."},
+    ]  # fmt: skip
+    return [table for table in found if table["rows"]]
 
 
 def _back(run: Run) -> list[tuple[int, int]]:

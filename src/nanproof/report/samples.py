@@ -93,7 +93,11 @@ def _row(stored: Tensors, label: str, name: str, index: int, bad: frozenset[int]
         "shape": list(inner),
     }
     if about.dtype in INTEGERS and len(inner) == 1:
-        return {**said, **_ids(stored, name, index, inner[0], bad, tokens if _names_tokens(label) else Tokens(hint=""))}
+        names = _names_tokens(label)
+        return {
+            **said,
+            **_ids(stored, name, index, inner[0], bad if names else frozenset(), tokens if names else Tokens(hint="")),
+        }
     return {**said, **_numbers(stored.row(name, index), math.prod(inner))}
 
 

@@ -30,7 +30,7 @@ const Shapes = {
     ctx.restore();
   },
   cross: (ctx, x, y, colour) => Shapes.draw(ctx, colour, true, (p) => { const r = 3 * p; ctx.moveTo(x - r, y - r); ctx.lineTo(x + r, y + r); ctx.moveTo(x - r, y + r); ctx.lineTo(x + r, y - r); }),
-  tick: (ctx, x, y, colour) => Shapes.draw(ctx, colour, true, (p) => { ctx.lineWidth = p; ctx.moveTo(x, y - 4 * p); ctx.lineTo(x, y + 4 * p); }),
+  tick: (ctx, x, y, colour, share) => Shapes.draw(ctx, colour, true, (p) => { ctx.lineWidth = p; ctx.moveTo(x, y + (4 - 8 * Math.max(0.2, Math.min(1, share))) * p); ctx.lineTo(x, y + 4 * p); }),
   diamond: (ctx, x, y, colour, large) => Shapes.draw(ctx, colour, false, (p) => { const r = (large ? 8 : 5.5) * p; ctx.moveTo(x, y - r); ctx.lineTo(x + r, y); ctx.lineTo(x, y + r); ctx.lineTo(x - r, y); }),
   triangle: (ctx, x, y, colour) => Shapes.draw(ctx, colour, true, (p) => { const r = 5 * p; ctx.moveTo(x, y - r); ctx.lineTo(x + r, y + r); ctx.lineTo(x - r, y + r); ctx.closePath(); }),
   arrow: (u, from, to, y, colour) => Shapes.draw(u.ctx, colour, true, (p) => {

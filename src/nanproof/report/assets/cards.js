@@ -13,19 +13,28 @@ const Cards = (() => {
       ...sample.tensors.map((tensor) => h("div", {},
         h("div", { class: "soft" }, h("code", {}, text(tensor.name)), ` ${tensor.dtype} [${tensor.shape.join(", ")}] `),
         tensor.ids ? tokens(tensor) : numbers(tensor))),
+      hint(sample.tensors) ? h("p", { class: "soft" }, hint(sample.tensors)) : "",
     ]);
   }
 
+  const hint = (tensors) => (tensors.find((tensor) => tensor.hint) || { hint: "" }).hint;
+
+  /* Ids in a row, each with its text; many of the same are told as one. */
   function tokens(tensor) {
     const guilty = new Set(tensor.bad);
     const end = tensor.start + tensor.ids.length;
     const box = h("div", { class: "tokens mono" }, tensor.start ? `\u2026 from ${tensor.start}` : "");
     tensor.ids.forEach((id, i) => {
       const bad = guilty.has(tensor.start + i), said = tensor.texts.length ? tensor.texts[i] : "";
+      const same = (place) => !guilty.has(tensor.start + place) && tensor.ids[place] === id;
+      if (!bad && same(i - 1) && same(i - 2) && same(i - 3)) { // the fourth of the same and those after it
+        if (!same(i + 1)) box.append("\u2026 and on to place " + (tensor.start + i));
+        return;
+      }
       box.append(h("span", { class: bad ? "guilty" : "", title: `place ${tensor.start + i}, id ${id}` }, h("bdi", {}, said || String(id)), said ? h("small", {}, String(id)) : "", bad ? h("small", {}, "guilty") : ""));
     });
     if (end < tensor.shape[0]) box.append(`\u2026 ${tensor.shape[0] - end} more`);
-    return h("div", {}, box, tensor.hint && guilty.size ? h("p", { class: "soft" }, tensor.hint) : "");
+    return box;
   }
 
   function numbers(tensor) {

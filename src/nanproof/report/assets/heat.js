@@ -67,8 +67,11 @@ const Heat = (() => {
     Plots.drawMarks(u);
   }
 
+  /* The end of a name says most; of what comes before, the number of the layer. */
   function short(name, room) {
-    return name.length <= room ? name : `\u2026${name.slice(1 - room)}`;
+    const parts = name.split("."), layer = parts.findIndex((part) => /^\d+$/.test(part));
+    const tail = name.length > room && layer > 0 ? parts.slice(layer).join(".") : name;
+    return tail.length <= room ? tail : `\u2026${tail.slice(1 - room)}`;
   }
 
   function one(parent, id, title, what, map) {
@@ -80,7 +83,7 @@ const Heat = (() => {
     const figure = Dom.h("figure", { id, class: "wide", role: "img", "aria-label": `${title}: a heat map of ${rows} rows by step. ${made.broken.length} cells are non-finite.` },
       Dom.h("figcaption", {}, title, " ", Dom.h("small", {}, note)));
     parent.append(figure);
-    const room = Plots.narrow() ? 0 : 20, every = Math.ceil(12 / each);
+    const room = Plots.narrow() ? 0 : 23, every = Math.ceil(12 / each);
     const plot = Plots.add(figure, Plots.options(rows * each, {
       yScale: { range: [0, rows], dir: -1 },
       y: { splits: () => map.names.map((_, i) => i + 0.5).filter((_, i) => i % every === 0), values: (u, at) => at.map((y) => (room ? short(map.names[Math.floor(y)], room) : "")), grid: { show: false }, font: "10px ui-monospace, monospace" },

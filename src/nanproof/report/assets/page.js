@@ -12,23 +12,15 @@ const Page = (() => {
     document.title = `${data.name}: nanproof report`;
   }
 
-  function table(name, heads, rows) {
-    id(name).hidden = !rows.length;
-    if (!rows.length) return;
-    const numeric = (head) => (head.startsWith("#") ? { class: "num" } : {});
-    id(`${name}-table`).replaceChildren(h("table", {},
-      h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", numeric(head), head.replace("#", ""))))),
-      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((cell, i) => h("td", numeric(heads[i]), typeof cell === "string" ? text(cell) : cell)))))));
-  }
-
+  /* Forecasts, recoveries, quarantine, checkpoints: a cell is text, or has a tag. */
   function tables() {
-    const tag = (state) => h("span", { class: `tag ${{ good: "yes", candidate: "no" }[state] || "bad"}` }, state);
-    const bytes = (n) => (n < 1024 ? `${n} B` : n < 1048576 ? `${(n / 1024).toFixed(1)} KiB` : n < 1073741824 ? `${(n / 1048576).toFixed(1)} MiB` : `${(n / 1073741824).toFixed(2)} GiB`);
-    const step = (n) => (n === null ? "\u2013" : n.toLocaleString("en"));
-    table("forecasts", ["#step", "kind", "what is coming"], data.forecasts.map((one) => [step(one.step), one.kind, one.message]));
-    table("recoveries", ["#step", "#back to", "how", "cause", "what was done"], data.recoveries.map((one) => [step(one.step), step(one.to), one.how, one.why || "\u2013", one.what]));
-    table("checkpoints", ["#step", "state", "#size", "written", "name"], data.checkpoints.map((one) => [step(one.step), h("span", {}, tag(one.state), one.why ? h("span", { class: "soft" }, ` ${one.why}`) : ""), bytes(one.size), one.at || "\u2013", h("code", {}, text(one.name))]));
-    table("quarantine", ["#sample", "cause", "#step", "content hash"], data.quarantine.map((one) => [String(one.index), one.cause, step(one.step), h("code", {}, text(one.hash))]));
+    const cell = (said) => (typeof said === "string" ? text(said) : h("span", {}, h("span", { class: `tag ${{ good: "yes", candidate: "no" }[said.tag] || "bad"}` }, said.tag), " ", text(said.text)));
+    const numeric = (head) => (head.startsWith("#") ? { class: "num" } : {});
+    id("tables").replaceChildren(...data.tables.map(({ title, heads, rows, note }) => h("section", {}, h("h2", {}, title),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", {},
+        h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col", ...numeric(head) }, head.replace("#", ""))))),
+        h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((said, i) => h("td", numeric(heads[i]), cell(said)))))))),
+      note ? h("p", { class: "soft" }, note) : "")));
     id("facts").hidden = !data.facts.length;
     id("facts-list").replaceChildren(...data.facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, text(value, 500))]));
     id("made").textContent = `Made by nanproof ${data.version} on ${data.made.replace("T", " ").replace("+00:00", " UTC")} from ${data.folder}.` + (data.broken ? ` ${data.broken} lines of its files are no records and were passed over.` : "");

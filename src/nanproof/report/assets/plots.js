@@ -15,7 +15,7 @@ const Plots = (() => {
   let data = null, detailed = false, chosen = 0, logLoss = null;
 
   const narrow = () => window.innerWidth <= 640;
-  const gutter = () => (narrow() ? 48 : 132);
+  const gutter = () => (narrow() ? 48 : 150);
   const zoomed = () => view.min > full.min || view.max < full.max;
 
   function number(x) {
@@ -37,7 +37,7 @@ const Plots = (() => {
     const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colours.grid, width: 1 } };
     const { y, hooks, ...rest } = extra;
     return {
-      width: 600, height: height + (lastOfGroup ? 28 : 8), padding: [6, 10, lastOfGroup ? 0 : 2, 0], legend: { show: false }, pxAlign: 0,
+      width: 600, height: height + (lastOfGroup ? 34 : 16), padding: [8, 10, lastOfGroup ? 0 : 8, 0], legend: { show: false }, pxAlign: 0,
       scales: { x: { time: false, range: () => [view.min, view.max] }, y: rest.yScale || {} },
       axes: [
         { ...axis, size: lastOfGroup ? 26 : 0, show: true, values: (u, at) => at.map((x) => (lastOfGroup && Number.isInteger(x) ? x.toLocaleString("en") : "")) },
@@ -144,16 +144,17 @@ const Plots = (() => {
     };
   }
 
+  /* Of the many ticks of a logarithmic axis, those that are labelled and have a line: powers of ten, and 2 and 5 where there is room. */
   function logTicks(u, at) {
     const decades = Math.log10(u.scales.y.max / u.scales.y.min);
     return at.map((x) => {
-      const lead = Math.round(Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)) + 1e-9));
-      return x === 0 || lead === 1 || (decades < 2.6 && (lead === 2 || lead === 5)) || !Number.isFinite(decades) ? number(x) : "";
+      const lead = +(Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)) + 1e-9)).toPrecision(3);
+      return lead === 1 || decades < 0.7 || (decades < 2.1 && (lead === 2 || lead === 5)) ? x : null;
     });
   }
 
   function scaleOf(metric, how) {
-    if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10 };
+    if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10, range: (u, low, high) => (low > 0 ? [low / 1.25, high * 1.25] : [0.1, 10]) };
     return how === "asinh" ? { distr: 4, asinh: 1 } : {};
   }
 
@@ -170,7 +171,7 @@ const Plots = (() => {
     let list = points();
     const plot = add(figure, options(height, {
       yScale: scaleOf(metric, how),
-      y: how === "log" ? { values: metric === "scale" ? (u, at) => at.map(number) : logTicks } : { values: (u, at) => at.map(number) },
+      y: { values: (u, at) => at.map((x) => (x === null ? "" : number(x))), ...(how === "log" && metric !== "scale" ? { filter: logTicks, grid: { filter: logTicks, stroke: () => colours.grid, width: 1 } } : {}) },
       series: [{}, none, none, { stroke: () => colours.line, width: 1.5, points: { size: 4, fill: () => colours.line } }],
       bands: [{ series: [1, 2], fill: () => colours.band }],
       hooks: { draw: [drawMarks, drawNonfinite(metric, () => list)] },
@@ -200,7 +201,12 @@ const Plots = (() => {
     if (row === "forecasts") data.forecasts.forEach(({ step }) => seen(step) && Shapes.triangle(u.ctx, at(step), y, colours.warn));
     if (row === "went back") data.turns.forEach(([from, to]) => Shapes.arrow(u, at(from), at(to), y, colours.back));
     const action = { refused: "skipped", clipped: "clipped" }[row];
-    if (action) for (const point of points()) if (seen(point.x) && count(action, point)) (row === "refused" ? Shapes.cross : Shapes.tick)(u.ctx, at(point.x), y, row === "refused" ? colours.bad : colours.faint);
+    if (!action) return;
+    for (const point of points()) {
+      const n = seen(point.x) ? count(action, point) : 0;
+      if (n && row === "refused") Shapes.cross(u.ctx, at(point.x), y, colours.bad);
+      else if (n) Shapes.tick(u.ctx, at(point.x), y, colours.faint, point.near === undefined ? n / data.curves.width : 1);
+    }
   }
 
   function label(metric) {
@@ -234,8 +240,8 @@ const Plots = (() => {
     const follow = !zoomed();
     data = given;
     const { steps, width } = data.curves;
-    full.min = steps.length ? steps[0] : 0;
-    full.max = steps.length ? Math.max(full.min + 1, steps[steps.length - 1] + width - 1) : 1;
+    full.min = (steps.length ? steps[0] : 0) - 0.5;
+    full.max = (steps.length ? steps[steps.length - 1] + width : 1) - 0.5;
     if (follow) { view.min = full.min; view.max = full.max; }
   }
 
