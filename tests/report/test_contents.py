@@ -1,0 +1,186 @@
+"""What the report says of a run, compared with the run itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+
+import pytest
+
+from nanproof.report.contents import contents
+from nanproof.report.grids import rows
+from nanproof.report.run import Run
+from nanproof.report.tokens import Tokens
+from report import made
+
+
+def told(folder, **kwargs):
+    data = contents(Run(folder, **kwargs).read(), Tokens())
+    return json.loads(json.dumps(data, allow_nan=False))  # strict JSON, whatever the run holds
+
+
+def close(x, y):
+    return (x is None and not math.isfinite(y)) or (x is not None and math.isclose(x, y, rel_tol=1e-4))
+
+
+@pytest.mark.parametrize("buckets", [2000, 64])
+def test_curves_are_those_of_the_steps(buckets, tmp_path):
+    """Every bucket against a slow walk over the steps: lowest, highest, mean, how many were bad, refused, clipped."""
+    steps = made.write_run(tmp_path, 500, bad=(40, 41, 300))
+    curves = told(tmp_path, buckets=buckets)["curves"]
+    width = curves["width"]
+    assert width == (1 if buckets == 2000 else 8)
+    for i, start in enumerate(curves["steps"]):
+        inside = [one for one in steps if start <= one[0] < start + width]
+        for metric, place in (("loss", 1), ("grad_norm", 2)):
+            values = [one[place] for one in inside]
+            finite = [x for x in values if math.isfinite(x)]
+            curve = curves[metric]
+            assert close(curve["mean"][i], sum(finite) / len(finite) if finite else math.nan)
+            assert curve["bad"][i] == len(values) - len(finite)
+            if width > 1:
+                assert close(curve["low"][i], min(finite, default=math.nan))
+                assert close(curve["high"][i], max(finite, default=math.nan))
+        assert curves["skipped"][i] == sum(one[3] == "skipped" for one in inside)
+        assert curves["clipped"][i] == sum(one[3] == "clipped" for one in inside)
+    assert sum(curves["skipped"]) == 3 and "scale" not in curves
+
+
+def test_steps_around_incidents_are_there_one_by_one(tmp_path):
+    steps = made.write_run(tmp_path, 3000, bad=(700, 2999))
+    near = told(tmp_path, buckets=64)["near"]
+    wanted = [one for one in steps if 650 <= one[0] <= 750 or one[0] >= 2949]
+    assert near["steps"] == [one[0] for one in wanted]
+    assert all(close(x, one[1]) for x, one in zip(near["loss"], wanted, strict=True))
+    assert [near["steps"][i] for i in near["loss_bad"]] == [700, 2999]
+    assert [step for step, n in zip(near["steps"], near["skipped"], strict=True) if n] == [700, 2999]
+    assert told(tmp_path, buckets=4000)["near"] is None, "the curves show every step"
+
+
+def cells(grid):
+    """A heat map as the page unpacks it: by column, then by row."""
+    data = base64.b64decode(grid["cells"])
+    unit = (grid["high"] - grid["low"]) / 65532
+    special = {0: -1.0, 1: 0.0, 65535: math.inf}
+    values = [special.get(c, 10 ** (grid["low"] + (c - 2) * unit)) for c in struct.unpack(f"<{len(data) // 2}H", data)]
+    height = len(grid["names"])
+    return [values[i : i + height] for i in range(0, len(values), height)]
+
+
+def alike(found, expected):
+    return all(x == y or math.isclose(x, y, rel_tol=2e-3) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_heat_map_holds_the_norms(tmp_path):
+    """Absent, zero, tiny, huge, non-finite: every cell comes back to three digits."""
+    norms = [[1e-30, 0.5, None, 0.0], [3e20, 0.25, 7.0, 0.0], [math.nan, math.inf, None, 1e-3]]
+    lines = [json.dumps({"v": 1, "kind": "header", "names": ["a", "b", "c", "d"]}) + "\n"]
+    lines += [made.step_line(step, norms=row) for step, row in enumerate(norms)]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    grid = told(tmp_path)["norms"]
+    assert grid["names"] == ["a", "b", "c", "d"] and grid["steps"] == [0, 1, 2]
+    for column, row in zip(cells(grid), norms, strict=True):
+        assert alike(column, [-1.0 if y is None else y if math.isfinite(y) else math.inf for y in row])
+
+
+def test_many_parameters_are_put_together_by_module(tmp_path):
+    """Two hundred parameters become the fifty modules they are in, each with its largest; a name without modules stays."""
+    made.write_run(tmp_path, 30, names=[*made.NAMES, "head"], bad=(7,))
+    run = Run(tmp_path).read()
+    grid = contents(run, Tokens())["norms"]
+    assert grid["names"] == [*(f"model.layers.{i} (4)" for i in range(50)), "head"] and grid["all"] == 201
+    for column, found in zip(run.norms.columns, cells(grid), strict=True):
+        assert alike(found, [max(column[4 * i : 4 * i + 4]) for i in range(50)] + [column[200]])
+
+
+def test_names_without_modules_are_put_together_by_place():
+    labels, members = rows([f"p{i}" for i in range(1000)])
+    assert len(labels) == len(members) <= 120
+    assert sorted(i for group in members for i in group) == list(range(1000))
+
+
+def test_incidents_are_told_in_full(tmp_path):
+    made.write_run(tmp_path, 100, bad=(10, 20))
+    data = told(tmp_path)
+    first, second = data["incidents"]
+    assert (first["number"], first["step"], first["kind"], first["action"]) == (1, 10, "nonfinite-loss", "skipped")
+    known = first["diagnosis"]
+    assert known["cause"] == "zero-denominator" and known["verified"] and known["fix"] == "Add an epsilon."
+    assert known["why"] == "0/0 or x/0: no variance, an empty mask, no signal."
+    assert known["place"] == "forward, div in loss_fn" and known["alternatives"] == ["log-of-zero"]
+    assert "diagnosis" not in second and second["like"] == 1
+    assert data["marks"] == [[1, 10], [2, 20]] and data["all_incidents"] == 2
+    assert data["causes"] == [["zero-denominator", 1], ["nonfinite-loss", 1]]
+    assert all(said in data["summary"] for said in ("2 incidents", "100 steps", "2 refused"))
+
+
+def test_of_thousands_of_incidents_the_first_of_each_cause_and_the_newest_are_shown(tmp_path):
+    lines = [made.incident_line(i, diagnosis=made.diagnosis(cause=f"cause-{i % 3}")) for i in range(3000)]
+    made.write_run(tmp_path, 10, incidents=lines)
+    data = told(tmp_path)
+    numbers = [card["number"] for card in data["incidents"]]
+    assert set(range(1, 16)) <= set(numbers) and numbers[-1] == 3000 and numbers == sorted(numbers) and len(numbers) <= 150
+    assert data["all_incidents"] == 3000 and len(data["marks"]) == 3000
+    assert len(json.dumps(data)) < 500_000
+
+
+def test_going_back_is_told(tmp_path):
+    """A rewind with its incident; a resume, which has none; a step taken again without bad samples, which is no going back."""
+    back = "weights were non-finite; back to the copy in memory of step 5 (try 1)"
+    incidents = [
+        made.incident_line(9, "nonfinite-weight", "rewound", back),
+        made.incident_line(8, message="the loss is nan; the step is taken without sample 3 of the batch"),
+    ]
+    made.write_run(tmp_path, 1, incidents=incidents)
+    steps = [*range(10), *range(5, 8), *range(6, 9), 8, 9]
+    (tmp_path / "steps.jsonl").write_text("".join(made.step_line(step) for step in steps))
+    data = told(tmp_path)
+    assert data["turns"] == [[9, 5], [7, 6]] and "went back 2 times" in data["summary"]
+    (table,) = [table for table in data["tables"] if table["title"] == "Recoveries"]
+    assert [row[:3] for row in table["rows"]] == [["7", "6", "went back"], ["8", "", "skipped"], ["9", "5", "rewound"]]
+    assert table["rows"][2][4] == "back to the copy in memory of step 5 (try 1)"
+
+
+WHOLE = {"empty folder": 0, "empty files": 0, "header only": 0, "cut line": 19, "nonsense": 20, "no incidents": 20, "all nan": 5}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_any_run_has_a_report(what, tmp_path):
+    """Being written, cut, damaged, without a file: what can be read is told."""
+    steps, incidents = tmp_path / "steps.jsonl", tmp_path / "incidents.jsonl"
+    if what != "empty folder":
+        made.write_run(tmp_path, 20, bad=(5,))
+    if what == "empty files":
+        steps.write_text("")
+        incidents.write_text("")
+    elif what == "header only":
+        steps.write_text("".join(steps.read_text().splitlines(keepends=True)[:2]))
+    elif what == "cut line":
+        steps.write_text(steps.read_text()[:-40])
+        incidents.write_text(incidents.read_text()[:-40])
+    elif what == "nonsense":
+        steps.write_bytes(b"\0\xff\n[]\n{}\n1\nnull\n" + steps.read_bytes() + b'{"kind":"step"}\n')
+        incidents.write_text('{"step":3}\n"x"\n' + incidents.read_text())
+    elif what == "no incidents":
+        incidents.unlink()
+    elif what == "all nan":
+        steps.write_text("".join(made.step_line(i, math.nan, math.inf, "skipped") for i in range(5)))
+    data = told(tmp_path)
+    assert data["summary"] and data["numbers"] and len(data["curves"]["steps"]) == WHOLE[what]
+    assert len(data["incidents"]) == (1 if what in ("header only", "nonsense", "all nan") else 0)
+
+
+def test_strings_are_cut_and_shown_escaped(tmp_path):
+    """Whatever stands in names, messages and evidence: the data stays small, and no character in it acts."""
+
+    def line(i, text):
+        known = made.diagnosis(cause=text, evidence=[text] * 50, fix=text, where=text, source=text, alternatives=[text])
+        return made.incident_line(i, message=text, culprits=[[text, "nan"]], diagnosis=known, bundle=text)
+
+    made.write_run(tmp_path, 10, names=made.HOSTILE, incidents=[line(i, text) for i, text in enumerate(made.HOSTILE)])
+    text = json.dumps(told(tmp_path), ensure_ascii=False)
+    assert len(text) < 400_000
+    assert not any(c in text for c in "\x1b\x07\0\u202e\u202c\u2066\u2069\u200b\ufeff\u2028\u2029")
+    assert "\\\\u202egnp.exe" in text and "characters)" in text
