@@ -26,15 +26,28 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
 
 
 def markdown(run: Run) -> str:
-    """The whole text."""
-    first: dict[str, tuple[int, Incident]] = {}
-    for number, incident in enumerate(run.incidents, 1):
+    """The whole text. Of the incidents there are as many as there is room for: the first of each cause."""
+    first: dict[str, Incident] = {}
+    for incident in run.incidents:
         there = first.get(cause(incident))
-        if there is None or (there[1].diagnosis is None and incident.diagnosis is not None):
-            first[cause(incident)] = number, incident
-    parts = [f"# {plain(title(run), 120)}", plain(summary(run), 1500)]
-    for number, incident in list(first.values())[:MOST_INCIDENTS]:
-        parts += _incident(run, number, incident)
+        if there is None or (there.diagnosis is None and incident.diagnosis is not None):
+            first[cause(incident)] = incident
+    head, tail = [f"# {plain(title(run), 120)}", plain(summary(run), 1500)], _rest(run)
+    room = MOST - len("\n\n".join([*head, *tail])) - 200
+    told: list[str] = []
+    for incident in list(first.values())[:MOST_INCIDENTS]:
+        text = "\n\n".join(_incident(run, incident))
+        room -= len(text) + 2
+        if room < 0:
+            told.append("(more of them are in the run's folder)")
+            break
+        told.append(text)
+    return "\n\n".join([*head, *told, *tail]) + "\n"
+
+
+def _rest(run: Run) -> list[str]:
+    """What is told of the run as a whole; well below a third of the room."""
+    parts = []
     if len(run.incidents) > 1:
         parts += [
             "## Incidents by cause",
@@ -51,7 +64,7 @@ def markdown(run: Run) -> str:
         parts += ["## Recoveries", _table(["step", "back to", "how", "what was done"], rows)]
     if told := facts(run):
         parts += ["## Environment", _table(["", ""], [[plain(name), plain(value, 1500)] for name, value in told])]
-    return _cut("\n\n".join(part for part in parts if part) + "\n")
+    return parts
 
 
 def plain(text: str, most: int = 600) -> str:
@@ -68,7 +81,7 @@ def code(text: str, most: int = 400) -> str:
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`" if text else ""
 
 
-def _incident(run: Run, number: int, incident: Incident) -> list[str]:
+def _incident(run: Run, incident: Incident) -> list[str]:
     diagnosis = incident.diagnosis
     parts = [
         f"## Step {incident.step}: {plain(cause(incident), 100)}",
@@ -101,13 +114,8 @@ def _incident(run: Run, number: int, incident: Incident) -> list[str]:
 
 def _around(run: Run, step: int) -> str:
     briefs = [run.near[i] for i in range(step - AROUND, step + AROUND + 1) if i in run.near]
-    return (
-        _table(
-            ["step", "loss", "gradient norm", "learning rate", "loss scale", "action"], [_row(b, b.step == step) for b in briefs]
-        )
-        if briefs
-        else ""
-    )
+    heads = ["step", "loss", "gradient norm", "learning rate", "loss scale", "action"]
+    return _table(heads, [_row(brief, brief.step == step) for brief in briefs]) if briefs else ""
 
 
 def _row(brief: Brief, here: bool) -> list[str]:
@@ -127,11 +135,3 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _fenced(text: str) -> str:
     """On a line of its own within a block of code, which no line of it can end."""
     return one_line(text, 1000).replace("```", "` ` `")
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MOST:
-        return text
-    kept = text[: MOST - 200].rpartition("\n")[0]
-    closed = "" if kept.count("```") % 2 == 0 else "\n```"
-    return f"{kept}{closed}\n\n(cut: the whole run is in its folder)\n"

@@ -1,0 +1,87 @@
+"""`nanproof report` as it is called: what it writes, where, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from nanproof.cli import app
+from report import made
+
+
+def call(*args):
+    return CliRunner().invoke(app, ["report", *map(str, args)])
+
+
+@pytest.fixture
+def run(tmp_path):
+    made.write_run(tmp_path / "run", 40, bad=(5,))
+    return tmp_path / "run"
+
+
+def test_the_page_goes_into_the_runs_folder(run):
+    before = {path.name for path in run.iterdir()}
+    result = call(run)
+    assert result.exit_code == 0 and result.stdout == f"{run / 'report.html'}\n"
+    assert {path.name for path in run.iterdir()} - before == {"report.html"}
+    assert (run / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert call(run).exit_code == 0, "and again over itself"
+
+
+def test_other_places_and_standard_output(run, tmp_path):
+    assert call(run, "--out", tmp_path / "x.html").exit_code == 0 and (tmp_path / "x.html").is_file()
+    assert call(run, "--out", "-").stdout.startswith("<!doctype html>")
+    assert call(run, "--markdown").stdout.startswith("# run\n")
+    result = call(run, "--markdown", "--out", tmp_path / "x.md")
+    assert result.stdout == f"{tmp_path / 'x.md'}\n" and (tmp_path / "x.md").read_text().startswith("# run\n")
+
+
+def test_the_output_folder_of_a_trainer(tmp_path):
+    made.write_run(tmp_path / "out" / "nanproof", 40)
+    assert call(tmp_path / "out").stdout == f"{tmp_path / 'out' / 'nanproof' / 'report.html'}\n"
+
+
+def test_what_cannot_be_is_said(run, tmp_path):
+    """Status 2, what was wrong, and what to do: no folder, no run, several of them, no place to write, no tokenizer."""
+    made.write_run(tmp_path / "other", 3)
+    (tmp_path / "empty").mkdir()
+    for args, said in [
+        ([tmp_path / "missing"], "does not exist"),
+        ([tmp_path / "empty"], "steps.jsonl"),
+        ([run / "steps.jsonl"], "is a file"),
+        ([tmp_path], "holds 2 runs"),
+        ([run, "--out", tmp_path / "missing" / "x.html"], "cannot be written"),
+        ([run, "--out", tmp_path / "empty"], "cannot be written"),
+        ([run, "--tokenizer", tmp_path / "empty"], "tokenizer.json"),
+    ]:
+        result = call(*args)
+        assert result.exit_code == 2 and said in result.stderr and "hint: " in result.stderr, args
+        assert "Traceback" not in result.output
+    assert list((tmp_path / "empty").iterdir()) == [] and not (run / "report.html").exists()
+
+
+def test_torch_is_not_imported(run):
+    check = "bad = [m for m in ('torch', 'numpy', 'transformers') if m in sys.modules]; assert not bad, bad"
+    code = "import sys; from typer.testing import CliRunner; from nanproof.cli import app; "
+    code += f"assert CliRunner().invoke(app, ['report', sys.argv[1]]).exit_code == 0; {check}"
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True)
+
+
+def test_a_console_that_cannot_write_everything(run):
+    """On a console of another code page the page goes out as UTF-8, which its head says."""
+    lines = [json.dumps({"v": 1, "kind": "header", "names": ["\u2207 \u0645"]}) + "\n", made.step_line(0, norms=[1.0])]
+    (run / "steps.jsonl").write_text("".join(lines))
+    for args in (["--out", "-"], ["--markdown"]):
+        command = [sys.executable, "-X", "utf8=0", "-m", "nanproof", "report", str(run), *args]
+        result = subprocess.run(command, capture_output=True, check=True, env={"PYTHONIOENCODING": "cp1252", **_paths()})
+        assert result.stdout.decode("utf-8")
+
+
+def _paths():
+    import os
+
+    return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "SYSTEMROOT", "HOME") if name in os.environ}
