@@ -92,10 +92,15 @@ const Cards = (() => {
         known && known.cause !== "unknown" ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : ""));
     element.addEventListener("toggle", () => {
       if (!element.open) return;
-      if (element.children.length < 2) element.append(body(cards.get(card.number).card));
+      fill(cards.get(card.number));
       Plots.choose(card.number);
     });
     return element;
+  }
+
+  /* What is in a card is made when it is first opened. */
+  function fill(there) {
+    if (there.element.children.length < 2) there.element.append(body(there.card));
   }
 
   function update(given) {
@@ -119,6 +124,7 @@ const Cards = (() => {
   function open(number, scroll) {
     const there = cards.get(number) || [...cards].filter(([other]) => other >= number).map((pair) => pair[1])[0];
     if (!there) return;
+    fill(there);
     there.element.open = true;
     Plots.choose(number);
     if (scroll) { there.element.scrollIntoView({ block: "start" }); there.element.firstChild.focus({ preventScroll: true }); }

@@ -1,0 +1,397 @@
+"""The page in a real browser: what it draws, how it answers to mouse, keys and fingers, and that hostile strings do nothing.
+
+Needs playwright and chromium; left out where they are missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import threading
+import time
+
+import pytest
+
+from nanproof.report import html
+from nanproof.report.run import Run
+from nanproof.report.tokens import Tokens
+from report import made
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+if BROWSER is None:
+    pytest.skip("there is no chromium", allow_module_level=True)
+
+VIEWS = "Plots.all.map(plot => [plot.scales.x.min, plot.scales.x.max])"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Looked:
+    """A page that is open, and all that went on in it."""
+
+    def __init__(self, browser, address, **options):
+        options.setdefault("viewport", {"width": 1200, "height": 900})
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.said, self.asked = [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.said.append("dialog"), dialog.dismiss()))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(address)
+
+    def ask(self, script):
+        return self.page.evaluate(script)
+
+    def views(self):
+        """The steps that all plots show: they must be the same."""
+        views = self.ask(VIEWS)
+        assert len({tuple(round(x, 6) for x in view) for view in views}) == 1
+        return views[0]
+
+    def box(self, plot):
+        box = self.page.locator(f"#{plot} .u-over").bounding_box()
+        return box["x"], box["y"], box["width"], box["height"]
+
+    def drag(self, plot, start, end):
+        x, y, width, height = self.box(plot)
+        self.page.mouse.move(x + start * width, y + height / 2)
+        self.page.mouse.down()
+        self.page.mouse.move(x + end * width, y + height / 2, steps=4)
+        self.page.mouse.up()
+
+    def close(self, asked=1):
+        """Nothing was complained about, and nothing but the page itself was asked for."""
+        assert self.ask("window.hacked") is None
+        assert self.said == [] and len(self.asked) == asked, (self.said, self.asked)
+        self.context.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Writes the page of a run, once."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    @functools.cache
+    def page(name):
+        run = folder / name
+        if name == "long":
+            made.write_run(run, 100_000, made.NAMES[:20], bad=range(1000, 100_000, 9000))
+        elif name == "empty":
+            run.mkdir()
+        elif name == "hostile":
+            hostile(run)
+        else:
+            made.write_run(run, 300, sites=["body", "head"], bad=(40, 41, 200))
+            forecast = {
+                "v": 1,
+                "step": 150,
+                "kind": "divergence",
+                "message": "soon",
+                "where": "head",
+                "steps": 5.0,
+                "margin": 1.0,
+            }
+            (run / "forecasts.jsonl").write_text(json.dumps({**forecast, "also": []}) + "\n")
+        tokens = Tokens(Tokenizer() if name == "hostile" else None)
+        path = folder / f"{name}.html"
+        path.write_text(html.page(Run(run).read(), tokens=tokens), encoding="utf-8")
+        return path.as_uri()
+
+    return page
+
+
+class Tokenizer:
+    """One whose tokens are hostile."""
+
+    def decode(self, ids, skip_special_tokens):
+        return self.id_to_token(ids[0])
+
+    def id_to_token(self, token):
+        return made.HOSTILE[token % 9]
+
+
+def hostile(run):
+    """Hostile strings wherever there can be one: names, messages, diagnosis, samples, tokens, quarantine, environment."""
+    import torch
+    from safetensors.torch import save_file
+
+    def line(i, text):
+        known = made.diagnosis(cause=text, evidence=[text] * 3, fix=text, where=text, source=text, samples=[1], tokens=[2])
+        bundle = f"/x/step-{i:06d}-nonfinite-loss"
+        return made.incident_line(
+            i, message=text, culprits=[[text, "nan"]], diagnosis={**known, "alternatives": [text]}, bundle=bundle
+        )
+
+    made.write_run(
+        run, 30, names=made.HOSTILE, sites=made.HOSTILE, incidents=[line(i, text) for i, text in enumerate(made.HOSTILE)]
+    )
+    lines = (run / "steps.jsonl").read_text().splitlines(keepends=True)
+    about = {"model": made.HACK, "versions": {made.HACK: made.HACK}}
+    lines[0] = json.dumps({"v": 1, "kind": "opened", "time": 1.0, "about": about}) + "\n"
+    (run / "steps.jsonl").write_text("".join(lines))
+    for i, text in enumerate(made.HOSTILE):
+        bundle = run / "incidents" / f"step-{i:06d}-nonfinite-loss"
+        bundle.mkdir(parents=True)
+        save_file({"t": torch.arange(40).reshape(2, 20), "x": torch.full((2, 3), torch.inf)}, bundle / "batch.safetensors")
+        pairs = [["token_ids" + text[:50_000], {"tensor": "t"}], [text[:50_000], {"tensor": "x"}]]
+        (bundle / "manifest.json").write_text(json.dumps({"batches": [{"dict": pairs}]}))
+    entries = [{"index": text, "hash": text, "step": 1, "cause": text, "at": text} for text in made.HOSTILE]
+    (run / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries[:8]))
+
+
+def test_dragging_zooms_all_plots_and_all_ways_back_work(browser, pages):
+    seen = Looked(browser, pages("plain"))
+    full = seen.views()
+    assert full == [-0.5, 299.5]
+    assert seen.ask("Plots.all.length") == 6, "events, loss, norm, learning rate, two heat maps"
+    ways = [
+        lambda: seen.page.click("#reset"),
+        lambda: seen.page.keyboard.press("Escape"),
+        lambda: seen.page.keyboard.press("0"),
+        lambda: seen.page.dblclick("#plot-grad_norm .u-over"),
+    ]
+    for plot, back in zip(("plot-loss", "plot-lr", "heat-norms", "plot-events"), ways, strict=True):
+        seen.page.locator(f"#{plot}").scroll_into_view_if_needed()
+        seen.drag(plot, 0.25, 0.5)
+        low, high = seen.views()
+        assert low == pytest.approx(74.5, abs=3) and high == pytest.approx(149.5, abs=3)
+        back()
+        assert seen.views() == full
+    seen.close()
+
+
+def test_keys_do_everything(browser, pages):
+    seen = Looked(browser, pages("plain"))
+    press = seen.page.keyboard.press
+    full = seen.views()
+    press("+")
+    low, high = seen.views()
+    assert (low, high) == (74.5, 224.5)
+    press("ArrowRight")
+    assert seen.views() == [104.5, 254.5]
+    press("ArrowLeft")
+    press("-")
+    assert seen.views() == full
+    open_cards = "[...document.querySelectorAll('details')].map(card => card.open)"
+    press("n")
+    assert seen.ask(open_cards) == [True, False, False]
+    press("j")
+    press("j")
+    press("j")
+    assert seen.ask(open_cards) == [True, True, True]
+    assert seen.ask("document.activeElement.closest('details').id") == "incident-3"
+    press("p")
+    assert seen.ask("document.activeElement.closest('details').id") == "incident-2"
+    press("?")
+    assert seen.ask("document.getElementById('help').open")
+    press("+")
+    press("Escape")
+    assert not seen.ask("document.getElementById('help').open") and seen.views() == full
+    press("l")
+    assert seen.page.get_attribute("#plot-loss button", "aria-pressed") == "true"
+    seen.page.reload()
+    press("Tab")
+    assert seen.ask("document.activeElement.textContent") == "Skip to the curves"
+    assert seen.ask("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    seen.close(asked=2)
+
+
+def test_a_mark_a_link_and_a_button_open_a_card(browser, pages):
+    seen = Looked(browser, pages("plain") + "#incident-3")
+    assert seen.ask("document.getElementById('incident-3').open")
+    assert seen.ask("document.getElementById('incident-3').getBoundingClientRect().top") < 900
+    seen.page.locator("#plot-events").scroll_into_view_if_needed()
+    x, y, width, _ = seen.box("plot-events")
+    seen.page.mouse.click(x + width * (40.5 / 300), y + 8)
+    card = seen.page.locator("#incident-1")
+    assert seen.ask("document.getElementById('incident-1').open")
+    text = card.inner_text()
+    for said in (
+        "zero-denominator",
+        "0/0 or x/0",
+        "the divisor is 0",
+        "Add an epsilon.",
+        "Verified",
+        "train.py:12",
+        "log-of-zero",
+    ):
+        assert said in text
+    card.get_by_text("Show in the curves").click()
+    assert seen.views() == pytest.approx([-0.5, 99.5], abs=11)
+    seen.page.locator("#incident-2 summary").click()
+    assert "incident 1 is of the same kind" in seen.page.locator("#incident-2").inner_text()
+    seen.close()
+
+
+def test_the_line_under_the_cursor_tells_step_and_cell(browser, pages):
+    seen = Looked(browser, pages("plain"))
+    told = Run(pages("plain").removeprefix("file://").removesuffix(".html")).read()
+    seen.page.locator("#plot-loss").scroll_into_view_if_needed()
+    x, y, width, height = seen.box("plot-loss")
+    seen.page.mouse.move(x + width * (100.5 / 300), y + height / 2)
+    said = seen.page.inner_text("#readout")
+    assert "step 100" in said and f"{told.curves.mean('loss')[100]:.4g}" in said
+    seen.page.locator("#heat-norms").scroll_into_view_if_needed()
+    x, y, width, height = seen.box("heat-norms")
+    seen.page.mouse.move(x + width * (40.5 / 300), y + height * (2.5 / 8))
+    said = seen.page.inner_text("#readout")
+    assert "step 40" in said and told.norms.names[2] in said and "non-finite" in said
+    seen.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(browser, pages, scheme):
+    """As the system has it, and by the switch; the curves change with the page."""
+    seen = Looked(browser, pages("plain"), color_scheme=scheme)
+    light = "getComputedStyle(document.body).backgroundColor"
+    line = "Plots.colours.line"
+    paper = {"light": "rgb(251, 251, 249)", "dark": "rgb(20, 23, 26)"}
+    assert seen.ask(light) == paper[scheme]
+    first = seen.ask(line)
+    for wanted in ("light", "dark", scheme):
+        seen.page.click("#theme")
+        assert seen.ask(light) == paper[wanted]
+    assert seen.ask(line) == first
+    other = "dark" if scheme == "light" else "light"
+    seen.page.emulate_media(color_scheme=other)
+    seen.page.wait_for_timeout(100)
+    assert seen.ask(light) == paper[other] and seen.ask(line) != first
+    seen.close()
+
+
+def test_a_phone(browser, pages):
+    """Nothing is wider than the screen, buttons are large enough, and two fingers zoom."""
+    seen = Looked(browser, pages("plain"), viewport={"width": 360, "height": 700}, has_touch=True, is_mobile=True)
+    seen.ask("document.querySelectorAll('details').forEach(card => { card.open = true; })")
+    assert seen.ask("document.documentElement.scrollWidth") <= 360
+    assert (
+        seen.ask(
+            "Math.min(...[...document.querySelectorAll('#bar button')].filter(b => b.offsetHeight).map(b => b.offsetHeight))"
+        )
+        >= 36
+    )
+    seen.ask("document.getElementById('plot-loss').scrollIntoView()")
+    x, y, width, height = seen.box("plot-loss")
+    client = seen.context.new_cdp_session(seen.page)
+
+    def fingers(kind, *shares):
+        points = [{"x": x + share * width, "y": y + height / 2} for share in shares]
+        client.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", 0.4, 0.6)
+    for spread in (0.15, 0.2, 0.3):
+        fingers("touchMove", 0.5 - spread, 0.5 + spread)
+    fingers("touchEnd")
+    low, high = seen.views()
+    assert high - low == pytest.approx(100, rel=0.1) and (low + high) / 2 == pytest.approx(149.5, abs=10)
+    seen.page.click("#reset")
+    assert seen.views() == [-0.5, 299.5]
+    seen.close()
+
+
+def test_hostile_strings_do_nothing(browser, pages):
+    """Every card is opened, every text shown in full, every cell looked at; nothing runs, nothing is asked for."""
+    seen = Looked(browser, pages("hostile"))
+    seen.ask("document.querySelectorAll('details').forEach(card => { card.open = true; })")
+    seen.page.wait_for_timeout(50)
+    for _ in range(3):
+        seen.ask("document.querySelectorAll('button.more').forEach(button => button.click())")
+    assert (
+        seen.ask("document.querySelectorAll('main script, main img, main svg, main iframe, main a[href^=javascript]').length")
+        == 0
+    )
+    text = seen.page.inner_text("main")
+    assert made.HACK in text and "\\u202egnp.exe" in text and "\u202e" not in text
+    assert "guilty" in text, "samples are shown"
+    seen.page.locator("#heat-norms").scroll_into_view_if_needed()
+    x, y, width, height = seen.box("heat-norms")
+    for row in range(9):
+        seen.page.mouse.move(x + width / 2, y + height * (row + 0.5) / 9)
+    assert seen.ask("document.documentElement.scrollWidth") <= 1200
+    assert os.path.getsize(pages("hostile").removeprefix("file://")) < 1_000_000
+    seen.close()
+
+
+def test_a_long_run_opens_quickly_and_shows_every_step_around_an_incident(browser, pages):
+    address = pages("long")
+    start = time.perf_counter()
+    seen = Looked(browser, address)
+    assert seen.views() == [-0.5, 99_999 + 0.5] or seen.views()[1] > 99_998
+    assert time.perf_counter() - start < 5
+    points = "Plots.all[1].data[0].length"
+    assert seen.ask(points) < 2001
+    start = time.perf_counter()
+    seen.ask("Plots.setView(9960, 10040)")
+    assert time.perf_counter() - start < 1
+    inside = seen.ask("Plots.all[1].data[0].filter(x => x >= 9960 && x <= 10040)")
+    assert inside == list(range(9960, 10041))
+    seen.close()
+
+
+def test_an_empty_run_is_a_page(browser, pages):
+    seen = Looked(browser, pages("empty"))
+    assert "No step is recorded yet" in seen.page.inner_text("#plots")
+    for key in ("+", "ArrowLeft", "n", "l", "0"):
+        seen.page.keyboard.press(key)
+    seen.page.click("#theme")
+    seen.close()
+
+
+def test_a_live_page_takes_new_data_and_keeps_what_one_was_looking_at(browser, tmp_path):
+    """New steps and incidents come in; zoom, open cards and place stay; when the server ends, the page says so."""
+    folder = tmp_path / "run"
+    made.write_run(folder, 200, bad=(50,))
+    lines = (folder / "steps.jsonl").read_text().splitlines(keepends=True)
+    (folder / "steps.jsonl").write_text("".join(lines[:102]))
+    run = Run(folder)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            while run.poll():
+                pass
+            live = self.path == "/data"
+            body = (json.dumps(html.data(run)) if live else html.page(run, live="data")).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json" if live else "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    seen = Looked(browser, f"http://127.0.0.1:{server.server_port}/")
+    assert seen.views() == [-0.5, 99.5]
+    seen.page.locator("#incident-1 summary").click()
+    seen.ask("Plots.setView(20, 60)")
+    seen.ask("scrollTo(0, 300)")
+    (folder / "steps.jsonl").write_text("".join(lines))
+    with open(folder / "incidents.jsonl", "a") as file:
+        file.write(made.incident_line(150))
+    seen.page.wait_for_selector("#incident-2", state="attached", timeout=8000)
+    assert seen.views() == [20, 60] and seen.ask("scrollY") == 300
+    assert seen.ask("[...document.querySelectorAll('details')].map(card => card.open)") == [True, False]
+    assert "200 steps" in seen.page.inner_text("#summary")
+    seen.page.keyboard.press("0")
+    assert seen.views() == [-0.5, 199.5]
+    assert seen.said == [] and {url.rsplit("/", 1)[1] for url in seen.asked} <= {"", "data", "favicon.ico"}
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    seen.page.wait_for_selector("#lost", state="visible", timeout=8000)
+    assert seen.page.is_visible("#incident-1")
+    seen.context.close()
