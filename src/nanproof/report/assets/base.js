@@ -20,24 +20,33 @@ const Dom = {
 };
 
 const Shapes = {
-  draw(ctx, colour, hollow, path) {
+  /* Strokes through lists of points, in pixels around (x, y); one that is solid is filled. */
+  draw(ctx, x, y, colour, strokes, { solid = false, width = 1.5 } = {}) {
+    const p = uPlot.pxRatio;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour;
-    ctx.lineWidth = 1.5 * uPlot.pxRatio;
+    ctx.lineWidth = width * p;
     ctx.beginPath();
-    path(uPlot.pxRatio);
-    if (hollow) ctx.stroke(); else ctx.fill();
+    for (const stroke of strokes) stroke.forEach(([dx, dy], i) => ctx[i ? "lineTo" : "moveTo"](x + dx * p, y + dy * p));
+    if (solid) ctx.fill(); else ctx.stroke();
     ctx.restore();
   },
-  cross: (ctx, x, y, colour) => Shapes.draw(ctx, colour, true, (p) => { const r = 3 * p; ctx.moveTo(x - r, y - r); ctx.lineTo(x + r, y + r); ctx.moveTo(x - r, y + r); ctx.lineTo(x + r, y - r); }),
-  tick: (ctx, x, y, colour, share) => Shapes.draw(ctx, colour, true, (p) => { ctx.lineWidth = p; ctx.moveTo(x, y + (4 - 8 * Math.max(0.2, Math.min(1, share))) * p); ctx.lineTo(x, y + 4 * p); }),
-  diamond: (ctx, x, y, colour, large) => Shapes.draw(ctx, colour, false, (p) => { const r = (large ? 8 : 5.5) * p; ctx.moveTo(x, y - r); ctx.lineTo(x + r, y); ctx.lineTo(x, y + r); ctx.lineTo(x - r, y); }),
-  triangle: (ctx, x, y, colour) => Shapes.draw(ctx, colour, true, (p) => { const r = 5 * p; ctx.moveTo(x, y - r); ctx.lineTo(x + r, y + r); ctx.lineTo(x - r, y + r); ctx.closePath(); }),
-  arrow: (u, from, to, y, colour) => Shapes.draw(u.ctx, colour, true, (p) => {
-    const { ctx, bbox } = u, edge = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, x)), end = Math.min(edge(to), edge(from) - 8 * p);
-    if (to > bbox.left + bbox.width || from < bbox.left) return;
-    ctx.moveTo(edge(from), y - 4 * p); ctx.lineTo(edge(from), y); ctx.lineTo(end, y); ctx.moveTo(end + 4 * p, y - 4 * p); ctx.lineTo(end, y); ctx.lineTo(end + 4 * p, y + 4 * p);
-  }),
+  cross: (ctx, x, y, colour) => Shapes.draw(ctx, x, y, colour, [[[-3, -3], [3, 3]], [[-3, 3], [3, -3]]]),
+  triangle: (ctx, x, y, colour) => Shapes.draw(ctx, x, y, colour, [[[0, -5], [5, 4], [-5, 4], [0, -5]]]),
+  tick: (ctx, x, y, colour, share) =>
+    Shapes.draw(ctx, x, y, colour, [[[0, 4 - 8 * Math.max(0.2, Math.min(1, share))], [0, 4]]], { width: 1 }),
+  diamond(ctx, x, y, colour, large) {
+    const r = large ? 8 : 5.5;
+    Shapes.draw(ctx, x, y, colour, [[[0, -r], [r, 0], [0, r], [-r, 0]]], { solid: true });
+  },
+  /* From where the run was to where it went back to. */
+  arrow(u, from, to, y, colour) {
+    const { left, width } = u.bbox;
+    if (from < left || to > left + width) return;
+    const edge = (x) => Math.max(left, Math.min(left + width, x));
+    const length = Math.max(8, (edge(from) - edge(to)) / uPlot.pxRatio);
+    Shapes.draw(u.ctx, edge(from), y, colour, [[[0, -4], [0, 0], [-length, 0]], [[4 - length, -4], [-length, 0], [4 - length, 4]]]);
+  },
 };
 
 /* Two fingers zoom, one moves a zoomed plot sideways; up and down stay the page's own. */

@@ -3,17 +3,22 @@
 const Cards = (() => {
   const { h, text } = Dom;
   const cards = new Map(); // number: {element, told}
-  let data = null;
+  let data = null, current = 0;
 
-  const DONE = { skipped: "step refused", clipped: "clipped and taken", rewound: "went back (copy in memory)", "rolled-back": "went back (checkpoint)", halted: "run halted", recorded: "recorded only" };
+  const DONE = {
+    skipped: "step refused", clipped: "clipped and taken", rewound: "went back (copy in memory)",
+    "rolled-back": "went back (checkpoint)", halted: "run halted", recorded: "recorded only",
+  };
+  const whole = (n) => n.toLocaleString("en");
+  const soft = (...said) => h("p", { class: "soft" }, ...said);
 
   function samples(list) {
     return list.flatMap((sample) => [
-      h("h3", {}, `Sample ${sample.sample} of the batch`),
+      h("p", {}, h("b", {}, `Sample ${sample.sample}`)),
       ...sample.tensors.map((tensor) => h("div", {},
         h("div", { class: "soft" }, h("code", {}, text(tensor.name)), ` ${tensor.dtype} [${tensor.shape.join(", ")}] `),
         tensor.ids ? tokens(tensor) : numbers(tensor))),
-      hint(sample.tensors) ? h("p", { class: "soft" }, hint(sample.tensors)) : "",
+      hint(sample.tensors) && soft(hint(sample.tensors)),
     ]);
   }
 
@@ -31,17 +36,20 @@ const Cards = (() => {
         if (!same(i + 1)) box.append("\u2026 and on to place " + (tensor.start + i));
         return;
       }
-      box.append(h("span", { class: bad ? "guilty" : "", title: `place ${tensor.start + i}, id ${id}` }, h("bdi", {}, said || String(id)), said ? h("small", {}, String(id)) : "", bad ? h("small", {}, "guilty") : ""));
+      const small = (word) => h("small", {}, word);
+      box.append(h("span", { class: bad ? "guilty" : "", title: `place ${tensor.start + i}, id ${id}` },
+        h("bdi", {}, said || String(id)), said ? small(String(id)) : "", bad ? small("guilty") : ""));
     });
     if (end < tensor.shape[0]) box.append(`\u2026 ${tensor.shape[0] - end} more`);
     return box;
   }
 
-  function numbers(tensor) {
-    const range = tensor.min === undefined ? "no finite number" : `${Plots.number(tensor.min)} to ${Plots.number(tensor.max)}, mean ${Plots.number(tensor.mean)}`;
-    const of = tensor.read < tensor.count ? ` of the first ${tensor.read.toLocaleString("en")}` : "";
-    return h("p", { class: "mono" }, tensor.nonfinite ? h("b", {}, `${tensor.nonfinite.toLocaleString("en")} of ${tensor.read.toLocaleString("en")} are NaN or Inf; `) : "",
-      `${range}${of}; from ${tensor.start}: ${tensor.values.map(Plots.number).join(", ")}${tensor.start + tensor.values.length < tensor.count ? ", \u2026" : ""}`);
+  function numbers({ min, max, mean, read, count, nonfinite, start, values }) {
+    const range = min === undefined ? "no finite number" : `${Plots.number(min)} to ${Plots.number(max)}, mean ${Plots.number(mean)}`;
+    const part = read < count ? ` of the first ${whole(read)}` : "";
+    const list = values.map(Plots.number).join(", ") + (start + values.length < count ? ", \u2026" : "");
+    const bad = nonfinite ? h("b", {}, `${whole(nonfinite)} of ${whole(read)} are NaN or Inf; `) : "";
+    return h("p", { class: "mono" }, bad, `${range}${part}; from ${start}: ${list}`);
   }
 
   function command(said) {
@@ -56,40 +64,60 @@ const Cards = (() => {
     return h("div", { class: "command" }, pre, button);
   }
 
+  /* Why, where, evidence, fix: as pairs of a heading and what stands under it. */
+  function told(known) {
+    const verified = known.verified ? "Verified: the step was run again with this change, and it held."
+      : "Not verified: it follows from the cause and was not tried on the step.";
+    const confidence = h("span", { class: "soft" }, `Confidence ${Plots.number(known.confidence)}.`);
+    return [
+      ["Why", h("p", {}, h("b", {}, text(known.cause)), known.why ? `: ${known.why} ` : " ", confidence)],
+      ["Where", known.place && h("p", { dir: "auto" }, text(known.place)), known.source && h("p", {}, h("code", {}, text(known.source)))],
+      ["Evidence", known.evidence.length && h("ul", {}, ...known.evidence.map((said) => h("li", { dir: "auto" }, text(said))))],
+      ["Fix", known.fix && h("p", { class: "fix", dir: "auto" }, text(known.fix)), known.fix && soft(verified)],
+      ["Or else", known.alternatives.length && h("p", {}, text(known.alternatives.join(", ")))],
+    ];
+  }
+
+  function culprits(card) {
+    const row = ([name, norm]) => h("tr", {}, h("td", {}, h("code", {}, text(name, 90))), h("td", { class: "num" }, Plots.number(norm)));
+    const head = h("tr", {}, h("th", { scope: "col" }, "parameter"), h("th", { scope: "col", class: "num" }, "norm"));
+    return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, ...card.culprits.map(row))));
+  }
+
+  function again(card) {
+    if (!card.command) return card.bundle === "gone" ? soft("Its bundle is not in the run's folder any more: the newest are kept.") : "";
+    return h("div", {}, command(card.command), soft("train:build stands for a function of yours that returns model and loss_fn."));
+  }
+
   function body(card) {
-    const parts = [];
-    const add = (title, ...children) => parts.push(h("h3", {}, title), ...children);
-    const known = card.diagnosis;
-    add("What happened", h("p", { dir: "auto" }, text(card.message)),
-      h("p", { class: "soft" }, `Loss ${Plots.number(card.loss)}, gradient norm ${Plots.number(card.grad_norm)}` + (card.rank === null ? "" : `, rank ${card.rank}`) + (card.micro_batch === null ? "" : `, micro-batch ${card.micro_batch}`) + "."));
-    if (known) {
-      add("Why", h("p", {}, h("b", {}, text(known.cause)), known.why ? `: ${known.why} ` : " ", h("span", { class: "soft" }, `Confidence ${Plots.number(known.confidence)}.`)));
-      if (known.place) add("Where", h("p", { dir: "auto" }, text(known.place), known.source ? h("br") : "", known.source ? h("code", {}, text(known.source)) : ""));
-      if (known.evidence.length) add("Evidence", h("ul", {}, ...known.evidence.map((said) => h("li", { dir: "auto" }, text(said)))));
-      if (known.fix) add("Fix", h("p", { class: "fix", dir: "auto" }, text(known.fix)), h("p", { class: "soft" }, known.verified ? "Verified: the step was run again with this change, and it held." : "Not verified: it follows from the cause and was not tried on the step."));
-      if (known.alternatives.length) add("Or else", h("p", {}, text(known.alternatives.join(", "))));
-    } else {
-      add("Why", h("p", {}, card.like ? h("a", { href: `#incident-${card.like}` }, `Not examined on its own; incident ${card.like} is of the same kind and was.`) : "Not examined."));
-    }
-    if (card.culprits.length) {
-      add("Gradients to blame", h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "parameter"), h("th", { class: "num" }, "norm"))),
-        h("tbody", {}, ...card.culprits.map(([name, norm]) => h("tr", {}, h("td", {}, h("code", {}, text(name, 90))), h("td", { class: "num" }, Plots.number(norm))))))), card.more_culprits ? h("p", { class: "soft" }, `and ${card.more_culprits} more`) : "");
-    }
-    parts.push(...samples(card.samples));
-    if (card.command) add("Run it again", command(card.command), h("p", { class: "soft" }, "train:build stands for a function of yours that returns model and loss_fn."));
-    else if (card.bundle === "gone") add("Run it again", h("p", { class: "soft" }, "Its bundle is not in the run's folder any more: the newest are kept."));
+    const numbers = [`loss ${Plots.number(card.loss)}`, `gradient norm ${Plots.number(card.grad_norm)}`];
+    if (card.rank !== null) numbers.push(`rank ${card.rank}`);
+    if (card.micro_batch !== null) numbers.push(`micro-batch ${card.micro_batch}`);
+    const like = `Not examined on its own; incident ${card.like} is of the same kind and was.`;
     const show = h("button", { type: "button" }, "Show in the curves");
-    show.addEventListener("click", () => { Plots.setView(card.step - 50, card.step + 50); Plots.choose(card.number); document.getElementById("curves").scrollIntoView(); });
-    parts.push(h("p", {}), show);
-    return h("div", { class: "body" }, ...parts.filter(Boolean));
+    show.addEventListener("click", () => {
+      Plots.setView(card.step - 50, card.step + 50);
+      Plots.choose(card.number);
+      document.getElementById("curves").scrollIntoView();
+    });
+    const parts = [
+      ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`)],
+      ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
+      ["Gradients to blame", card.culprits.length && culprits(card), card.more_culprits && soft(`and ${whole(card.more_culprits)} more`)],
+      ["The batch", ...samples(card.samples)],
+      ["Run it again", again(card)],
+    ];
+    const given = parts.map(([title, ...said]) => [title, said.filter(Boolean)]).filter(([, said]) => said.length);
+    return h("div", { class: "body" }, ...given.flatMap(([title, said]) => [h("h3", {}, title), ...said]), h("p", {}), show);
   }
 
   function make(card) {
-    const known = card.diagnosis;
-    const element = h("details", { id: `incident-${card.number}` },
-      h("summary", {}, h("span", { class: "step" }, `Step ${card.step.toLocaleString("en")}`), h("span", { class: "kind" }, known && known.cause !== "unknown" ? text(known.cause) : card.kind),
-        h("span", { class: "act" }, `${known && known.cause !== "unknown" ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`),
-        known && known.cause !== "unknown" ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : ""));
+    const known = card.diagnosis && card.diagnosis.cause !== "unknown" ? card.diagnosis : null;
+    const act = `${known ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`;
+    const tag = known ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : "";
+    const element = h("details", { id: `incident-${card.number}` }, h("summary", {}, h("span", { class: "step" }, `Step ${whole(card.step)}`),
+      h("span", { class: "kind" }, known ? text(known.cause, 80) : card.kind), h("span", { class: "act" }, act), tag));
+    element.firstChild.addEventListener("click", () => { current = card.number; fill(cards.get(card.number)); });
     element.addEventListener("toggle", () => {
       if (!element.open) return;
       fill(cards.get(card.number));
@@ -118,12 +146,15 @@ const Cards = (() => {
       }
     }
     document.getElementById("no-cards").hidden = data.all_incidents > 0;
-    document.getElementById("more-cards").textContent = data.all_incidents > cards.size ? `${(data.all_incidents - cards.size).toLocaleString("en")} more are in incidents.jsonl; shown are the first of each cause and the newest.` : "";
+    const more = data.all_incidents - cards.size;
+    document.getElementById("more-cards").textContent =
+      more > 0 ? `${whole(more)} more are in incidents.jsonl; shown are the first of each cause and the newest.` : "";
   }
 
   function open(number, scroll) {
     const there = cards.get(number) || [...cards].filter(([other]) => other >= number).map((pair) => pair[1])[0];
     if (!there) return;
+    current = there.card.number;
     fill(there);
     there.element.open = true;
     Plots.choose(number);
@@ -131,13 +162,11 @@ const Cards = (() => {
   }
 
   /* The next or the previous card, counted from the one that was opened last. */
-  let current = 0;
   function step(by) {
     const numbers = [...cards.keys()];
     if (!numbers.length) return;
     const place = numbers.indexOf(current);
-    current = numbers[place < 0 ? (by > 0 ? 0 : numbers.length - 1) : Math.max(0, Math.min(numbers.length - 1, place + by))];
-    open(current, true);
+    open(numbers[place < 0 ? (by > 0 ? 0 : numbers.length - 1) : Math.max(0, Math.min(numbers.length - 1, place + by))], true);
   }
 
   return { update, open, step };

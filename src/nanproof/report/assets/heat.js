@@ -53,7 +53,8 @@ const Heat = (() => {
     const unit = u.valToPos(map.steps[0] - 0.5 + map.width, "x", true) - left(0);
     for (let column = 0; column < map.steps.length; column++) { // columns may have gaps between them, where no step was taken
       const x = left(column);
-      if (x + unit >= bbox.left && x <= bbox.left + bbox.width) ctx.drawImage(made.canvas, column, 0, 1, rows, Math.floor(x), bbox.top, Math.ceil(unit) + 1, bbox.height);
+      if (x + unit < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.drawImage(made.canvas, column, 0, 1, rows, Math.floor(x), bbox.top, Math.ceil(unit) + 1, bbox.height);
     }
     for (const [column, row] of made.broken) {
       const x = left(column), width = Math.max(unit, 3 * uPlot.pxRatio), y = top(row);
@@ -80,13 +81,16 @@ const Heat = (() => {
     const each = Math.max(6, Math.min(16, Math.round(560 / rows)));
     const made = picture(map, codes, rows);
     const note = map.grouped ? `${map.all} of them in ${rows} rows, the largest of each module` : `${rows} rows`;
-    const figure = Dom.h("figure", { id, class: "wide", role: "img", "aria-label": `${title}: a heat map of ${rows} rows by step. ${made.broken.length} cells are non-finite.` },
-      Dom.h("figcaption", {}, title, " ", Dom.h("small", {}, note)));
+    const figure = Dom.h("figure", { id, class: "wide" }, Dom.h("figcaption", {}, title, " ", Dom.h("small", {}, note)));
+    const label = `${title}: a heat map of ${rows} rows by step. ${made.broken.length} cells are non-finite.`;
     parent.append(figure);
     const room = Plots.narrow() ? 0 : 23, every = Math.ceil(12 / each);
-    const plot = Plots.add(figure, Plots.options(rows * each, {
+    const plot = Plots.add(figure, label, Plots.options(rows * each, {
       yScale: { range: [0, rows], dir: -1 },
-      y: { splits: () => map.names.map((_, i) => i + 0.5).filter((_, i) => i % every === 0), values: (u, at) => at.map((y) => (room ? short(map.names[Math.floor(y)], room) : "")), grid: { show: false }, font: "10px ui-monospace, monospace" },
+      y: {
+        splits: () => map.names.map((_, i) => i + 0.5).filter((_, i) => i % every === 0), grid: { show: false },
+        values: (u, at) => at.map((y) => (room ? short(map.names[Math.floor(y)], room) : "")), font: "10px ui-monospace, monospace",
+      },
       series: [{}, { paths: () => null, points: { show: false } }],
       hooks: { draw: [(u) => paint(u, map, rows, made)] },
     }, true), [[Plots.full.min, Plots.full.max], [null, null]]);

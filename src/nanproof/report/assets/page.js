@@ -3,18 +3,21 @@
 const Page = (() => {
   const { h, text } = Dom;
   const id = (name) => document.getElementById(name);
-  let data = JSON.parse(id("data").textContent);
+  let data = JSON.parse(id("data").textContent), held = false;
 
   function numbers() {
-    id("numbers").replaceChildren(...data.numbers.map(({ label, value, more }) => h("div", {}, h("dt", {}, label),
-      h("dd", { class: label === "state" ? `state-${value}` : ["incidents", "refused"].includes(label) && value !== "0" ? "count-bad" : "" }, text(value), more ? h("small", {}, text(more, 60)) : ""))));
+    const bad = ({ label, value }) => (label === "incidents" || label === "refused") && value !== "0";
+    const look = (one) => (one.label === "state" ? `state-${one.value}` : bad(one) ? "count-bad" : "");
+    id("numbers").replaceChildren(...data.numbers.map((one) => h("div", {}, h("dt", {}, one.label),
+      h("dd", { class: look(one) }, text(one.value), one.more ? h("small", {}, text(one.more, 60)) : ""))));
     id("summary").textContent = data.summary;
     document.title = `${data.name}: nanproof report`;
   }
 
   /* Forecasts, recoveries, quarantine, checkpoints: a cell is text, or has a tag. */
   function tables() {
-    const cell = (said) => (typeof said === "string" ? text(said) : h("span", {}, h("span", { class: `tag ${{ good: "yes", candidate: "no" }[said.tag] || "bad"}` }, said.tag), " ", text(said.text)));
+    const tag = (word) => h("span", { class: `tag ${{ good: "yes", candidate: "no" }[word] || "bad"}` }, word);
+    const cell = (said) => (typeof said === "string" ? text(said) : h("span", {}, tag(said.tag), " ", text(said.text)));
     const numeric = (head) => (head.startsWith("#") ? { class: "num" } : {});
     id("tables").replaceChildren(...data.tables.map(({ title, heads, rows, note }) => h("section", {}, h("h2", {}, title),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", {},
@@ -23,7 +26,9 @@ const Page = (() => {
       note ? h("p", { class: "soft" }, note) : "")));
     id("facts").hidden = !data.facts.length;
     id("facts-list").replaceChildren(...data.facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, text(value, 500))]));
-    id("made").textContent = `Made by nanproof ${data.version} on ${data.made.replace("T", " ").replace("+00:00", " UTC")} from ${data.folder}.` + (data.broken ? ` ${data.broken} lines of its files are no records and were passed over.` : "");
+    const broken = data.broken ? ` ${data.broken} lines of its files are no records and were passed over.` : "";
+    const when = data.made.replace("T", " ").replace("+00:00", " UTC");
+    id("made").textContent = `Made by nanproof ${data.version} on ${when} from ${data.folder}.${broken}`;
   }
 
   /* The line of numbers for the step under the cursor. */
@@ -33,7 +38,7 @@ const Page = (() => {
     const cell = plot.cell ? plot.cell(step, plot.cursor.top) : null;
     const parts = [h("span", {}, "step ", h("b", {}, found.step))];
     if (cell) parts.push(h("span", { class: "long" }, `${cell.what} of `, h("b", {}, h("bdi", {}, cell.name)), ` ${cell.value}`));
-    else parts.push(...found.values.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, value))), ...found.notes.map((note) => h("span", {}, note)));
+    else parts.push(...found.values.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, value))), h("span", {}, found.notes.join(", ")));
     const forecast = data.forecasts.find((one) => Math.abs(plot.valToPos(one.step, "x") - plot.cursor.left) < 5);
     if (forecast && !cell) parts.push(h("span", { class: "long" }, "forecast: ", text(forecast.message, 160)));
     id("readout").replaceChildren(...parts);
@@ -63,8 +68,9 @@ const Page = (() => {
 
   const help = () => id("help").showModal();
   const KEYS = {
-    ArrowLeft: () => Plots.pan(-0.2), ArrowRight: () => Plots.pan(0.2), "+": () => Plots.zoom(0.5), "=": () => Plots.zoom(0.5), "-": () => Plots.zoom(2),
-    0: Plots.reset, Escape: Plots.reset, n: () => Cards.step(1), j: () => Cards.step(1), p: () => Cards.step(-1), k: () => Cards.step(-1), l: Plots.toggleLog, "?": help,
+    ArrowLeft: () => Plots.pan(-0.2), ArrowRight: () => Plots.pan(0.2),
+    "+": () => Plots.zoom(0.5), "=": () => Plots.zoom(0.5), "-": () => Plots.zoom(2), 0: Plots.reset, Escape: Plots.reset,
+    n: () => Cards.step(1), j: () => Cards.step(1), p: () => Cards.step(-1), k: () => Cards.step(-1), l: Plots.toggleLog, "?": help,
   };
   function key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || id("help").open || !KEYS[event.key]) return;
@@ -86,7 +92,8 @@ const Page = (() => {
       const fresh = await answer.json();
       id("lost").hidden = true;
       fresh.live = data.live;
-      if (JSON.stringify({ ...fresh, made: "" }) !== JSON.stringify({ ...data, made: "" })) { data = fresh; show(); }
+      const news = JSON.stringify({ ...fresh, made: "" }) !== JSON.stringify({ ...data, made: "" });
+      if (news && !held) { data = fresh; show(); } // while somebody drags, the next time
     } catch {
       id("lost").hidden = false; // the server has ended: what is shown stays
     }
@@ -94,21 +101,25 @@ const Page = (() => {
   }
 
   function show() {
-    const top = scrollY;
+    const top = scrollY, focused = document.activeElement.id;
     numbers();
     tables();
     Plots.takeData(data);
     Cards.update(data);
     Plots.draw();
     scrollTo(scrollX, top);
+    if (focused && document.activeElement === document.body) id(focused)?.focus({ preventScroll: true });
   }
 
   function start() {
     Plots.readColours();
     show();
-    const on = (name, act) => id(name).addEventListener("click", act);
-    on("zoom-in", () => Plots.zoom(0.5)); on("zoom-out", () => Plots.zoom(2)); on("left", () => Plots.pan(-0.2)); on("right", () => Plots.pan(0.2));
-    on("reset", Plots.reset); on("previous", () => Cards.step(-1)); on("next", () => Cards.step(1)); on("theme", nextTheme); on("help-button", help); on("help-close", () => id("help").close());
+    const buttons = {
+      "zoom-in": KEYS["+"], "zoom-out": KEYS["-"], left: KEYS.ArrowLeft, right: KEYS.ArrowRight, reset: KEYS[0],
+      previous: KEYS.p, next: KEYS.n, theme: nextTheme, "help-button": help, "help-close": () => id("help").close(),
+    };
+    for (const [name, act] of Object.entries(buttons)) id(name).addEventListener("click", act);
+    for (const [event, down] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) addEventListener(event, () => { held = down; });
     addEventListener("keydown", key);
     addEventListener("hashchange", hash);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.dataset.theme || "auto"));

@@ -12,10 +12,11 @@ const Plots = (() => {
   const full = { min: 0, max: 1 };
   const view = { min: 0, max: 1 };
   const colours = {};
-  let data = null, detailed = false, chosen = 0, logLoss = null;
+  let data = null, detailed = false, chosen = 0, logLoss = null, kept = {};
 
   const narrow = () => window.innerWidth <= 640;
   const gutter = () => (narrow() ? 48 : 150);
+  const seen = (step) => step >= view.min && step <= view.max;
   const zoomed = () => view.min > full.min || view.max < full.max;
 
   function number(x) {
@@ -34,13 +35,15 @@ const Plots = (() => {
 
   /* What every plot has in common. */
   function options(height, extra, lastOfGroup) {
-    const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colours.grid, width: 1 } };
+    const grid = { stroke: () => colours.grid, width: 1 };
+    const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid };
+    const steps = (u, at) => at.map((x) => (lastOfGroup && Number.isInteger(x) ? x.toLocaleString("en") : ""));
     const { y, hooks, ...rest } = extra;
     return {
       width: 600, height: height + (lastOfGroup ? 34 : 16), padding: [8, 10, lastOfGroup ? 0 : 8, 0], legend: { show: false }, pxAlign: 0,
       scales: { x: { time: false, range: () => [view.min, view.max] }, y: rest.yScale || {} },
       axes: [
-        { ...axis, size: lastOfGroup ? 26 : 0, show: true, values: (u, at) => at.map((x) => (lastOfGroup && Number.isInteger(x) ? x.toLocaleString("en") : "")) },
+        { ...axis, size: lastOfGroup ? 26 : 0, show: true, values: steps },
         { ...axis, size: gutter, gap: 8, ...y },
       ],
       cursor: {
@@ -62,8 +65,10 @@ const Plots = (() => {
   }
 
   /* Adds a plot to the page and to those that zoom together. */
-  function add(figure, opts, values) {
+  function add(figure, label, opts, values) {
     const plot = new uPlot({ ...opts, width: Math.max(200, figure.clientWidth) }, values, figure);
+    plot.root.setAttribute("role", "img");
+    plot.root.setAttribute("aria-label", label);
     all.push(plot);
     plot.over.addEventListener("click", (event) => {
       const near = nearestMark(plot, event.offsetX);
@@ -86,6 +91,7 @@ const Plots = (() => {
 
   /* One list of points for all curves: the buckets, with the steps around incidents in their place where one is zoomed in. */
   function points() {
+    if (kept.data === data && kept.detailed === detailed) return kept.list;
     const { curves, near } = data;
     const list = [];
     const inside = new Set();
@@ -95,7 +101,9 @@ const Plots = (() => {
     curves.steps.forEach((step, i) => {
       if (!inside.has(Math.floor(step / curves.width))) list.push({ x: step + (curves.width - 1) / 2, bucket: i });
     });
-    return list.sort((a, b) => a.x - b.x);
+    list.sort((a, b) => a.x - b.x);
+    kept = { data, detailed, list };
+    return list;
   }
 
   function value(metric, point, which) {
@@ -122,7 +130,7 @@ const Plots = (() => {
   /* Lines of incidents over the whole height, so that the eye finds the same step in every plot. */
   function drawMarks(u) {
     const { ctx, bbox } = u;
-    const inView = data.marks.filter((mark) => mark[1] >= view.min && mark[1] <= view.max);
+    const inView = data.marks.filter((mark) => seen(mark[1]));
     ctx.save();
     for (const [mark, step] of inView) {
       const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
@@ -139,7 +147,7 @@ const Plots = (() => {
     return (u) => {
       const y = u.bbox.top + u.bbox.height - 6 * uPlot.pxRatio;
       for (const point of list()) {
-        if (point.x >= view.min && point.x <= view.max && nonfinite(metric, point)) Shapes.cross(u.ctx, u.valToPos(point.x, "x", true), y, colours.bad);
+        if (seen(point.x) && nonfinite(metric, point)) Shapes.cross(u.ctx, u.valToPos(point.x, "x", true), y, colours.bad);
       }
     };
   }
@@ -154,24 +162,27 @@ const Plots = (() => {
   }
 
   function scaleOf(metric, how) {
-    if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10, range: (u, low, high) => (low > 0 ? [low / 1.25, high * 1.25] : [0.1, 10]) };
+    const range = (u, low, high) => (low > 0 ? [low / 1.25, high * 1.25] : [0.1, 10]);
+    if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10, range };
     return how === "asinh" ? { distr: 4, asinh: 1 } : {};
   }
 
   function curve(metric, how, last) {
     const { title, height } = METRICS[metric];
-    const figure = Dom.h("figure", { id: `plot-${metric}`, role: "img", "aria-label": label(metric) }, Dom.h("figcaption", {}, title));
+    const figure = Dom.h("figure", { id: `plot-${metric}` }, Dom.h("figcaption", {}, title));
     if (metric === "loss") {
-      const button = Dom.h("button", { type: "button", "aria-pressed": String(how !== "linear"), title: "linear or logarithmic (l)" }, "log");
+      const button = Dom.h("button", { type: "button", id: "log", "aria-pressed": String(how !== "linear"), title: "linear or logarithmic (l)" }, "log");
       button.addEventListener("click", toggleLog);
       figure.firstChild.append(narrow() ? "" : Dom.h("br"), button);
     }
     document.getElementById("plots").append(figure);
     const none = { stroke: "transparent", width: 0, points: { show: false } };
+    const chosenTicks = { filter: logTicks, grid: { filter: logTicks, stroke: () => colours.grid, width: 1 } };
+    const ticks = how === "log" && metric !== "scale" ? chosenTicks : {};
     let list = points();
-    const plot = add(figure, options(height, {
+    const plot = add(figure, label(metric), options(height, {
       yScale: scaleOf(metric, how),
-      y: { values: (u, at) => at.map((x) => (x === null ? "" : number(x))), ...(how === "log" && metric !== "scale" ? { filter: logTicks, grid: { filter: logTicks, stroke: () => colours.grid, width: 1 } } : {}) },
+      y: { values: (u, at) => at.map((x) => (x === null ? "" : number(x))), ...ticks },
       series: [{}, none, none, { stroke: () => colours.line, width: 1.5, points: { size: 4, fill: () => colours.line } }],
       bands: [{ series: [1, 2], fill: () => colours.band }],
       hooks: { draw: [drawMarks, drawNonfinite(metric, () => list)] },
@@ -181,13 +192,18 @@ const Plots = (() => {
 
   /* What happened, in rows of signs above the curves. */
   function events() {
-    const rows = [["incidents", data.marks.length], ["forecasts", data.forecasts.length], ["refused", data.curves.skipped.some(Boolean)], ["clipped", data.curves.clipped.some(Boolean)], ["went back", data.turns.length]].filter((row) => row[1]).map((row) => row[0]);
+    const { marks, forecasts, curves, turns } = data;
+    const any = { incidents: marks.length, forecasts: forecasts.length, refused: curves.skipped.some(Boolean), clipped: curves.clipped.some(Boolean), "went back": turns.length };
+    const rows = Object.keys(any).filter((row) => any[row]);
     if (!rows.length) return;
-    const figure = Dom.h("figure", { id: "plot-events", role: "img", "aria-label": `Marks of ${rows.join(", ")} by step` });
+    const figure = Dom.h("figure", { id: "plot-events" });
     document.getElementById("plots").append(figure);
-    const plot = add(figure, options(rows.length * 20 + 4, {
+    const plot = add(figure, `Marks of ${rows.join(", ")} by step`, options(rows.length * 20 + 4, {
       yScale: { range: [0, rows.length], dir: -1 },
-      y: { splits: () => rows.map((_, i) => i + 0.5), values: () => rows, grid: { show: false }, font: `${narrow() ? 9 : 11}px system-ui, sans-serif`, gap: narrow() ? 3 : 8 },
+      y: {
+        splits: () => rows.map((_, i) => i + 0.5), values: () => rows, grid: { show: false },
+        font: `${narrow() ? 9 : 11}px system-ui, sans-serif`, gap: narrow() ? 3 : 8,
+      },
       series: [{}, { paths: () => null, points: { show: false } }],
       hooks: { draw: [(u) => rows.forEach((row, i) => drawRow(u, row, u.valToPos(i + 0.5, "y", true)))] },
     }, false), [[full.min, full.max], [null, null]]);
@@ -196,7 +212,6 @@ const Plots = (() => {
 
   function drawRow(u, row, y) {
     const at = (step) => u.valToPos(step, "x", true);
-    const seen = (step) => step >= view.min && step <= view.max;
     if (row === "incidents") data.marks.forEach(([mark, step]) => seen(step) && Shapes.diamond(u.ctx, at(step), y, colours.bad, mark === chosen));
     if (row === "forecasts") data.forecasts.forEach(({ step }) => seen(step) && Shapes.triangle(u.ctx, at(step), y, colours.warn));
     if (row === "went back") data.turns.forEach(([from, to]) => Shapes.arrow(u, at(from), at(to), y, colours.back));
@@ -212,7 +227,9 @@ const Plots = (() => {
   function label(metric) {
     const means = (data.curves[metric] || { mean: [] }).mean.filter((x) => x !== null);
     const title = METRICS[metric].title;
-    return means.length ? `${title} by step: first ${number(means[0])}, last ${number(means[means.length - 1])}, lowest mean ${number(Math.min(...means))}, highest ${number(Math.max(...means))}` : `${title}: no finite values`;
+    if (!means.length) return `${title}: no finite values`;
+    const [first, last, low, high] = [means[0], means[means.length - 1], Math.min(...means), Math.max(...means)].map(number);
+    return `${title} by step: first ${first}, last ${last}, lowest ${low}, highest ${high}`;
   }
 
   /* -- zoom ---------------------------------------------------------------------------------------------------------------- */
@@ -233,7 +250,7 @@ const Plots = (() => {
 
   function choose(mark) {
     chosen = mark;
-    for (const plot of all) plot.redraw(false);
+    redraw();
   }
 
   function takeData(given) {
@@ -273,16 +290,20 @@ const Plots = (() => {
     const list = points();
     const found = list.reduce((best, point) => (Math.abs(point.x - step) < Math.abs(best.x - step) ? point : best), list[0]);
     if (!found) return null;
-    const said = { step: found.near !== undefined || data.curves.width === 1 ? `${found.x}` : `${data.curves.steps[found.bucket]} to ${data.curves.steps[found.bucket] + data.curves.width - 1}`, values: [], notes: [] };
+    const { steps, width } = data.curves;
+    const single = found.near !== undefined || width === 1, start = steps[found.bucket];
+    const said = { step: single ? `${found.x}` : `${start} to ${start + width - 1}`, values: [], notes: [] };
     for (const metric of Object.keys(METRICS)) {
       if (!data.curves[metric]) continue;
       const [mean, low, high] = ["mean", "low", "high"].map((which) => value(metric, found, which));
       const bad = nonfinite(metric, found);
-      said.values.push([METRICS[metric].title.toLowerCase(), (mean === null ? "non-finite" : number(mean)) + (mean !== null && low !== high ? ` (${number(low)} to ${number(high)})` : "") + (bad && mean !== null ? `, ${bad} non-finite` : "")]);
+      const range = mean !== null && low !== high && metric !== "lr" ? ` (${number(low)} to ${number(high)})` : "";
+      const spoilt = bad && mean !== null ? `, ${bad} non-finite` : "";
+      said.values.push([METRICS[metric].title.toLowerCase(), (mean === null ? "non-finite" : number(mean)) + range + spoilt]);
     }
     for (const [action, word] of [["skipped", "refused"], ["clipped", "clipped"]]) {
       const n = count(action, found);
-      if (n) said.notes.push(found.bucket !== undefined && data.curves.width > 1 ? `${n} ${word}` : word);
+      if (n) said.notes.push(single ? word : `${n} ${word}`);
     }
     return said;
   }
@@ -294,6 +315,9 @@ const Plots = (() => {
     }
   }
 
-  return { all, view, full, colours, options, add, number, narrow, readColours, takeData, draw, setView, reset, zoom, pan, choose, toggleLog, at, resize, drawMarks,
-    redraw: () => all.forEach((plot) => plot.redraw(false)) };
+  const redraw = () => all.forEach((plot) => plot.redraw(false));
+  return {
+    all, view, full, colours, options, add, number, narrow, readColours, takeData, draw, redraw,
+    setView, reset, zoom, pan, choose, toggleLog, at, resize, drawMarks,
+  };
 })();
