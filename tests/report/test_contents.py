@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import math
+import random
 import struct
 
 import pytest
 
 from nanproof.report.contents import contents
 from nanproof.report.grids import rows
+from nanproof.report.markdown import markdown
 from nanproof.report.run import Run
 from nanproof.report.tokens import Tokens
 from report import made
@@ -184,3 +187,76 @@ def test_strings_are_cut_and_shown_escaped(tmp_path):
     assert len(text) < 400_000
     assert not any(c in text for c in "\x1b\x07\0\u202e\u202c\u2066\u2069\u200b\ufeff\u2028\u2029")
     assert "\\\\u202egnp.exe" in text and "characters)" in text
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    3.5,
+    10**400,
+    -(10**30),
+    1e308,
+    "x",
+    "nan",
+    "",
+    [],
+    [1],
+    ["a"],
+    {},
+    {"a": 1},
+    [["a"]],
+    [[1, 2, 3]],
+    "\u202e",
+]
+
+
+def changed(rng, value):
+    """A copy of a record with something odd at some place of it."""
+    value = copy.deepcopy(value)
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = rng.choice(list(value))
+        value[key] = changed(rng, value[key])
+        return value
+    if isinstance(value, list) and value and rng.random() < 0.6:
+        value[0] = changed(rng, value[0])
+        return value
+    return copy.deepcopy(rng.choice(ODD))
+
+
+@pytest.mark.parametrize("name", ["incidents", "steps", "forecasts", "quarantine"])
+def test_no_record_makes_it_fail(name, tmp_path):
+    """Whatever stands in a field instead of what should, there is a page and a text; the record is passed over."""
+    made.write_run(tmp_path, 6, bad=(3,), sites=["a"])
+    forecast = {
+        "v": 1,
+        "step": 5,
+        "kind": "divergence",
+        "message": "soon",
+        "where": "head",
+        "steps": 5.0,
+        "margin": 1.0,
+        "also": [],
+    }
+    (tmp_path / "forecasts.jsonl").write_text(json.dumps(forecast) + "\n")
+    entry = {
+        "index": 1,
+        "hash": "1e",
+        "size": 2,
+        "worker": None,
+        "workers": None,
+        "step": 9,
+        "cause": "n",
+        "bundle": "b",
+        "at": "2",
+    }
+    (tmp_path / "quarantine.jsonl").write_text(json.dumps(entry) + "\n")
+    path, rng = tmp_path / f"{name}.jsonl", random.Random(name)
+    good = [json.loads(line) for line in path.read_text().splitlines()]
+    for _ in range(120):
+        lines = [changed(rng, rng.choice(good)) if rng.random() < 0.5 else line for line in good]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run = Run(tmp_path).read()
+        json.dumps(contents(run, Tokens()), allow_nan=False)
+        assert markdown(run).startswith("# ")

@@ -19,6 +19,7 @@ from typing import Any
 from nanproof.errors import UsageError
 from nanproof.records import Forecast, Incident, StepRecord, decode
 from nanproof.report.series import Curves, Heat
+from nanproof.report.sound import check_forecast, check_incident, check_step
 
 STEPS = "steps.jsonl"
 NEAR = 50
@@ -29,6 +30,9 @@ PORTION = 32 << 20
 """Bytes of steps that one `poll` reads."""
 LONGEST = 256 << 20
 """Bytes of the longest line that is read."""
+
+_NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What making a record of something else raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Run:
         for data in self._tails["incidents"].lines(portion):
             new = self._take(lambda data=data: self._incident(Incident.from_json(data)), data) or new
         for data in self._tails["forecasts"].lines(portion):
-            new = self._take(lambda data=data: self.forecasts.append(Forecast.from_json(data)), data) or new
+            new = self._take(lambda data=data: self._forecast(Forecast.from_json(data)), data) or new
         for data in self._tails["steps"].lines(portion):
             new = self._take(lambda data=data: self._line(data), data) or new
         return new
@@ -109,8 +113,11 @@ class Run:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step."""
-        return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
+        """The newest step, if all of it can be read."""
+        try:
+            return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
+        except _NOT_A_RECORD:
+            return None
 
     @property
     def rate(self) -> float | None:
@@ -136,7 +143,7 @@ class Run:
             if data is not None:
                 act()
                 return True
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        except _NOT_A_RECORD:
             pass
         self.broken += 1
         return False
@@ -155,7 +162,8 @@ class Run:
             self.closed = float(data["time"])
 
     def _step(self, data: dict[str, Any]) -> None:
-        step, action = int(data["step"]), str(data["action"])
+        step, action = data["step"], str(data["action"])
+        check_step(step)
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
         brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action)
@@ -180,7 +188,12 @@ class Run:
             self._times.append(moment)
         self._last = data
 
+    def _forecast(self, forecast: Forecast) -> None:
+        check_forecast(forecast)
+        self.forecasts.append(forecast)
+
     def _incident(self, incident: Incident) -> None:
+        check_incident(incident)
         self.incidents.append(incident)
         if len(self.incidents) <= MOST_NEAR:
             self._wanted.update(range(incident.step - NEAR, incident.step + NEAR + 1))

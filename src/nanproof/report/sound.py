@@ -1,0 +1,52 @@
+"""Whether a record that was read from a file is what it says: every field of its kind. Those who show it need not ask again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanproof.records import Diagnosis, Forecast, Incident
+
+_LARGEST = 1 << 53
+"""Whole numbers beyond this are not exact everywhere."""
+
+
+def check_incident(incident: Incident) -> None:
+    """Raises `ValueError` where a field is of another kind."""
+    _need(_whole(incident.step) and isinstance(incident.message, str))
+    _need(all(isinstance(name, str) and isinstance(norm, float) for name, norm in incident.culprits))
+    _need(all(x is None or _whole(x) for x in (incident.rank, incident.micro_batch)))
+    _need(incident.bundle is None or isinstance(incident.bundle, str))
+    if incident.diagnosis is not None:
+        _check_diagnosis(incident.diagnosis)
+
+
+def check_forecast(forecast: Forecast) -> None:
+    _need(_whole(forecast.step) and isinstance(forecast.message, str))
+    _need(forecast.where is None or isinstance(forecast.where, str))
+    _need(_all(forecast.also, str))
+
+
+def check_step(step: int) -> None:
+    _need(_whole(step) and step >= 0)
+
+
+def _check_diagnosis(diagnosis: Diagnosis) -> None:
+    texts = (diagnosis.phase, diagnosis.where, diagnosis.op, diagnosis.source, diagnosis.fix)
+    _need(isinstance(diagnosis.cause, str) and all(text is None or isinstance(text, str) for text in texts))
+    _need(isinstance(diagnosis.confidence, (int, float)) and abs(diagnosis.confidence) < _LARGEST)
+    _need(all(isinstance(found, tuple) and all(map(_whole, found)) for found in (diagnosis.samples, diagnosis.tokens)))
+    _need(_all(diagnosis.evidence, str) and _all(diagnosis.alternatives, str))
+    _need(isinstance(diagnosis.verified, bool) and (diagnosis.rank is None or _whole(diagnosis.rank)))
+
+
+def _need(right: bool) -> None:
+    if not right:
+        raise ValueError("a field of another kind")
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) < _LARGEST
+
+
+def _all(values: Any, kind: type) -> bool:
+    return isinstance(values, tuple) and all(isinstance(x, kind) for x in values)
