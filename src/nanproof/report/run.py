@@ -113,6 +113,11 @@ class Run:
         return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
 
     @property
+    def newest(self) -> Brief | None:
+        """The newest step without its norms, which costs nothing."""
+        return self._recent[-1] if self._recent else None
+
+    @property
     def rate(self) -> float | None:
         """Steps a second, over the last fifty."""
         times = self._times
