@@ -23,6 +23,8 @@ from nanproof.watch.table import events_table, runs_table
 from nanproof.watch.widgets import Card, Curves, Line, Listed
 from nanproof.watch.words import card, facts, fitted, said, status, title
 
+_SIDE, _WIDE = 64, 150
+"""Columns of the list of runs where it stands beside the curves, and of a screen that is wide enough for that."""
 DARK = Theme(
     name="nanproof-dark",
     primary="#6cb6ff",
@@ -80,7 +82,9 @@ class WatchApp(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     TITLE = "nanproof watch"
-    CSS = """
+    CSS = (
+        f"$side: {_SIDE};"
+        + """
     Screen { layout: vertical; background: $background; color: $foreground; overflow: hidden; }
     Line { height: 1; padding: 0 1; }
     #body { layout: vertical; height: 1fr; }
@@ -90,9 +94,10 @@ class WatchApp(App[None]):
     #events { height: auto; max-height: 34%; min-height: 3; padding: 0 1; }
     .several #runs { display: block; }
     .wide #body { layout: horizontal; }
-    .wide.several #runs { width: 64; height: 1fr; max-height: 100%; }
+    .wide.several #runs { width: $side; height: 1fr; max-height: 100%; }
     .wide #main { width: 1fr; height: 1fr; }
     """
+    )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", show=False),
         Binding("question_mark,h", "help", show=False),
@@ -128,6 +133,7 @@ class WatchApp(App[None]):
         self._events: list[Event] = []
         self._chosen: Path | None = None
         self._notice = ""
+        self._columns = 80
 
     def compose(self) -> ComposeResult:
         yield Line(id="head")
@@ -171,7 +177,8 @@ class WatchApp(App[None]):
         self.notice(message.text)
 
     def on_resize(self, event: Resize) -> None:
-        self.call_after_refresh(self.show)
+        self._columns = event.size.width
+        self.show()
 
     @property
     def views(self) -> list[View]:
@@ -190,13 +197,12 @@ class WatchApp(App[None]):
         views, view = self.views, self.view
         screen = self.screen_stack[0]
         runs, events, curves = screen.query_one("#runs", Listed), screen.query_one("#events", Listed), screen.query_one(Curves)
-        looks = (len(views) > 1, self.size.width >= 150)
+        looks = (len(views) > 1, self._columns >= _WIDE)
         if looks != (screen.has_class("several"), screen.has_class("wide")):
             (runs if looks[0] else events).focus()
             screen.set_class(looks[0], "several")
             screen.set_class(looks[1], "wide")
-            self.call_after_refresh(self.show)  # when it is known how wide each part is
-        runs.put(*runs_table(views, runs.size.width or self.size.width, self.marks))
+        runs.put(*runs_table(views, (_SIDE if looks[1] else self._columns) - 2, self.marks))
         if view is None:
             return
         runs.go_to(view.folder)
@@ -212,17 +218,17 @@ class WatchApp(App[None]):
 
     def _head(self, view: View) -> list[Part]:
         state, *rest = status(view)
-        name = said(view.name, self.marks.ascii)[: max(self.size.width // 2, 12)]
+        name = said(view.name, self.marks.ascii)[: max(self._columns // 2, 12)]
         kind = {"running": "good", "stopped": "refused"}.get(state, "label")
         following = [] if self._window.steps is None else ["following" if self._window.end is None else "held: f follows"]
-        room = self.size.width - len(name) - len(state) - 6
+        room = self._columns - len(name) - len(state) - 6
         return [(name, "strong"), (f"  {state}  ", kind), (fitted([*rest, *following], room), "")]
 
     def _foot(self) -> list[Part]:
         if self._notice:
-            return [(self._notice[: self.size.width - 2], "value")]
+            return [(self._notice[: self._columns - 2], "value")]
         parts: list[Part] = []
-        room = self.size.width - 2
+        room = self._columns - 2
         for key, what in KEYS:
             key = key if self.marks.ascii else key.replace("left right", "\u2190\u2192")
             room -= len(key) + len(what) + 3

@@ -13,7 +13,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "
 _SHARES = {"loss": 4, "grad_norm": 3, "lr": 1, "scale": 1}
 _LEAST = {"loss": 3, "grad_norm": 3, "lr": 2, "scale": 2}
 NARROWEST = 10
-"""Steps that are shown at least."""
+"""Steps that are shown at least; in a long run, buckets of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Window:
         """More or fewer steps: around the middle, or with the newest at the end if that is followed."""
         first, last = _extent(view)
         start, end = self.span(view)
-        steps = max((end - start) * factor, NARROWEST)
+        loss = view.series.get("loss")
+        steps = max((end - start) * factor, NARROWEST * (loss.width if loss else 1))
         if steps >= last - first:
             return Window()
         if self.end is None:

@@ -115,7 +115,7 @@ def scale(values: Sequence[float], how: str = "auto") -> Scale | None:
         return Scale(bottom, top, True)
     if top - bottom <= 1e-9 * max(abs(top), abs(bottom), 1e-300):
         room = abs(top) * 0.5 or 1.0
-        bottom, top = bottom - room, top + room
+        bottom, top = bottom - 0.9 * room, top + room  # not in the middle, where it would fall between two rows of dots
     return Scale(bottom, top, False)
 
 
@@ -141,7 +141,7 @@ def chart(series: Series, span: tuple[float, float], columns: int, rows: int, dr
             continue
         y = height(mean)
         for between in range(max(height(low), 0), min(height(top), high - 1) + 1):
-            if (between + x) % 2 == 0:
+            if (between + x) % 2 == 0 and abs(between - y) >= marks.rows:  # nearer it would only fringe the line
                 dot(band, x, between)
         for at, upto in _joined(before, (x, y)):
             dot(line, at, upto)
@@ -212,9 +212,11 @@ def axis(
     line: list[Part] = [(marks.floor, "axis")] * columns
     labels = [" "] * columns
     free = 0
-    for step in _round_steps(span, max(columns // 12, 2)):
+    steps = _round_steps(span, max(columns // 12, 2))
+    thousands = all(step % 1000 == 0 for step in steps)
+    for step in steps:
         x = _column(step, span, columns)
-        text = count(step)
+        text = count(step) if thousands else str(step)
         start = min(max(x - len(text) // 2, 0), columns - len(text))
         if not 0 <= x < columns or start < free:
             continue
@@ -265,15 +267,17 @@ def short(value: float | None) -> str:
     if not math.isfinite(value):
         return "NaN" if value != value else "Inf" if value > 0 else "-Inf"
     size = abs(value)
-    if size and (size < 1e-3 or size >= 1e5):
+    if 1e4 <= size < 1e6:
+        return f"{value:.0f}"
+    if size and (size < 1e-3 or size >= 1e6):
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.4g}"
 
 
-def count(number: float) -> str:
-    """A count in few characters: 950, 12k, 1.25M."""
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor and (number >= 1e4 or number % 100 == 0):
-            return f"{number / factor:.3g}{unit}"
-    return str(int(number))
+def count(number: int) -> str:
+    """Thousands in few characters: 12k, 1.25M. All digits that count are there."""
+    for unit, factor in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if abs(number) >= factor:
+            return f"{number / factor:.12g}{unit}"
+    return str(number)

@@ -70,7 +70,7 @@ class View:
     def last_step(self) -> int:
         """The end of what can be drawn."""
         loss = self.series.get("loss")
-        return max(loss.steps[-1] + loss.width if loss and loss.steps else 0, (self.step or 0) + 1)
+        return max(loss.steps[-1] + 1 if loss and loss.steps else 0, (self.step or 0) + 1)
 
     def events(self) -> list[Event]:
         """Incidents and forecasts, newest first. Each kind stays in the order it was written in: a run may go back."""
