@@ -205,6 +205,8 @@ class WatchApp(App[None]):
         runs.put(*runs_table(views, (_SIDE if looks[1] else self._columns) - 2, self.marks))
         if view is None:
             return
+        if view.folder in self.watched.views:
+            self._chosen = view.folder  # and it stays, when others join
         runs.go_to(view.folder)
         if self.watched.close != view.folder:
             self.watched.close = view.folder
