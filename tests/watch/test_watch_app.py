@@ -291,3 +291,32 @@ def test_an_error_of_the_reading_thread_is_not_lost(runs):
     with pytest.raises(AssertionError):
         drive(app, act)
     assert app.failure is wrong
+
+
+def test_w_writes_the_report(runs, tmp_path):
+    pytest.importorskip("nanproof.report.html")
+    shutil.copytree(runs / "two", tmp_path / "two")
+    app = made(tmp_path / "two")
+
+    async def act(pilot, wait):
+        await wait(ready(app))
+        await pilot.press("w")
+        await wait(lambda: "written:" in lines(app.query_one("#keys"))[0])
+        assert (tmp_path / "two" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+        assert not list((tmp_path / "two").glob(".*.partial"))
+
+    drive(app, act, (150, 30))
+
+
+def test_a_report_that_cannot_be_written_is_said(runs, tmp_path):
+    pytest.importorskip("nanproof.report.html")
+    shutil.copytree(runs / "two", tmp_path / "two")
+    (tmp_path / "two" / "report.html").mkdir()
+    app = made(tmp_path / "two")
+
+    async def act(pilot, wait):
+        await wait(ready(app))
+        await pilot.press("w")
+        await wait(lambda: "no report: IsADirectoryError" in lines(app.query_one("#keys"))[0])
+
+    drive(app, act)

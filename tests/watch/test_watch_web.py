@@ -17,11 +17,11 @@ from nanproof.errors import UsageError
 from nanproof.watch import serve
 from nanproof.watch.runs import Watched
 from nanproof.watch.serve import Server
-from nanproof.watch.web import Pages, Site
+from nanproof.watch.web import Pages, Site, report_pages
 from watch.made import guard_in, run, train, until
 from watch.test_watched import HOSTILE, hostile
 
-PAGES = Pages(lambda run: f"<!doctype html>page of {run.steps} steps" + " " * 2000, lambda run: json.dumps({"steps": run.steps}))
+PAGES = Pages(lambda run: f"<!doctype html>page of {run.steps} steps" + " " * 2000, lambda run: {"steps": run.steps})
 
 
 @pytest.fixture(scope="module")
@@ -262,3 +262,23 @@ def test_a_page_that_cannot_be_made_is_an_answer_too(ended, caplog):
 def test_a_port_that_is_taken_is_named(ended):
     with Server(Site(Watched([ended]), PAGES)) as server, pytest.raises(UsageError, match=f"--port {server.port} .* 0 for any"):
         Server(Site(Watched([ended]), PAGES), server.port)
+
+
+def test_the_report_itself_live(tmp_path):
+    """The page of `nanproof report`: what may run on it is said in the header too, and its data grows with the run."""
+    pytest.importorskip("nanproof.report.html")
+    guard = guard_in(tmp_path / "run")
+    train(guard, 0, 10)
+    with served(tmp_path / "run", pages=report_pages()) as server:
+        page = ask(server)
+        assert page.status == 200 and "sha256-" in page.headers["Content-Security-Policy"]
+        assert (
+            "unsafe" not in page.headers["Content-Security-Policy"]
+            and "connect-src 'self'" in page.headers["Content-Security-Policy"]
+        )
+        first = ask(server, "/data")
+        train(guard, 10, 20)
+        second = ask(server, "/data", If_None_Match=first.headers["ETag"])
+        assert second.status == 200 and second.body != first.body
+        assert json.loads(second.body, parse_constant=lambda c: pytest.fail(c))["name"] == "run"
+    guard.close()

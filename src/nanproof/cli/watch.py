@@ -129,8 +129,8 @@ def _web(watched: Watched, port: int, open_browser: bool) -> None:
 
     with Server(Site(watched, report_pages()), port) as server:
         _put(server.url)
-        _put(f"From another machine: ssh -L {server.port}:{ADDRESS}:{server.port} and this machine's name; then open it there.")
-        _put("The address is as good as a password. Ctrl-C ends it; the run goes on.")
+        _put(f"From elsewhere: ssh -L {server.port}:{ADDRESS}:{server.port} HOST, with this machine as HOST, then open it there.")
+        _put("The address is as good as a password. Ctrl-C ends this; the run goes on.")
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(server.url_once,), daemon=True).start()
         server.serve_forever()

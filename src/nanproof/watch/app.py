@@ -14,7 +14,6 @@ from textual.events import Resize
 from textual.message import Message
 from textual.theme import Theme
 
-from nanproof.errors import NanproofError
 from nanproof.watch.charts import TITLES, Window, shown_metrics
 from nanproof.watch.plot import Marks, Part
 from nanproof.watch.report import written
@@ -333,8 +332,8 @@ class WatchApp(App[None]):
     def _write(self, folder: Path) -> None:
         try:
             text = f"written: {written(folder)}"
-        except (OSError, NanproofError) as error:
-            text = f"no report: {error}"
+        except Exception as error:  # an error of a thread would be written over the screen
+            text = f"no report: {type(error).__name__}: {error}"
         self.post_message(self.Said(text))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanproof.records import Incident
 from nanproof.watch.plot import Marks, Part, short, spark
 from nanproof.watch.runs import Event, View
-from nanproof.watch.words import kind_of, said, summary, title
+from nanproof.watch.words import diagnosed, kind_of, said, summary, title
 
 _STATES = {"running": "good", "stopped": "refused", "ended": "label", "unknown": "label", "waiting": "label"}
 
@@ -72,10 +73,11 @@ def events_table(events: Sequence[Event], marks: Marks) -> list[Item]:
     """Two lines each: what, and why with the fix."""
     items = []
     seen: dict[object, int] = {}
+    before = diagnosed(event for event in reversed(events) if isinstance(event, Incident))
     for event in events:
         kind = kind_of(event)
         head: list[Part] = [(f"{marks.events[kind]} ", kind), (said(title(event), marks.ascii), "strong")]
-        said_of_it = said(summary(event), marks.ascii)
+        said_of_it = said(summary(event, before), marks.ascii)
         key = (type(event), event.step, event.kind)
         seen[key] = seen.get(key, 0) + 1
         items.append(Item((*key, seen[key]), (head, [("  " + said_of_it, "label")])))

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from nanproof.report.run import Run
 from nanproof.watch.runs import View, Watched
 from nanproof.watch.words import said, status
 
 _CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-PAGE_CSP = f"{_CLOSED}; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'"
-"""The report is one file: its scripts and styles are in it. What it was made from is data in it, never script."""
 INDEX_CSP = f"{_CLOSED}; style-src 'unsafe-inline'"
+_POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"<>]*)">')
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,9 @@ class Pages:
     """Who makes what is served."""
 
     page: Callable[[Run], str]
-    data: Callable[[Run], str]
+    """HTML that fetches `data`, beside it, every now and then."""
+    data: Callable[[Run], Any]
+    """What strict JSON can hold."""
 
 
 def report_pages() -> Pages:
@@ -80,9 +84,12 @@ class Site:
         if made is None or made[0] is not view:
             run = self._watched.run(folder)
             if what == "page":
-                answer = Answer(self._pages.page(run), "text/html; charset=utf-8", PAGE_CSP)
+                text = self._pages.page(run)
+                answer = Answer(text, "text/html; charset=utf-8", policy_of(text))
             else:
-                answer = Answer(self._pages.data(run), "application/json", PAGE_CSP)
+                answer = Answer(
+                    json.dumps(self._pages.data(run), allow_nan=False, separators=(",", ":")), "application/json", _CLOSED
+                )
             made = self._made[number, what] = view, answer
         return made[1]
 
@@ -94,6 +101,13 @@ class Site:
         ]
         rows += [f"<li>{escape(said(path))}: waiting, there is no run in it yet</li>" for path in self._watched.waiting]
         return Answer(_INDEX.replace("ROWS", "\n".join(rows)), "text/html; charset=utf-8", INDEX_CSP)
+
+
+def policy_of(page: str) -> str:
+    """What the page says may run on it, as a header too: a frame around it can only be forbidden there. A page that says nothing
+    may run nothing."""
+    found = _POLICY.search(page[:5000])
+    return f"{found[1]}; frame-ancestors 'none'" if found else INDEX_CSP
 
 
 def at(number: int, what: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanproof.records import Forecast, Incident
@@ -39,12 +39,28 @@ def title(event: Event) -> str:
     return f"step {event.step}: {event.kind}, {event.action}"
 
 
-def summary(event: Event) -> str:
-    """Cause and fix if they are known, else what was seen."""
+def summary(event: Event, before: Mapping[str, Incident] | None = None) -> str:
+    """Cause and fix if they are known, else what was seen, and the one of its kind (see `diagnosed`) that was looked into."""
     found = event.diagnosis if isinstance(event, Incident) else None
-    if found is None or found.cause in ("unknown", "none"):
+    if found is not None and _known(found.cause):
+        return f"cause: {found.cause}. {found.fix or ''}".rstrip(". ") + "."
+    first = (before or {}).get(event.kind)
+    if first is None or first.diagnosis is None:
         return str(event.message)
-    return f"cause: {found.cause}. {found.fix or ''}".rstrip(". ") + "."
+    return f"same kind as step {first.step}, whose cause is {first.diagnosis.cause}. {event.message}"
+
+
+def diagnosed(incidents: Iterable[Incident]) -> dict[str, Incident]:
+    """The first incident of each kind whose cause is known. A guard looks into the first one only, unless it is told otherwise."""
+    found: dict[str, Incident] = {}
+    for incident in incidents:
+        if incident.diagnosis is not None and _known(incident.diagnosis.cause):
+            found.setdefault(incident.kind, incident)
+    return found
+
+
+def _known(cause: str) -> bool:
+    return cause not in ("unknown", "none")
 
 
 def card(event: Event) -> list[tuple[str, str]]:
