@@ -133,11 +133,12 @@ def test_without_textual_the_command_to_install_it_is_named(runs):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
-def test_a_screen_on_a_terminal_of_few_letters_and_no_colours(runs):
-    """A real terminal, as far as the program can tell. What it is sent is ASCII and has no colours; q ends it."""
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
+def test_a_screen_on_a_terminal_of_few_letters_and_no_colours(key, runs):
+    """A real terminal, as far as the program can tell. What it is sent is ASCII and has no colours; q ends it, and Ctrl-C."""
     pytest.importorskip("textual")
     environment = {"PYTHONIOENCODING": "latin-1", "NO_COLOR": "1"}
-    status, written = on_a_terminal([*COMMAND, str(runs)], b"q", b"newest first", **environment)
+    status, written = on_a_terminal([*COMMAND, str(runs)], key, b"newest first", **environment)
     assert status == 0 and written.isascii()
     assert b"nonfinite-loss, skipped" in written and b"Traceback" not in written
     colours = [int(n) for code in re.findall(rb"\x1b\[([0-9;]*)m", written) for n in code.split(b";") if n]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -75,6 +77,22 @@ def test_a_run_is_followed_from_before_it_begins(tmp_path):
         assert (one(watched).step, one(watched).state) == (len(list(read_steps(tmp_path / "later"))) - 1, "running")
     guard.close()
     assert watched.look() and one(watched).state == "ended" and one(watched).done
+
+
+def test_a_run_that_stands_still_is_said_to(tmp_path):
+    """The process lives and takes no steps: a hang looks like that."""
+    guard = guard_in(tmp_path / "run")
+    train(guard, 0, 3)
+    long_ago = time.time() - 3725
+    os.utime(tmp_path / "run" / "steps.jsonl", (long_ago, long_ago))
+    watched = Watched([tmp_path / "run"])
+    caught_up(watched)
+    assert one(watched).state == "running"
+    assert "no step for 1:02:05" in words.status(one(watched)) or "no step for 1:02:06" in words.status(one(watched))
+    train(guard, 3, 4)
+    watched.look()
+    assert not any("no step" in part for part in words.status(one(watched)))
+    guard.close()
 
 
 def test_runs_join_as_they_appear_the_newest_first(tmp_path):

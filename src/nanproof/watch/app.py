@@ -99,6 +99,7 @@ class WatchApp(App[None]):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", show=False),
+        Binding("ctrl+c", "quit", show=False, priority=True),
         Binding("question_mark,h", "help", show=False),
         Binding("plus,equals_sign", "zoom(0.5)", show=False),
         Binding("minus", "zoom(2.0)", show=False),
@@ -130,6 +131,8 @@ class WatchApp(App[None]):
         self._every = every
         self._stop, self._wake = threading.Event(), threading.Event()
         self._events: list[Event] = []
+        self._told: tuple[object, ...] = ()
+        """What the list of events was made from."""
         self._chosen: Path | None = None
         self._notice = ""
         self._columns = 80
@@ -149,6 +152,7 @@ class WatchApp(App[None]):
         self.theme = DARK.name
         self.show()
         self.query_one("#events").focus()
+        self.set_interval(10.0, self.show)  # a run that stands still writes nothing, and that is worth saying
         threading.Thread(target=self._look, name="nanproof-watch", daemon=True).start()
 
     def on_unmount(self) -> None:
@@ -210,8 +214,10 @@ class WatchApp(App[None]):
         if self.watched.close != view.folder:
             self.watched.close = view.folder
             self._wake.set()
-        self._events = view.events()
-        events.put(_events_heading(view), events_table(self._events, self.marks))
+        told = (view.folder, view.total_incidents, view.total_forecasts, *view.incidents[-1:], *view.forecasts[-1:])
+        if told != self._told:
+            self._told, self._events = told, view.events()
+            events.put(_events_heading(view), events_table(self._events, self.marks))
         curves.view, curves.instead = view, self._instead(view)
         curves.redraw()
         screen.query_one("#head", Line).put(self._head(view))

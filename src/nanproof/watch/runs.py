@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanproof.records import Forecast, Incident, encode
-from nanproof.report.run import Run, runs_in
+from nanproof.report.run import STEPS, Run, runs_in
 from nanproof.report.series import METRICS, Bucket
 from nanproof.watch.plot import Series
 
@@ -47,6 +47,8 @@ class View:
     scale: float | None = None
     rate: float | None = None
     seconds: float = 0.0
+    written: float | None = None
+    """When a step was written last, in seconds since 1970."""
     counts: Mapping[str, int] = field(default_factory=dict)
     incidents: tuple[Incident, ...] = ()
     total_incidents: int = 0
@@ -60,6 +62,13 @@ class View:
     @property
     def refused(self) -> int:
         return self.counts.get("skipped", 0)
+
+    def still(self) -> float | None:
+        """For how many seconds a run under way has not taken a step, where that is far more than usual."""
+        if self.state != "running" or self.catching_up or self.written is None:
+            return None
+        quiet = time.time() - self.written
+        return quiet if quiet > max(60.0, 30.0 / self.rate if self.rate else 60.0) else None
 
     @property
     def done(self) -> bool:
@@ -185,6 +194,7 @@ class Watched:
             scale=None if last is None else last.scale,
             rate=run.rate if state == "running" else None,
             seconds=run.seconds,
+            written=_written(folder),
             counts=dict(run.counts),
             incidents=tuple(run.incidents[-KEPT:]),
             total_incidents=len(run.incidents),
@@ -202,6 +212,12 @@ class Watched:
             return os.path.relpath(folder, root) if len(self.paths) == 1 else str(folder)
         own = folder.name or str(folder)
         return own if sum(other.name == folder.name for other in self._runs) == 1 else str(folder)
+
+
+def _written(folder: Path) -> float | None:
+    with suppress(OSError):
+        return (folder / STEPS).stat().st_mtime
+    return None
 
 
 def _series(run: Run, metrics: Sequence[str]) -> dict[str, Series]:

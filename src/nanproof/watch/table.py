@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanproof.records import Incident
 from nanproof.watch.plot import Marks, Part, short, spark
-from nanproof.watch.runs import Event, View
+from nanproof.watch.runs import Event, View, step_of
 from nanproof.watch.words import diagnosed, kind_of, said, summary, title
 
 _STATES = {"running": "good", "stopped": "refused", "ended": "label", "unknown": "label", "waiting": "label"}
@@ -78,7 +78,7 @@ def events_table(events: Sequence[Event], marks: Marks) -> list[Item]:
         kind = kind_of(event)
         head: list[Part] = [(f"{marks.events[kind]} ", kind), (said(title(event), marks.ascii), "strong")]
         said_of_it = said(summary(event, before), marks.ascii)
-        key = (type(event), event.step, event.kind)
+        key = (kind, step_of(event), event.kind)
         seen[key] = seen.get(key, 0) + 1
         items.append(Item((*key, seen[key]), (head, [("  " + said_of_it, "label")])))
     return items

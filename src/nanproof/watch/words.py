@@ -12,11 +12,14 @@ from nanproof.watch.runs import Event, View, step_of
 
 BAD = ("skipped", "rewound", "rolled-back", "halted")
 """Actions after which a step was not taken as it was."""
+_LONGEST = 4000
+"""Characters of a text that are shown."""
 
 
 def said(text: object, ascii_only: bool = False) -> str:
     """Anything, on one line, without what would steer the terminal."""
-    line = printable(" ".join(str(text).split()))
+    whole = str(text)
+    line = printable(" ".join(whole[:_LONGEST].split())) + (" ..." if len(whole) > _LONGEST else "")
     return line.encode("ascii", "backslashreplace").decode() if ascii_only else line
 
 
@@ -44,14 +47,14 @@ def summary(event: Event, before: Mapping[str, Incident] | None = None) -> str:
     found = event.diagnosis if isinstance(event, Incident) else None
     if found is not None and _known(found.cause):
         return f"cause: {found.cause}. {found.fix or ''}".rstrip(". ") + "."
-    first = (before or {}).get(event.kind)
+    first = (before or {}).get(event.kind) if isinstance(event, Incident) else None
     if first is None or first.diagnosis is None:
         return str(event.message)
     return f"same kind as step {first.step}, whose cause is {first.diagnosis.cause}. {event.message}"
 
 
 def diagnosed(incidents: Iterable[Incident]) -> dict[str, Incident]:
-    """The first incident of each kind whose cause is known. A guard looks into the first one only, unless it is told otherwise."""
+    """The first incident of each kind whose cause is known. A guard looks into the first one only, unless told otherwise."""
     found: dict[str, Incident] = {}
     for incident in incidents:
         if incident.diagnosis is not None and _known(incident.diagnosis.cause):
@@ -101,7 +104,11 @@ def status(view: View) -> list[str]:
     if view.step is None:
         return parts
     parts += [f"step {view.step}", f"loss {short(view.loss)}"]
-    parts += [f"{short(view.rate)} steps/s"] if view.rate is not None else []
+    quiet = view.still()
+    if quiet is not None:
+        parts += [f"no step for {clock(quiet)}"]
+    elif view.rate is not None:
+        parts += [f"{short(view.rate)} steps/s"]
     parts += [f"{view.refused} refused"] if view.refused else []
     parts += [f"{view.total_incidents} incident{'s' * (view.total_incidents != 1)}"]
     parts += [f"{view.total_forecasts} ahead"] if view.total_forecasts else []
@@ -114,7 +121,7 @@ def facts(view: View) -> list[tuple[str, str]]:
     found: list[tuple[str, Any]] = [
         ("folder", view.folder),
         ("state", view.state),
-        ("steps", ", ".join(f"{number} {action}" for action, number in sorted(view.counts.items()))),
+        ("steps", ", ".join(f"{number} {action}" for action, number in sorted(view.counts.items())[:12])),
         ("loss", _number(view.loss)),
         ("norm", _number(view.grad_norm)),
         ("lr", _number(view.lr)),
@@ -140,6 +147,7 @@ def _flat(about: Any) -> list[tuple[str, str]]:
 
 
 def clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
     minutes, whole = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole:02}"
