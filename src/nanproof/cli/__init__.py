@@ -14,6 +14,7 @@ from nanproof.cli.replay import replay
 from nanproof.cli.report import report
 from nanproof.cli.run import run
 from nanproof.cli.scan import scan
+from nanproof.cli.watch import watch
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(demo)
@@ -21,6 +22,7 @@ app.command()(check)
 app.command()(replay)
 app.command()(scan)
 app.command()(report)
+app.command()(watch)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from nanproof.cli.entry import could_not_run
 from nanproof.errors import UsageError
+from nanproof.report.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -137,11 +138,6 @@ def _tensors(tensors: list[TensorReport]) -> RenderableType:
         span = "none" if t.min is None or t.max is None else f"{t.min:.4g} to {t.max:.4g}"
         table.add_row(*(Text(printable(cell)) for cell in (t.name, kind, found, span)))
     return table
-
-
-def printable(text: str) -> str:
-    """Names come from strangers: what would steer the terminal is written out instead."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _size(count: int) -> str:

@@ -120,6 +120,11 @@ class Run:
             return None
 
     @property
+    def newest(self) -> Brief | None:
+        """The newest step without its norms, which costs nothing."""
+        return self._recent[-1] if self._recent else None
+
+    @property
     def rate(self) -> float | None:
         """Steps a second, over the last fifty."""
         times = self._times

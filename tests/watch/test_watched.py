@@ -1,0 +1,236 @@
+"""Runs are found, read on, and survive whatever happens to their folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nanproof.records import read_incidents, read_steps
+from nanproof.watch import words
+from nanproof.watch.plain import Lines, caught_up
+from nanproof.watch.plot import ASCII, FINE
+from nanproof.watch.runs import Watched
+from nanproof.watch.table import events_table, runs_table
+from watch.made import BAD, guard_in, run, train
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def one(watched: Watched):
+    (view,) = watched.views.values()
+    return view
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("runs") / "a run")
+
+
+def test_a_view_says_what_the_records_say(ended):
+    watched = Watched([ended])
+    caught_up(watched)
+    view, records = one(watched), list(read_steps(ended))
+    assert (view.state, view.step, view.loss) == ("ended", 39, records[-1].loss)
+    assert view.refused == sum(record.action == "skipped" for record in records) == len(BAD)
+    assert [i.step for i in view.incidents] == [i.step for i in read_incidents(ended)] == list(BAD)
+    loss = view.series["loss"]
+    assert loss.steps == [record.step for record in records]
+    assert [not bad for bad in loss.bad] == [math.isfinite(record.loss) for record in records]
+    assert [x for x in loss.mean if x == x] == [record.loss for record in records if math.isfinite(record.loss)]
+    assert [step for step, kind in words.marked(view) if kind == "refused"] == list(BAD)
+    assert json.loads(json.dumps(view.to_json(), allow_nan=False))["counts"]["skipped"] == len(BAD)
+
+
+def test_nothing_new_is_no_new_view(ended):
+    watched = Watched([ended])
+    caught_up(watched)
+    before = one(watched)
+    assert watched.look() is False and one(watched) is before
+
+
+def test_a_run_is_followed_from_before_it_begins(tmp_path):
+    clock = Clock()
+    watched = Watched([tmp_path / "later"], clock=clock)
+    watched.look()
+    assert watched.waiting == (tmp_path / "later",) and not watched.views
+    guard = guard_in(tmp_path / "later")
+    clock.now += 10
+    assert watched.look() and not watched.waiting
+    for last in (5, 10, 30):
+        train(guard, last - 5, last)
+        assert watched.look()
+        assert (one(watched).step, one(watched).state) == (len(list(read_steps(tmp_path / "later"))) - 1, "running")
+    guard.close()
+    assert watched.look() and one(watched).state == "ended" and one(watched).done
+
+
+def test_a_run_that_stands_still_is_said_to(tmp_path):
+    """The process lives and takes no steps: a hang looks like that."""
+    guard = guard_in(tmp_path / "run")
+    train(guard, 0, 3)
+    long_ago = time.time() - 3725
+    os.utime(tmp_path / "run" / "steps.jsonl", (long_ago, long_ago))
+    watched = Watched([tmp_path / "run"])
+    caught_up(watched)
+    assert one(watched).state == "running"
+    assert "no step for 1:02:05" in words.status(one(watched)) or "no step for 1:02:06" in words.status(one(watched))
+    train(guard, 3, 4)
+    watched.look()
+    assert not any("no step" in part for part in words.status(one(watched)))
+    guard.close()
+
+
+def test_runs_join_as_they_appear_the_newest_first(tmp_path):
+    clock = Clock()
+    watched = Watched([tmp_path], clock=clock)
+    watched.look()
+    assert watched.waiting == (tmp_path,)
+    for name in ("first", "second", "below/third"):
+        run(tmp_path / name, 3)
+        clock.now += 10
+        watched.look()
+    assert [view.name for view in watched.views.values()] == ["below/third", "second", "first"]
+    assert watched.waiting == ()
+
+
+def test_only_the_run_that_is_looked_at_has_all_its_curves(tmp_path):
+    """Fifty runs cost fifty curves a second, not two hundred."""
+    for name in "ab":
+        run(tmp_path / name, 3)
+    watched = Watched([tmp_path / "a", tmp_path / "b"])
+    for name in "ba":
+        watched.close = tmp_path / name
+        watched.look()
+        assert set(watched.views[tmp_path / name].series) == {"loss", "grad_norm", "lr", "scale"}
+        assert "loss" in watched.views[tmp_path / ("a" if name == "b" else "b")].series
+
+
+@pytest.mark.parametrize("harm", ["removed", "emptied", "begun anew", "half a line", "not JSON", "a folder in its place"])
+def test_what_happens_to_a_folder_ends_nothing(harm, ended, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(ended, folder)
+    clock = Clock()
+    watched = Watched([folder], clock=clock)
+    caught_up(watched)
+    steps = folder / "steps.jsonl"
+    if harm == "removed":
+        shutil.rmtree(folder)
+    elif harm == "emptied":
+        steps.write_text("")
+    elif harm == "begun anew":
+        shutil.rmtree(folder)
+        run(folder, 4)
+    elif harm == "half a line":
+        with open(steps, "a") as file:
+            file.write('{"v":1,"kind":"step","st')
+    elif harm == "not JSON":
+        with open(steps, "ab") as file:
+            file.write(b'\xff\xfe\x00 nonsense\n[1, 2]\n"x"\n' + b'{"kind": "step", "step": "\\u001b[31m"}\n')
+    else:
+        steps.unlink()
+        steps.mkdir()
+    for _ in range(3):
+        clock.now += 10
+        watched.look()
+    step = {"emptied": None, "begun anew": 3, "a folder in its place": None}.get(harm, 39)
+    assert one(watched).step == step
+
+
+HOSTILE = "[red]\x1b[31mx\x07[/red]<script>alert(1)</script>\u202e"
+
+
+def hostile(ended, folder):
+    """A run whose texts try to act, and whose fields are of the wrong kind."""
+    shutil.copytree(ended, folder)
+    with open(folder / "incidents.jsonl", encoding="utf-8") as file:
+        first = json.loads(file.readline())
+    diagnosis = {"cause": HOSTILE, "confidence": "very", "fix": HOSTILE, "evidence": HOSTILE, "samples": 7}
+    with open(folder / "incidents.jsonl", "a", encoding="utf-8") as file:
+        for extra in (
+            {"message": HOSTILE},
+            {"diagnosis": diagnosis},
+            {"message": {"a": 1}},
+            {"step": "x"},
+            {"culprits": [[HOSTILE, 1]]},
+        ):
+            file.write(json.dumps({**first, **extra}) + "\n")
+    return folder
+
+
+def test_hostile_texts_are_shown_and_do_nothing(ended, tmp_path):
+    watched = Watched([hostile(ended, tmp_path / HOSTILE.replace("/", "_"))])
+    caught_up(watched)
+    view = one(watched)
+    texts = [title for title, _ in words.facts(view)]
+    for event in view.events():
+        texts += [words.said(words.title(event)), words.said(words.summary(event))]
+        texts += [line for row in words.wrapped(words.card(event), 40, FINE) for line in row]
+        assert all(line.isascii() for row in words.wrapped(words.card(event), 40, ASCII) for line in row)
+    for marks in (FINE, ASCII):
+        heading, items = runs_table([view], 60, marks)
+        texts += [text for item in [*items, *events_table(view.events(), marks)] for line in item.lines for text, _ in line]
+        texts += [text for text, _ in heading]
+    assert any("[red]\\x1b[31m" in text for text in texts)
+    assert all(text.isprintable() for text in texts)
+
+
+def test_lists_fit_any_width(ended):
+    watched = Watched([ended])
+    caught_up(watched)
+    for columns in range(20, 200):
+        heading, items = runs_table([one(watched)], columns, FINE)
+        assert sum(len(text) for text, _ in heading) <= columns
+        assert all(sum(len(text) for text, _ in item.lines[0]) <= columns for item in items)
+
+
+def test_lines_tell_every_incident_once_and_end_with_the_run(tmp_path):
+    """A run that is written while it is watched, by this process: nothing is told twice, nothing is left out."""
+    clock, said = Clock(), []
+    folder = tmp_path / "run"
+    tell = Lines(Watched([folder], clock=clock), said.append, FINE, every=15.0)
+    guard = guard_in(folder)
+    taken = iter(range(0, 40, 5))
+
+    def sleep(_seconds):
+        clock.now += 10
+        first = next(taken, None)
+        if first is None:
+            guard.close()
+        else:
+            train(guard, first, first + 5)
+
+    tell.run(sleep, clock)
+    assert [line.split(":")[0] for line in said if "skipped" in line] == [f"step {step}" for step in BAD]
+    assert sum("run: running, step" in line for line in said) >= 3
+    assert said[-1] == f"run: ended, step 39, loss {words.short(list(read_steps(folder))[-1].loss)}, 2 refused, 2 incidents"
+
+
+def test_a_run_of_another_process_is_followed_to_its_end(tmp_path):
+    """`nanproof watch` without a terminal, started before the run: it waits, tells, and ends by itself."""
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "nanproof", "watch", str(tmp_path / "run"), "--every", "1"], stdout=subprocess.PIPE, text=True
+    )
+    assert watcher.stdout is not None
+    assert watcher.stdout.readline() == f"waiting for {tmp_path / 'run'}: there is no run in it yet\n"
+    code = "from pathlib import Path; import sys; from watch.made import run; run(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, timeout=60)
+    rest, _ = watcher.communicate(timeout=20)
+    assert watcher.returncode == 0
+    assert [line.split(":")[0] for line in rest.splitlines() if "skipped" in line] == [f"step {step}" for step in BAD]
+    assert rest.splitlines()[-1].startswith("run: ended, step 39")
+    assert "\x1b" not in rest
