@@ -194,20 +194,21 @@ def zoo_cases() -> str:
         "|---" * (len(TOOLS) + 2) + "|",
     ]
     for c in results["cases"]:
-        cells = [_marks(c["marks"][tool], c["cause"] == "benign") for tool in TOOLS]
+        cells = [marks(c["marks"][tool], c["cause"] == "benign") for tool in TOOLS]
         lines.append(f"| {c['name'].replace('_', ' ')} | {c['cause']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _marks(marks: dict[str, Any], benign: bool) -> str:
-    alarm = "" if marks["quiet"] else ", **false alarm**"
+def marks(found: dict[str, Any], benign: bool) -> str:
+    """What a tool had right about a case, in words."""
+    alarm = "" if found["quiet"] else ", **false alarm**"
     if benign:
-        return "quiet" if marks["quiet"] else "**false alarm**"
-    if not marks["detected"]:
+        return "quiet" if found["quiet"] else "**false alarm**"
+    if not found["detected"]:
         return "-" + alarm
     short = {"step": "step", "operation": "op", "sample": "sample", "cause": "cause", "fix verified": "fix"}
-    late = ["at another step"] if marks["step"] is False else []
-    return ", ".join(["detected", *late, *(text for key, text in short.items() if marks[key])]) + alarm
+    late = ["at another step"] if found["step"] is False else []
+    return ", ".join(["detected", *late, *(text for key, text in short.items() if found[key])]) + alarm
 
 
 def explain_table() -> str:
@@ -262,19 +263,14 @@ def scan_table() -> str:
 
 def causes_table() -> str:
     """The catalogue, from the classes themselves."""
-    from nanproof.explain import causes
-    from nanproof.explain.cause import Cause
+    from cause_pages import entries
 
-    assert causes
     families: dict[str, list[str]] = {}
-    for cause in Cause.catalogue:
-        family = type(cause).__module__.rsplit(".", 1)[1]
-        what = " ".join((type(cause).__doc__ or "").split())
-        families.setdefault(family, []).append(
-            f"| `{cause.slug}` | {what} | {cause.fix} |".replace("|x|", "\\|x\\|").replace("max(|x", "max(\\|x")
-        )
+    for entry in entries():
+        what, fix = (text.replace("|", "\\|") for text in (entry.what, entry.fix))
+        families.setdefault(entry.family, []).append(f"| [`{entry.slug}`](causes/{entry.slug}.md) | {what} | {fix} |")
     parts = []
-    for family, rows in sorted(families.items()):
+    for family, rows in families.items():
         parts.append(f"## {family}\n\n| cause | what happens | fix |\n|---|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts)
 
@@ -416,12 +412,20 @@ def filled(text: str) -> str:
     return text
 
 
+def generated() -> dict[Path, str]:
+    """Documents that are made as a whole: the pages of causes, the references."""
+    import cause_pages
+
+    return cause_pages.pages()
+
+
 def fill_documents() -> None:
-    for path in (README, *sorted((README.parent / "docs").glob("*.md"))):
-        text = path.read_text()
-        if (new := filled(text)) != text:
+    documents = {path: filled(path.read_text()) for path in (README, *sorted((README.parent / "docs").rglob("*.md")))}
+    for path, new in {**documents, **generated()}.items():
+        if not path.exists() or path.read_text() != new:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(new)
-            print(f"written to {path.name}")
+            print(f"written to {path.relative_to(README.parent)}")
 
 
 if __name__ == "__main__":
