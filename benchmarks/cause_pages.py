@@ -72,7 +72,7 @@ def page(entry: Entry, everything: list[Entry], said: dict[str, Any], zoo: dict[
     if example is not None:
         parts += [
             "## A run that shows it",
-            f"{doc(example)} Complete: paste it and run it. It prints the diagnosis of the broken run and nothing of the healthy one.",
+            f"{doc(example)} Paste it and run it: it prints the diagnosis of the broken run and none of the healthy one.",
             "```python\n" + script(example) + "```",
             "## Cases, and what tools say of them",
             cases(mine, zoo),
@@ -116,7 +116,8 @@ def sentence(plain: dict[str, Any], told: dict[str, Any]) -> str:
         return f"the script stops {before}, with `{plain['error'][:90].rstrip()}`."
     if loss and norm:
         if norm[0] < loss[0]:
-            return f"the gradient norm is non-finite at step {norm[0]} while the loss is still finite, the loss from step {loss[0]} on; {weights}."
+            first = f"the gradient norm is non-finite at step {norm[0]} while the loss is still finite"
+            return f"{first}, the loss from step {loss[0]} on; {weights}."
         return f"loss and gradient norm are non-finite from step {loss[0]} on; {weights}."
     if loss:
         once = "one step" if len(loss) == 1 else "some steps"
@@ -133,7 +134,8 @@ def sentence(plain: dict[str, Any], told: dict[str, Any]) -> str:
         return f"every number is finite; the loss jumps at step {told['step']} (first {first}, last {last} after {steps} steps)."
     if told["kind"] == "divergence":
         return f"every number is finite; the loss goes from {first} to {last} in {steps} steps."
-    return f"every number is finite: the loss goes from {first} to {last} in {steps} steps, and no line says that something is wrong."
+    learned = f"the loss goes from {first} to {last} in {steps} steps"
+    return f"every number is finite: {learned}, and no line says that something is wrong."
 
 
 def incident(told: dict[str, Any]) -> str:
@@ -169,7 +171,8 @@ def needs(mine: list[Case], said: dict[str, Any], told: dict[str, Any]) -> Itera
         named = sum(row["by_step"]["cause"] in slugs for row in found)
         seen = sum(row["by_step"]["kind"] is not None for row in found)
         if named == len(found):
-            yield "- `guard.step(loss)` in a loop of your own is enough: all runs are named there too, without running the step again."
+            enough = "all runs are named there too, without running the step again"
+            yield f"- `guard.step(loss)` in a loop of your own is enough: {enough}."
         else:
             yield (
                 f"- By `guard.train_step`, `nanproof.protect` or `nanproof.diagnose`, which can run the step again. Under "
@@ -185,8 +188,8 @@ def healed(slug: str, heal: dict[str, Any]) -> list[str]:
     counts = {way: sum(case[way]["healthy"] for case in mine) for way in ("plain", "guard", "heal", "all")}
     applied = f" Applied: {'; '.join(said)}." if said else ""
     return [
-        f"Of {len(mine)} runs {counts['plain']} end healthy in a plain loop, {counts['guard']} under the guard, {counts['heal']} with "
-        f"[`Policy(heal=True)`](../heal.md), {counts['all']} with copies to go back to as well.{applied}"
+        f"Of {len(mine)} runs {counts['plain']} end healthy in a plain loop, {counts['guard']} under the guard, "
+        f"{counts['heal']} with [`Policy(heal=True)`](../heal.md), {counts['all']} with copies to go back to as well.{applied}"
     ]
 
 
@@ -220,4 +223,5 @@ def related(entry: Entry, everything: list[Entry], mine: list[Case], said: dict[
     same = [other for other in everything if other.family == entry.family and other.slug not in (entry.slug, *near)]
     if same:
         yield f"- The same family, {entry.family}: " + ", ".join(f"[`{other.slug}`]({other.slug}.md)" for other in same) + "."
-    yield f"- [The catalogue](../causes.md). [My run is NaN: what now](../nan.md). The class: [{Path(entry.source).name}](../../{entry.source})."
+    source = f"[{Path(entry.source).name}](../../{entry.source})"
+    yield f"- [The catalogue](../causes.md). [My run is NaN: what now](../nan.md). The class: {source}."

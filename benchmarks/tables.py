@@ -415,8 +415,10 @@ def filled(text: str) -> str:
 def generated() -> dict[Path, str]:
     """Documents that are made as a whole: the pages of causes, the references."""
     import cause_pages
+    import reference_api
+    import reference_cli
 
-    return cause_pages.pages()
+    return {**cause_pages.pages(), reference_api.PAGE: reference_api.page(), reference_cli.PAGE: reference_cli.page()}
 
 
 def fill_documents() -> None:
