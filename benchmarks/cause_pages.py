@@ -7,6 +7,7 @@ zoo_table.py and heal.py.
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def pages() -> dict[Path, str]:
 
 def page(entry: Entry, everything: list[Entry], said: dict[str, Any], zoo: dict[str, Any], heal: dict[str, Any]) -> str:
     mine = [case for case in CASES.values() if case.cause == entry.slug]
-    parts = [NOTE, f"# {entry.slug}", f"{entry.what}", f"**Fix.** {entry.fix}"]
+    parts = [f"# {entry.slug}", entry.what, f"**Fix.** {entry.fix}"]
     example = shown(entry.slug)
     told = said["one_rank"] if example is None else said["cases"][example.name]["told"]
     if example is not None:
@@ -79,7 +80,7 @@ def page(entry: Entry, everything: list[Entry], said: dict[str, Any], zoo: dict[
         ]
     else:
         parts.append("It takes two processes: `benchmarks/said.py` (`one_rank`) is the run this was recorded from.")
-    parts += ["## See also", "\n".join(related(entry, everything, mine, said))]
+    parts += ["## See also", "\n".join(related(entry, everything, mine, said)), NOTE]
     return "\n\n".join(parts) + "\n"
 
 
@@ -148,7 +149,13 @@ def incident(told: dict[str, Any]) -> str:
     rows += [("evidence" if i == 0 else "", f"- {text}") for i, text in enumerate(d.evidence)]
     rows += [("fix", d.fix or ""), ("verified", "yes, on the step itself" if d.verified else "no")]
     rows += [("or else", ", ".join(d.alternatives))]
-    return "\n".join(f"{head:10}{text}".rstrip() if i else text for i, (head, text) in enumerate(rows) if text)
+    lines = []
+    for head, text in rows:
+        if text:
+            indent = 10 if head or lines else 0
+            under = " " * (indent + 2 * text.startswith("- "))
+            lines.append(textwrap.fill(text, 100, initial_indent=f"{head:{indent}}", subsequent_indent=under))
+    return "\n".join(lines)
 
 
 def needs(mine: list[Case], said: dict[str, Any], told: dict[str, Any]) -> Iterable[str]:

@@ -16,13 +16,19 @@ import nanproof
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 NOTE = "<!-- made by benchmarks/tables.py from the docstrings; change those -->"
-MEANT = """What is named on this page is public: it changes only with a line in the changelog. Everything else may change at any time.
-`import nanproof` does not import torch; a name is imported when it is first used."""
+MEANT = """What is named on this page is public: it changes only with a line in the changelog. Everything else may change at any
+time. `import nanproof` does not import torch; a name is imported when it is first used."""
 
 GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "Guarding": (
         "A loop of your own, or a trainer's: [guard.md](../guard.md), [guides](../frameworks/README.md).",
-        [("nanproof", "Guard"), ("nanproof", "protect"), ("nanproof", "Policy"), ("nanproof", "Observe"), ("nanproof", "Checkpoints")],
+        [
+            ("nanproof", "Guard"),
+            ("nanproof", "protect"),
+            ("nanproof", "Policy"),
+            ("nanproof", "Observe"),
+            ("nanproof", "Checkpoints"),
+        ],
     ),
     "Finding out": (
         "Without a guard, or before step 0: [explain.md](../explain.md).",
@@ -54,7 +60,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [("nanproof.integrations.recorded", "call_again")],
     ),
     "Policy gradients": (
-        "From `nanproof.numerics.rl`: pieces that masked tokens cannot overflow ([trl.md](../frameworks/trl.md#for-losses-of-your-own)).",
+        "From `nanproof.numerics.rl`: [trl.md](../frameworks/trl.md#for-losses-of-your-own).",
         [
             ("nanproof.numerics.rl", name)
             for name in ("log_ratio", "ratio", "Ratio", "kl", "masked_mean", "group_advantages", "Advantages", "Signals")
@@ -86,12 +92,12 @@ def _find(module: str, name: str) -> Node:
 
 
 def page() -> str:
-    parts = [NOTE, "# API reference", MEANT]
+    parts = ["# API reference", MEANT]
     for title, (about, names) in GROUPS.items():
         parts += [f"## {title}", *([about] if about else [])]
         for module, name in names:
             parts += described(SHOWN_AS.get(module, module), _find(module, name))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, NOTE]) + "\n"
 
 
 def described(module: str, node: Node) -> Iterator[str]:

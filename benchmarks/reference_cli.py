@@ -1,6 +1,7 @@
 """docs/reference/cli.md: every command with its arguments, options and exit status, read from the command line itself.
 
-`python benchmarks/tables.py` writes it; a test fails when it differs. It walks the parsed commands, so no terminal's width matters.
+`python benchmarks/tables.py` writes it; a test fails when it differs. It walks the commands' own objects, so no terminal's width
+matters.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ PAGES = {
     "report": "../report.md",
     "watch": "../watch.md",
 }
-HEAD = """`nanproof --help` and `nanproof COMMAND --help` say the same. `python -m nanproof` is the same command. Starting it does not import
-torch; a command does that if it has to. What is found goes to standard output, notices and errors to standard error. `--json`, where there is
-one, prints one JSON object with a version `v`; fields may be added, none is taken away without a new `v`."""
+HEAD = """`nanproof --help` and `nanproof COMMAND --help` say the same. `python -m nanproof` is the same command. Starting it
+does not import torch; a command does that if it has to. What is found goes to standard output, notices and errors to standard
+error. `--json`, where there is one, prints one JSON object; fields may be added to it."""
 
 
 def commands() -> dict[str, Any]:
@@ -41,12 +42,12 @@ def page() -> str:
     group: Any = typer.main.get_command(app)
     found = commands()
     rows = [f"| [`nanproof {name}`](#nanproof-{name}) | {_short(command)} |" for name, command in found.items()]
-    parts = [NOTE, "# Command line", HEAD, "| command | |\n|---|---|\n" + "\n".join(rows)]
+    parts = ["# Command line", HEAD, "| command | |\n|---|---|\n" + "\n".join(rows)]
     own = [p for p in group.params if p.name != "help"]
     parts.append("| option of `nanproof` itself | |\n|---|---|\n" + "\n".join(_option(p, {}) for p in own))
     for name, command in found.items():
         parts += described(name, command)
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, NOTE]) + "\n"
 
 
 def described(name: str, command: Any) -> Iterator[str]:

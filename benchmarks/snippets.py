@@ -26,9 +26,8 @@ def training(**settings):
 
 for fixed in (False, True):
     t = {name}(fixed)
-    guard = nanproof.Guard(
-        t.model, t.optimizer, loss_fn=t.loss_fn, max_norm=t.max_norm, scaler=t.scaler, scheduler=t.scheduler
-    )
+    settings = {{"loss_fn": t.loss_fn, "max_norm": t.max_norm, "scaler": t.scaler, "scheduler": t.scheduler}}
+    guard = nanproof.Guard(t.model, t.optimizer, **settings)
     try:
         for batch in t.batches:
             {step}

@@ -1,17 +1,57 @@
-"""What the documents say is true: figures, code, links."""
+"""What the documents say is true: figures, code, commands, links. What is made from the code is what the code makes."""
 
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import nanproof
+from nanproof.records import Forecast, read_incidents, read_steps
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+CAUSES = sorted((DOCS / "causes").glob("*.md"))
+COMING = {"doctor", "report", "watch"}
+"""Commands that are described before they are there."""
+THEIR_WARNINGS = {"lightning.md": ["-W", "ignore::FutureWarning"], "deepspeed.md": ["-W", "ignore"]}
+"""Frameworks that warn about their own use of torch."""
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def prose(text: str) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^(````*).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(path.read_text()), flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
+        found.add(next(name for i in range(99) if (name := f"{slug}-{i}" if i else slug) not in found))
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p not in CAUSES], ids=name_of)
 def test_figures_are_the_measured_ones(path):
     """Also the catalogue: it is made from the classes."""
     from tables import filled
@@ -20,28 +60,152 @@ def test_figures_are_the_measured_ones(path):
     assert filled(text) == text, "run: python benchmarks/tables.py"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_generated_pages_are_what_the_code_makes():
+    """A page for each cause and the references: none differs, is missing, or is left over."""
+    from tables import generated
+
+    made = generated()
+    stale = [name_of(path) for path, text in made.items() if not path.exists() or path.read_text() != text]
+    assert not stale, f"run: python benchmarks/tables.py (for {stale})"
+    assert set(CAUSES) <= made.keys()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-        if not target.startswith("http"):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+    """Files are there, and the headings that are linked to."""
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", prose(path.read_text())):
+        if target.startswith("http"):
+            continue
+        there = (path.parent / target).resolve() if target else path
+        assert there.exists(), f"{name_of(path)}: {target}"
+        assert not anchor or anchor[1:] in anchors(there), f"{name_of(path)}: {target}{anchor}"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        ROOT / "README.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("guard", "trainers", "observe", "explain", "recover", "heal", "scan")),
-    ],
-    ids=lambda p: p.name,
-)
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p not in CAUSES and blocks(p.read_text(), "python")], ids=name_of)
 def test_python_in_the_documents_runs(path, tmp_path):
     """Every ```python block, in order, in one file: what a reader would paste."""
-    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
-    assert blocks
-    script = tmp_path / "blocks.py"
-    script.write_text("\n".join(blocks))
-    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, cwd=tmp_path, timeout=120)
+    if path.name == "deepspeed.md":
+        pytest.importorskip("deepspeed")
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(blocks(path.read_text(), "python")))
+    strict = ["-W", "error", *THEIR_WARNINGS.get(path.name, [])]
+    subprocess.run([sys.executable, *strict, str(script)], check=True, cwd=tmp_path, timeout=120)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", [p for p in CAUSES if blocks(p.read_text(), "python")], ids=lambda p: p.stem)
+def test_scripts_on_the_pages_of_causes_show_them(path, monkeypatch):
+    """Each prints the diagnosis of its broken run, which names the cause of the page, and none of its healthy one."""
+    from zoo.registry import CASES
+
+    monkeypatch.setattr(logging.getLogger("nanproof"), "disabled", True)
+    (script,) = blocks(path.read_text(), "python")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(script, path.name, "exec", dont_inherit=True), {"__name__": "page"})
+    name = re.search(r"^    t = (\w+)\(fixed\)$", script, flags=re.MULTILINE)[1]
+    broken, healthy = (line for line in said.getvalue().splitlines() if line.startswith(("broken:", "fixed:")))
+    assert any(broken.startswith(f"broken: cause: {slug} ") for slug in (path.stem, *CASES[name].also)), broken
+    assert healthy.strip() == "fixed:"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["box_size_clamped_after_exp", "infinite_depth_target", "learned_std_crosses_zero"])
+def test_what_the_pages_quote_is_said(name):
+    """A diagnosis that was recorded for the pages comes again, but for the lines of sources."""
+    import said
+
+    recorded = json.loads((said.RESULTS / "said.json").read_text())["cases"][name]
+    again = json.loads(json.dumps(said.one(name)[1]))
+    logging.disable(logging.NOTSET)
+
+    def timeless(data: object) -> str:
+        return re.sub(r"\.py:\d+", ".py", json.dumps(data))
+
+    assert timeless(again["told"]) == timeless(recorded["told"]), "run: python benchmarks/said.py"
+    assert again["plain"]["log"] == recorded["plain"]["log"]
+
+
+def commands_in(text: str) -> list[str]:
+    """Command lines of nanproof in blocks and in backticks; placeholders in capitals are arguments like any other."""
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", prose(text))
+    found = [re.search(r"(?:^|-m )nanproof ([a-z]+ ?.*)$", line) for line in lines]
+    return [match[1] for match in found if match and "..." not in match[1] and "[" not in match[1]]
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if commands_in(p.read_text())], ids=name_of)
+def test_commands_in_the_documents_are_understood(path):
+    """Every command is one, and every option of it. An argument may be missing: prose speaks of `nanproof run --observe`."""
+    from reference_cli import commands
+
+    known = commands()
+    for line in commands_in(path.read_text()):
+        name, *args = shlex.split(line)
+        if name in COMING - known.keys():
+            continue
+        assert name in known, f"{name_of(path)}: nanproof {line}"
+        wrong = ""
+        try:
+            known[name].make_context(name, args)
+        except Exception as error:
+            wrong = "" if type(error).__name__ == "MissingParameter" else str(error)
+        assert not wrong, f"{name_of(path)}: nanproof {line}: {wrong}"
+
+
+def test_the_first_steps_can_be_walked(tmp_path):
+    """docs/start.md: its first block is train.py; the commands under it do what it says."""
+    text = (DOCS / "start.md").read_text()
+    (tmp_path / "train.py").write_text(blocks(text, "python")[0])
+    statuses = {}
+    for line in (line for block in blocks(text, "bash") for line in block.splitlines()):
+        program, *args = shlex.split(line)
+        if program == "python" or args[0] in ("replay", "check"):
+            run = [sys.executable, *(["-m", "nanproof"] if program == "nanproof" else []), *args]
+            statuses[args[0]] = subprocess.run(run, cwd=tmp_path, timeout=120, capture_output=True).returncode
+    assert statuses == {"train.py": 0, "replay": 1, "check": 0}
+
+
+def test_the_lines_that_are_shown_can_be_read(tmp_path):
+    """docs/reference/formats.md: each example is a line that the readers take."""
+    text = (DOCS / "reference" / "formats.md").read_text()
+    shown = dict(re.findall(r"^## (\S+)\n.*?^```json\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    for name in ("steps.jsonl", "incidents.jsonl"):
+        (tmp_path / name).write_text(shown[name])
+    assert [(r.step, r.action) for r in read_steps(tmp_path)] == [(0, "clipped"), (20, "skipped")]
+    assert [i.diagnosis.cause for i in read_incidents(tmp_path)] == ["zero-denominator"]
+    assert Forecast.from_json(json.loads(shown["forecasts.jsonl"])).where == "head"
+    from nanproof.recover.quarantine import _entry
+
+    assert _entry(shown["quarantine.jsonl"].encode()).index == 17
+
+
+def test_every_public_name_is_in_the_reference():
+    headings = set(re.findall(r"^### (\w+)$", (DOCS / "reference" / "api.md").read_text(), flags=re.MULTILINE))
+    assert set(nanproof.__all__) <= headings
+
+
+def test_every_document_is_in_the_navigation():
+    """And nothing else is."""
+    yaml = pytest.importorskip("yaml")
+    spec = importlib.util.spec_from_file_location("mkdocs_hook", DOCS / "mkdocs_hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    nav = hook.expanded(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    there = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    assert sorted(hook.pages_in(nav)) == there
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path):
+    """Strict: a link or an anchor that leads nowhere fails. No page loads a script, style or picture from elsewhere."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(run, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?://[^\s\">]+)", page.read_text())
+        assert not loaded, f"{page.name}: {loaded}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

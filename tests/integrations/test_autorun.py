@@ -85,8 +85,10 @@ def test_a_bad_batch_is_refused_and_explained(tmp_path):
 
 
 def test_the_document_shows_what_is_printed(tmp_path):
-    """The sample of docs/run.md, word for word and in this order; numbers may differ, and "..." stands for anything."""
-    shown = re.findall(r"```\n\$ nanproof run (.*?)\n(.*?)```", (ROOT / "docs" / "run.md").read_text(), flags=re.DOTALL)
+    """The sample of scripts.md, word for word and in this order; numbers may differ, and "..." stands for anything."""
+    shown = re.findall(
+        r"```\n\$ nanproof run (.*?)\n(.*?)```", (ROOT / "docs" / "frameworks" / "scripts.md").read_text(), flags=re.DOTALL
+    )
     ((command, sample),) = shown
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     args = [PLAIN if word == "train.py" else word for word in command.split()]

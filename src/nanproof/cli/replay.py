@@ -150,7 +150,7 @@ def run(path: Path, entry: str, seconds: float) -> Result:
             raise UsageError(
                 f"{entry}: the step raises here what it did not then ({type(first.error).__name__}: {first.error}). "
                 f"The batch came back as {_shape_of(bundle)}; let loss_fn take that (dataclasses and named tuples come back as "
-                "dictionaries and tuples; for bundles of trainers see docs/trainers.md)"
+                "dictionaries and tuples; for bundles of trainers see docs/frameworks/README.md)"
             )
         result = Result(bundle, (first, second), _same(bundle, first), after[0] if after else "", None, tuple(notes))
         return replace(result, diagnosis=_diagnosis(result, step, optimizer, seconds)) if result.bad else result
