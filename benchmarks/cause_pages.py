@@ -23,6 +23,8 @@ from zoo.registry import CASES, Case
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "causes"
 NOTE = "<!-- made by benchmarks/tables.py; change the class, the case in tests/zoo, or benchmarks/cause_pages.py -->"
+LONGEST = 360
+"""Characters of one sentence that are shown: torch puts whole tensors into its errors."""
 assert causes
 
 
@@ -130,7 +132,7 @@ def sentence(plain: dict[str, Any], told: dict[str, Any]) -> str:
     first, last = number(plain["first"]), number(plain["last"])
     buffers = plain["buffers"][0]
     if buffers:
-        return f"nothing in the log: {buffers} of {plain['buffers'][1]} buffers are non-finite at the end, so evaluation is too."
+        return f"it shows nothing: {buffers} of {plain['buffers'][1]} buffers are non-finite at the end, so evaluation is too."
     if told["kind"] == "spike":
         return f"every number is finite; the loss jumps at step {told['step']} (first {first}, last {last} after {steps} steps)."
     if told["kind"] == "divergence":
@@ -154,7 +156,11 @@ def incident(told: dict[str, Any]) -> str:
         if text:
             indent = 10 if head or lines else 0
             under = " " * (indent + 2 * text.startswith("- "))
-            lines.append(textwrap.fill(text, 100, initial_indent=f"{head:{indent}}", subsequent_indent=under))
+            text = " ".join(text.split())
+            text = text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."
+            lines.append(
+                textwrap.fill(text, 100, initial_indent=f"{head:{indent}}", subsequent_indent=under, break_on_hyphens=False)
+            )
     return "\n".join(lines)
 
 
@@ -195,7 +201,7 @@ def healed(slug: str, heal: dict[str, Any]) -> list[str]:
     counts = {way: sum(case[way]["healthy"] for case in mine) for way in ("plain", "guard", "heal", "all")}
     applied = f" Applied: {'; '.join(said)}." if said else ""
     return [
-        f"Of {len(mine)} runs {counts['plain']} end healthy in a plain loop, {counts['guard']} under the guard, "
+        f"Of {len(mine)} {'run' if len(mine) == 1 else 'runs'} {counts['plain']} end healthy in a plain loop, {counts['guard']} under the guard, "
         f"{counts['heal']} with [`Policy(heal=True)`](../heal.md), {counts['all']} with copies to go back to as well.{applied}"
     ]
 
