@@ -201,7 +201,8 @@ def healed(slug: str, heal: dict[str, Any]) -> list[str]:
     counts = {way: sum(case[way]["healthy"] for case in mine) for way in ("plain", "guard", "heal", "all")}
     applied = f" Applied: {'; '.join(said)}." if said else ""
     return [
-        f"Of {len(mine)} {'run' if len(mine) == 1 else 'runs'} {counts['plain']} end healthy in a plain loop, {counts['guard']} under the guard, "
+        f"Of {len(mine)} {'run' if len(mine) == 1 else 'runs'} {counts['plain']} end healthy in a plain loop, "
+        f"{counts['guard']} under the guard, "
         f"{counts['heal']} with [`Policy(heal=True)`](../heal.md), {counts['all']} with copies to go back to as well.{applied}"
     ]
 

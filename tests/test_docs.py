@@ -180,6 +180,12 @@ def test_the_lines_that_are_shown_can_be_read(tmp_path):
     assert _entry(shown["quarantine.jsonl"].encode()).index == 17
 
 
+def test_every_finding_of_the_doctor_is_described():
+    finding = pytest.importorskip("nanproof.logs.finding")
+    text = (DOCS / "doctor.md").read_text()
+    assert [kind for kind in finding.KINDS if f"`{kind}`" not in text] == []
+
+
 def test_every_public_name_is_in_the_reference():
     headings = set(re.findall(r"^### (\w+)$", (DOCS / "reference" / "api.md").read_text(), flags=re.MULTILINE))
     assert set(nanproof.__all__) <= headings
