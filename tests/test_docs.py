@@ -96,8 +96,10 @@ def test_python_in_the_documents_runs(path, tmp_path):
 @pytest.mark.parametrize("path", [p for p in CAUSES if blocks(p.read_text(), "python")], ids=lambda p: p.stem)
 def test_scripts_on_the_pages_of_causes_show_them(path, monkeypatch):
     """Each prints the diagnosis of its broken run, which names the cause of the page, and none of its healthy one."""
+    from zoo.plain import load
     from zoo.registry import CASES
 
+    load()
     monkeypatch.setattr(logging.getLogger("nanproof"), "disabled", True)
     (script,) = blocks(path.read_text(), "python")
     said = io.StringIO()
@@ -115,6 +117,7 @@ def test_what_the_pages_quote_is_said(name):
     """A diagnosis that was recorded for the pages comes again, but for the lines of sources."""
     import said
 
+    said.load()
     recorded = json.loads((said.RESULTS / "said.json").read_text())["cases"][name]
     again = json.loads(json.dumps(said.one(name)[1]))
     logging.disable(logging.NOTSET)
