@@ -71,7 +71,7 @@ def described(name: str, command: Any) -> Iterator[str]:
 def _help(command: Any) -> tuple[str, str]:
     """What it does, and its exit status, which the docstring ends with."""
     said = " ".join(inspect.cleandoc(command.help or "").replace("\f", " ").split())
-    body, _, status = said.partition("Exit status: ")
+    body, status = (*re.split(r"Exit status:? ", said, maxsplit=1), "")[:2]
     return body.strip(), status[:1].upper() + status[1:]
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 CAUSES = sorted((DOCS / "causes").glob("*.md"))
-COMING = {"doctor", "report", "watch"}
+COMING = {"doctor"}
 """Commands that are described before they are there."""
 THEIR_WARNINGS = {"lightning.md": ["-W", "ignore::FutureWarning"], "deepspeed.md": ["-W", "ignore"]}
 """Frameworks that warn about their own use of torch."""
