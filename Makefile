@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures docs clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -42,6 +42,7 @@ campaign: .venv/ready  ## thousands of random faults, healthy runs that must sta
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/poison.py
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/said.py
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py
 
 heal: .venv/bench  ## how many runs of the zoo end healthy: plain, guarded, healed
@@ -51,6 +52,10 @@ heal: .venv/bench  ## how many runs of the zoo end healthy: plain, guarded, heal
 forecast: .venv/ready  ## how many failures are foreseen, how early, and how many false warnings there are
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/forecast.py --save
 	$(BIN)/python benchmarks/tables.py
+
+docs: .venv/docs  ## the site in site/: pages that are made from the code, then all of it; a link that leads nowhere fails
+	$(BIN)/python benchmarks/tables.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: .venv/ready  ## the pictures in the README
 	$(BIN)/python docs/pictures/make.py
@@ -68,5 +73,9 @@ pictures: .venv/ready  ## the pictures in the README
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
 	touch $@
 
+.venv/docs: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache
