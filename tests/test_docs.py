@@ -111,6 +111,13 @@ def test_scripts_on_the_pages_of_causes_show_them(path, monkeypatch):
     assert healthy.strip() == "fixed:"
 
 
+def test_no_recorded_diagnosis_stumbled():
+    """A cause whose `match` raises is said to have failed, among the evidence."""
+    import said
+
+    assert not re.search(r"looking for \S+ failed", (said.RESULTS / "said.json").read_text())
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["box_size_clamped_after_exp", "infinite_depth_target", "learned_std_crosses_zero"])
 def test_what_the_pages_quote_is_said(name):

@@ -215,9 +215,9 @@ class _Watch(TrainerCallback):
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
-        guard = self.guard
+        guard, already = self.guard, self.guard._closed
         guard.__exit__(type(error) if error is not None else None, error, None)
-        if guard.refused_so_far and self.trainer.is_world_process_zero():
+        if not already and guard.refused_so_far and self.trainer.is_world_process_zero():
             counts = guard.accepted_so_far, guard.refused_so_far, len(guard.incidents)
             log.warning("nanproof: %d steps taken, %d refused, %d incidents", *counts)
 

@@ -90,7 +90,7 @@ def test_a_bad_sample_costs_one_step_an_epoch(tmp_path, guards, value, accumulat
 
 
 @pytest.mark.incidents
-def test_a_refused_step_does_not_advance_the_schedule(tmp_path, guards):
+def test_a_refused_step_does_not_advance_the_schedule(tmp_path, guards, caplog):
     """The rate after a refused step is the rate of that step: the schedule counts steps that were taken."""
     options = {"learning_rate": 0.1, "train_sampling_strategy": "sequential", "max_steps": 6}
     trainer = Trainer(Line(), arguments(tmp_path, **options), train_dataset=OneBadPoint())
@@ -100,6 +100,7 @@ def test_a_refused_step_does_not_advance_the_schedule(tmp_path, guards):
     taken = [record.lr[0] for record in run.guard.history if record.action != "skipped"]
     assert taken == pytest.approx([0.1 * (1 - step / 6) for step in range(5)])
     assert trainer.lr_scheduler.get_last_lr() == pytest.approx([0.1 / 6] * 2)
+    assert caplog.text.count("5 steps taken, 1 refused") == 1
 
 
 @pytest.mark.incidents
