@@ -172,9 +172,10 @@ def test_tab_goes_from_the_runs_to_what_happened(runs):
         await wait(ready(app))
         seen = []
         for _ in range(3):
-            seen.append(app.focused.id)
+            ruled = [listed.id for listed in app.query(Listed) if FINE.heavy in lines(listed)[0]]
+            seen.append((app.focused.id, ruled))
             await pilot.press("tab")
-        assert seen == ["runs", "events", "runs"]
+        assert seen == [(name, [name]) for name in ("runs", "events", "runs")], "seen without colours too"
 
     drive(app, act)
 
