@@ -257,10 +257,10 @@ def test_the_screen_follows_the_size_of_the_window(runs):
 
     async def act(pilot, wait):
         await wait(ready(app))
-        for size in ((160, 40), (60, 20), (40, 12), (100, 30)):
+        for size in ((200, 40), (60, 20), (40, 12), (100, 30)):
             await pilot.resize_terminal(*size)
             await wait(lambda size=size: app.query_one("#head").size.width == size[0] - 2)
-            wide = size[0] >= 150
+            wide = size[0] >= 190
             assert (app.query_one("#curves").region.x > 0) == wide
             assert all(len(line) <= size[0] for line in shown(app).splitlines())
 
