@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 from typer.testing import CliRunner
@@ -87,6 +88,23 @@ def test_ctrl_c_ends_quietly_and_the_run_goes_on(tmp_path):
     assert watcher.returncode == 0 and errors == ""
     train(guard, 10, 12)
     guard.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_the_page_from_the_printed_address_to_ctrl_c(runs):
+    """As a browser does it: the address, a redirect with a cookie, the page, its data."""
+    server = subprocess.Popen([*COMMAND, str(runs / "two"), "--web"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    url, elsewhere = server.stdout.readline().strip(), server.stdout.readline()
+    assert f"ssh -L {url.split(':')[2].split('/')[0]}:127.0.0.1:" in elsewhere
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(), urllib.request.ProxyHandler({}))
+    with browser.open(url, timeout=10) as page:
+        assert "token" not in page.url and b"<!doctype html>" in page.read()
+    with browser.open(url.split("?")[0] + "data", timeout=10) as data:
+        assert json.load(data)["name"] == "two"
+    server.send_signal(signal.SIGINT)
+    _, errors = server.communicate(timeout=10)
+    assert server.returncode == 0 and errors == ""
 
 
 def test_a_reader_that_leaves_ends_it_quietly(runs):

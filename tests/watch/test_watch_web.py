@@ -266,7 +266,6 @@ def test_a_port_that_is_taken_is_named(ended):
 
 def test_the_report_itself_live(tmp_path):
     """The page of `nanproof report`: what may run on it is said in the header too, and its data grows with the run."""
-    pytest.importorskip("nanproof.report.html")
     guard = guard_in(tmp_path / "run")
     train(guard, 0, 10)
     with served(tmp_path / "run", pages=report_pages()) as server:

@@ -22,7 +22,7 @@ from nanproof.watch.table import events_table, runs_table
 from nanproof.watch.widgets import Card, Curves, Line, Listed
 from nanproof.watch.words import card, facts, fitted, said, status, title
 
-_SIDE, _WIDE = 64, 150
+_SIDE, _WIDE = 72, 190
 """Columns of the list of runs where it stands beside the curves, and of a screen that is wide enough for that."""
 DARK = Theme(
     name="nanproof-dark",

@@ -28,6 +28,8 @@ class Marks:
     side: str
     floor: str
     tick: str
+    heavy: str
+    """Of the list that keys go to: colours alone would not tell on every terminal."""
     events: dict[str, str]
     blocks: str
     """Nothing, eight heights, and a cross: for a curve in one line of text."""
@@ -41,8 +43,10 @@ class Marks:
 
 _BRAILLE = (0x01, 0x08, 0x02, 0x10, 0x04, 0x20, 0x40, 0x80)
 _SHAPES = {"refused": "▲", "incident": "△", "forecast": "◇", "turn": "◂"}
-FINE = Marks(False, 2, 4, "×", "└", "│", "─", "┴", _SHAPES, " ▁▂▃▄▅▆▇█×")
-ASCII = Marks(True, 1, 2, "x", "+", "|", "-", "+", {"refused": "^", "incident": "!", "forecast": "?", "turn": "<"}, " ..::||##x")
+FINE = Marks(False, 2, 4, "×", "└", "│", "─", "┴", "━", _SHAPES, " ▁▂▃▄▅▆▇█×")
+ASCII = Marks(
+    True, 1, 2, "x", "+", "|", "-", "+", "=", {"refused": "^", "incident": "!", "forecast": "?", "turn": "<"}, " ..::||##x"
+)
 ORDER = ("refused", "turn", "incident", "forecast")
 """Where two of them share a column, the first is shown."""
 

@@ -11,7 +11,7 @@ from nanproof.report.run import Run
 
 def written(folder: Path) -> Path:
     """Write `report.html` into the run's folder: with all of its text, or not at all."""
-    from nanproof.report.html import page  # type: ignore[import-not-found]
+    from nanproof.report.html import page
 
     path = folder / "report.html"
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -210,7 +210,7 @@ class Watched:
         root = self._roots[folder]
         if folder != root:
             return os.path.relpath(folder, root) if len(self.paths) == 1 else str(folder)
-        own = folder.name or str(folder)
+        own = folder.name or folder.resolve().name or str(folder)
         return own if sum(other.name == folder.name for other in self._runs) == 1 else str(folder)
 
 

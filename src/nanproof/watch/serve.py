@@ -53,6 +53,7 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.once = secrets.token_urlsafe(32)
         """For a browser that is started from here: other people can see its command line. Good for one request."""
+        self._door = threading.Lock()
         self._seats = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._open: dict[socket.socket, float] = {}
         try:
@@ -107,10 +108,11 @@ class Server(ThreadingHTTPServer):
         return given is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
     def allows_once(self, given: str) -> bool:
-        right = hmac.compare_digest(given.encode(), self.once.encode())
-        if right:
-            self.once = secrets.token_urlsafe(32)
-        return right
+        with self._door:
+            right = hmac.compare_digest(given.encode(), self.once.encode())
+            if right:
+                self.once = secrets.token_urlsafe(32)
+            return right
 
 
 class Handler(BaseHTTPRequestHandler):

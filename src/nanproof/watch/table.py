@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len, set_cell_size
+
 from nanproof.records import Incident
 from nanproof.watch.plot import Marks, Part, short, spark
 from nanproof.watch.runs import Event, View, step_of
@@ -46,13 +48,14 @@ def runs_table(views: Sequence[View], columns: int, marks: Marks) -> tuple[list[
         _Column("refused", [(str(view.refused), "refused" if view.refused else "label") for view in views], 5),
         _Column("incidents", [(str(view.total_incidents), "incident" if view.total_incidents else "label") for view in views], 4),
     ]
-    least = min(max([3, *map(len, names)]), max(columns // 3, 8))
+    longest = max([3, *map(cell_len, names)])
+    least = min(longest, max(columns // 3, 8))
     for _ in range(len(found)):
         if sum(column.width + 2 for column in found) + least <= columns:
             break
         found.remove(max(found, key=lambda column: column.rank))
     room = columns - sum(column.width + 2 for column in found)
-    name_width = min(max([3, *map(len, names)]), room)
+    name_width = min(longest, room)
     left = room - name_width - 2
     curve_width = min(left, 40) if left >= 6 else 0
     heading: list[Part] = [("run".ljust(name_width), "label")]
@@ -90,8 +93,6 @@ def _placed(text: str, column: _Column) -> str:
 
 def _cut(text: str, columns: int, marks: Marks) -> str:
     """The end of a name tells more than its beginning: runs/2026-11-15/lr-3e-4."""
-    from rich.cells import cell_len, set_cell_size
-
     if cell_len(text) <= columns:
         return text + " " * (columns - cell_len(text))
     dots = ".." if marks.ascii else "…"

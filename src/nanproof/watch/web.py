@@ -36,9 +36,9 @@ class Pages:
 
 def report_pages() -> Pages:
     """Those of `nanproof report`."""
-    from nanproof.report import html
+    from nanproof.report.html import data, page
 
-    return Pages(lambda run: html.page(run, live="data"), html.data)
+    return Pages(lambda run: page(run, live="data"), data)
 
 
 class Answer:

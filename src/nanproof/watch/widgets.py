@@ -185,7 +185,8 @@ class Listed(Drawn, can_focus=True):
 
     def rows(self, columns: int, height: int) -> list[tuple[list[Part], str]]:
         used = sum(cell_len(text) for text, _ in self.heading)
-        title = [*self.heading, (" " + self._marks.floor * max(columns - used - 1, 0), "axis")]
+        rule = self._marks.heavy if self.has_focus else self._marks.floor
+        title = [*self.heading, (" " + rule * max(columns - used - 1, 0), "axis")]
         found: list[tuple[list[Part], str]] = [(title, "")]
         each = max((len(item.lines) for item in self.items), default=1)
         fit = max((height - 1) // each, 1)
