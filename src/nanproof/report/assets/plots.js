@@ -120,8 +120,14 @@ const Plots = (() => {
 
   const count = (action, point) => (point.near !== undefined ? data.near[action][point.near] : data.curves[action][point.bucket]);
 
+  /* What a plot can be drawn of: axes of more than a hundred decades have no end of ticks. The cursor tells the number itself. */
+  function drawable(x, positive) {
+    if (x === null || (positive && x < 1e-60)) return null;
+    return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
+  }
+
   function series(metric, list, positive) {
-    const column = (which) => list.map((point) => { const x = value(metric, point, which); return positive && x !== null && x <= 0 ? null : x; });
+    const column = (which) => list.map((point) => drawable(value(metric, point, which), positive));
     return [list.map((point) => point.x), column("high"), column("low"), column("mean")];
   }
 
