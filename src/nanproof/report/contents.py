@@ -108,7 +108,7 @@ def numbers(run: Run) -> list[dict[str, str]]:
     if run.seconds > 0:
         found.append({"label": "time", "value": duration(run.seconds), "more": ""})
     if run.rate is not None:
-        found.append({"label": "steps a second", "value": f"{run.rate:.3g}", "more": "lately"})
+        found.append({"label": "steps/s", "value": f"{run.rate:.3g}", "more": "lately"})
     return found
 
 
