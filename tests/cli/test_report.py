@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -64,6 +65,19 @@ def test_what_cannot_be_is_said(run, tmp_path):
     assert list((tmp_path / "empty").iterdir()) == [] and not (run / "report.html").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are any bytes on Linux only")
+def test_a_folder_of_any_name(tmp_path):
+    """A name that is no text, or that would steer a terminal, is written escaped; the page is there all the same."""
+    strange = tmp_path / os.fsdecode(b"run\xff\x1b[2J<b>")
+    made.write_run(strange, 5)
+    command = [sys.executable, "-m", "nanproof", "report", str(strange)]
+    result = subprocess.run(command, capture_output=True, check=True, env=_paths())
+    assert b"\\udcff\\x1b" in result.stdout and (strange / "report.html").is_file()
+    made.write_run(tmp_path / "other", 5)
+    result = subprocess.run([*command[:-1], str(tmp_path)], capture_output=True, env=_paths())
+    assert result.returncode == 2 and b"\x1b" not in result.stderr and b"\\x1b[2J" in result.stderr
+
+
 def test_torch_is_not_imported(run):
     check = "bad = [m for m in ('torch', 'numpy', 'transformers') if m in sys.modules]; assert not bad, bad"
     code = "import sys; from typer.testing import CliRunner; from nanproof.cli import app; "
@@ -82,6 +96,4 @@ def test_a_console_that_cannot_write_everything(run):
 
 
 def _paths():
-    import os
-
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "SYSTEMROOT", "HOME") if name in os.environ}

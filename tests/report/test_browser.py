@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import math
 import os
 import shutil
 import threading
@@ -336,6 +337,33 @@ def test_a_long_run_opens_quickly_and_shows_every_step_around_an_incident(browse
     assert time.perf_counter() - start < 1
     inside = seen.ask("Plots.all[1].data[0].filter(x => x >= 9960 && x <= 10040)")
     assert inside == list(range(9960, 10041))
+    seen.close()
+
+
+EXTREMES = {
+    "largest": [1.7976931348623157e308, -1.7976931348623157e308, 1.0],
+    "smallest": [5e-324, 1e-300, 1.0],
+    "zero": [0.0, 0.0, 0.0],
+    "one": [2.0],
+    "none": [math.nan, math.nan],
+}
+
+
+@pytest.mark.parametrize("what", EXTREMES)
+def test_extreme_numbers_are_drawn(browser, tmp_path, what):
+    """A plot of 600 decades would never end; and the last step is as far out as steps go."""
+    lines = [json.dumps({"v": 1, "kind": "header", "names": ["a", "b"]}) + "\n"]
+    for i, x in enumerate(EXTREMES[what]):
+        size = x if x != x else abs(x)
+        step = i if i < 2 else (1 << 40) - 1
+        lines.append(made.step_line(step, x, size, scale=None if x != x else made.number(size), norms=[size, 0.0]))
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path).read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    for key in ("l", "+", "+", "ArrowLeft", "l", "0", "-"):
+        seen.page.keyboard.press(key)
+    assert seen.views()[0] == -0.5
     seen.close()
 
 

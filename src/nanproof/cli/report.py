@@ -13,6 +13,7 @@ import typer
 from nanproof.cli.entry import could_not_run
 from nanproof.core.files import reason
 from nanproof.errors import UsageError
+from nanproof.report.shown import shown
 
 NAMES = {"html": "report.html", "markdown": "report.md"}
 
@@ -40,10 +41,11 @@ def report(
     try:
         path = write(run, out or ("-" if as_markdown else None), as_markdown, tokenizer)
     except UsageError as error:
-        raise could_not_run(error) from error
+        raise could_not_run(UsageError(shown(str(error), 4000))) from error
     if path is None:
         return
-    typer.echo(str(path))
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(shown(str(path), 4000).encode(encoding, "backslashreplace").decode(encoding))
     if open_it:
         import webbrowser
 

@@ -28,6 +28,7 @@ STATES = {
     "waiting": "has not begun",
     "unknown": "may be running or not",
 }
+_LARGEST = 1e300
 _FACTS = ("model", "parameters", "trainable", "dtypes", "device_name", "device", "ranks", "optimizer", "max_norm", "loss_scale",
           "path", "versions", "platform", "policy")  # fmt: skip
 
@@ -107,7 +108,7 @@ def numbers(run: Run) -> list[dict[str, str]]:
     if run.seconds > 0:
         found.append({"label": "time", "value": duration(run.seconds), "more": ""})
     if run.rate is not None:
-        found.append({"label": "steps a second", "value": f"{run.rate:.3g}", "more": "lately"})
+        found.append({"label": "steps/s", "value": f"{run.rate:.3g}", "more": "lately"})
     return found
 
 
@@ -228,8 +229,8 @@ def _forecasts(run: Run) -> list[dict[str, Any]]:
 
 
 def _plain(values: Sequence[float]) -> list[float | None]:
-    """Five digits, which is more than a screen shows."""
-    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in values]
+    """Five digits, which is more than a screen shows. The largest of all would round to Inf."""
+    return [float(f"{min(max(x, -_LARGEST), _LARGEST):.5g}") if math.isfinite(x) else None for x in values]
 
 
 def _share(run: Run, action: str) -> str:

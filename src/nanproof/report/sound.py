@@ -12,7 +12,8 @@ _LARGEST = 1 << 53
 
 def check_incident(incident: Incident) -> None:
     """Raises `ValueError` where a field is of another kind."""
-    _need(_whole(incident.step) and isinstance(incident.message, str))
+    check_step(incident.step)
+    _need(isinstance(incident.message, str))
     _need(all(isinstance(name, str) and isinstance(norm, float) for name, norm in incident.culprits))
     _need(all(x is None or _whole(x) for x in (incident.rank, incident.micro_batch)))
     _need(incident.bundle is None or isinstance(incident.bundle, str))
@@ -21,13 +22,15 @@ def check_incident(incident: Incident) -> None:
 
 
 def check_forecast(forecast: Forecast) -> None:
-    _need(_whole(forecast.step) and isinstance(forecast.message, str))
+    check_step(forecast.step)
+    _need(isinstance(forecast.message, str))
     _need(forecast.where is None or isinstance(forecast.where, str))
     _need(_all(forecast.also, str))
 
 
 def check_step(step: int) -> None:
-    _need(_whole(step) and step >= 0)
+    """No run has a million millions of them, and plots are not drawn of such."""
+    _need(_whole(step) and 0 <= step < 1 << 40)
 
 
 def _check_diagnosis(diagnosis: Diagnosis) -> None:

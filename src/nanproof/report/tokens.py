@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,21 @@ def _beside(folder: Path) -> list[Path]:
 
 def _load(path: Path, must: bool) -> Tokens:
     try:
-        from tokenizers import Tokenizer
+        about = path.stat()
+        if about.st_size > MOST_BYTES:
+            raise ValueError("too large")
+        return _read(path, about.st_mtime_ns)
     except ImportError:
         return Tokens(hint=NOT_INSTALLED)
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError("too large")
-        return Tokens(Tokenizer.from_file(str(path)))
     except Exception as error:  # the package raises plain Exception for a file it cannot read
         if must:
             raise UsageError(f"{path} is no tokenizer ({shown(error, 200)}). Name a {FILE} as transformers writes it") from error
         return Tokens(hint=f"Token ids only: {path.name} cannot be read.")
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, changed: int) -> Tokens:
+    """Once, as long as the file is the same: a live page asks every two seconds, and a large one takes a second."""
+    from tokenizers import Tokenizer
+
+    return Tokens(Tokenizer.from_file(str(path)))

@@ -33,7 +33,7 @@ const Cards = (() => {
       const bad = guilty.has(tensor.start + i), said = tensor.texts.length ? tensor.texts[i] : "";
       const same = (place) => !guilty.has(tensor.start + place) && tensor.ids[place] === id;
       if (!bad && same(i - 1) && same(i - 2) && same(i - 3)) { // the fourth of the same and those after it
-        if (!same(i + 1)) box.append("\u2026 and on to place " + (tensor.start + i));
+        if (!same(i + 1)) box.append("\u2026 to place " + (tensor.start + i));
         return;
       }
       const small = (word) => h("small", {}, word);

@@ -6,7 +6,7 @@ const Page = (() => {
   let data = JSON.parse(id("data").textContent), held = false;
 
   function numbers() {
-    const bad = ({ label, value }) => (label === "incidents" || label === "refused") && value !== "0";
+    const bad = ({ label, value }) => (label === "incidents" || label === "refused" ? value !== "0" : label === "last loss" && /nan|inf/.test(value));
     const look = (one) => (one.label === "state" ? `state-${one.value}` : bad(one) ? "count-bad" : "");
     id("numbers").replaceChildren(...data.numbers.map((one) => h("div", {}, h("dt", {}, one.label),
       h("dd", { class: look(one) }, text(one.value), one.more ? h("small", {}, text(one.more, 60)) : ""))));

@@ -15,7 +15,7 @@ const Plots = (() => {
   let data = null, detailed = false, chosen = 0, logLoss = null, kept = {};
 
   const narrow = () => window.innerWidth <= 640;
-  const gutter = () => (narrow() ? 48 : 150);
+  const gutter = () => (narrow() ? 54 : 150);
   const seen = (step) => step >= view.min && step <= view.max;
   const zoomed = () => view.min > full.min || view.max < full.max;
 
@@ -40,7 +40,7 @@ const Plots = (() => {
     const steps = (u, at) => at.map((x) => (lastOfGroup && Number.isInteger(x) ? x.toLocaleString("en") : ""));
     const { y, hooks, ...rest } = extra;
     return {
-      width: 600, height: height + (lastOfGroup ? 34 : 16), padding: [8, 10, lastOfGroup ? 0 : 8, 0], legend: { show: false }, pxAlign: 0,
+      width: 600, height: height + (lastOfGroup ? 34 : 16), padding: [8, narrow() ? 14 : 26, lastOfGroup ? 0 : 8, 0], legend: { show: false }, pxAlign: 0,
       scales: { x: { time: false, range: () => [view.min, view.max] }, y: rest.yScale || {} },
       axes: [
         { ...axis, size: lastOfGroup ? 26 : 0, show: true, values: steps },
@@ -120,8 +120,14 @@ const Plots = (() => {
 
   const count = (action, point) => (point.near !== undefined ? data.near[action][point.near] : data.curves[action][point.bucket]);
 
+  /* What a plot can be drawn of: axes of more than a hundred decades have no end of ticks. The cursor tells the number itself. */
+  function drawable(x, positive) {
+    if (x === null || (positive && x < 1e-60)) return null;
+    return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
+  }
+
   function series(metric, list, positive) {
-    const column = (which) => list.map((point) => { const x = value(metric, point, which); return positive && x !== null && x <= 0 ? null : x; });
+    const column = (which) => list.map((point) => drawable(value(metric, point, which), positive));
     return [list.map((point) => point.x), column("high"), column("low"), column("mean")];
   }
 
@@ -152,13 +158,21 @@ const Plots = (() => {
     };
   }
 
-  /* Of the many ticks of a logarithmic axis, those that are labelled and have a line: powers of ten, and 2 and 5 where there is room. */
-  function logTicks(u, at) {
-    const decades = Math.log10(u.scales.y.max / u.scales.y.min);
-    return at.map((x) => {
-      const lead = +(Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)) + 1e-9)).toPrecision(3);
-      return lead === 1 || decades < 0.7 || (decades < 2.1 && (lead === 2 || lead === 5)) ? x : null;
-    });
+  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens. */
+  function powers(base, low, high) {
+    const logs = Math.log(high / low) / Math.log(base), every = Math.max(1, Math.ceil(logs / 5));
+    const leads = base === 10 && logs < 2.1 ? [1, 2, 5] : [1], found = [];
+    for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
+      for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
+    }
+    return found;
+  }
+
+  function ticksOf(metric, how) {
+    const filter = (u, at) => at; // uPlot's own would leave some out
+    if (how === "log") return { filter, splits: (u, axis, low, high) => powers(metric === "scale" ? 2 : 10, low, high) };
+    const side = (limit) => (limit > 10 ? powers(10, 10, limit) : []);
+    return how === "asinh" ? { filter, splits: (u, axis, low, high) => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)] } : {};
   }
 
   function scaleOf(metric, how) {
@@ -177,12 +191,10 @@ const Plots = (() => {
     }
     document.getElementById("plots").append(figure);
     const none = { stroke: "transparent", width: 0, points: { show: false } };
-    const chosenTicks = { filter: logTicks, grid: { filter: logTicks, stroke: () => colours.grid, width: 1 } };
-    const ticks = how === "log" && metric !== "scale" ? chosenTicks : {};
     let list = points();
     const plot = add(figure, label(metric), options(height, {
       yScale: scaleOf(metric, how),
-      y: { values: (u, at) => at.map((x) => (x === null ? "" : number(x))), ...ticks },
+      y: { values: (u, at) => at.map((x) => (metric === "scale" && x > 1e3 ? `2^${Math.round(Math.log2(x))}` : number(x))), ...ticksOf(metric, how) },
       series: [{}, none, none, { stroke: () => colours.line, width: 1.5, points: { size: 4, fill: () => colours.line } }],
       bands: [{ series: [1, 2], fill: () => colours.band }],
       hooks: { draw: [drawMarks, drawNonfinite(metric, () => list)] },
@@ -193,7 +205,8 @@ const Plots = (() => {
   /* What happened, in rows of signs above the curves. */
   function events() {
     const { marks, forecasts, curves, turns } = data;
-    const any = { incidents: marks.length, forecasts: forecasts.length, refused: curves.skipped.some(Boolean), clipped: curves.clipped.some(Boolean), "went back": turns.length };
+    const [refused, clipped] = [curves.skipped, curves.clipped].map((counts) => counts.some(Boolean));
+    const any = { incidents: marks.length, forecasts: forecasts.length, refused, clipped, "went back": turns.length };
     const rows = Object.keys(any).filter((row) => any[row]);
     if (!rows.length) return;
     const figure = Dom.h("figure", { id: "plot-events" });
