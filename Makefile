@@ -58,7 +58,7 @@ docs: .venv/docs  ## the site in site/: pages that are made from the code, then 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: .venv/ready  ## the pictures in the README
-	$(BIN)/python docs/pictures/make.py
+	$(BIN)/python docs/images/make.py
 
 .venv/pip: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -70,11 +70,12 @@ def demo(
 
             runs.append(train(text, steps, seed, run_dir if guarded else None, tick))
     log.setLevel(level)
+    report = written(run_dir)
     if as_json:
-        typer.echo(json.dumps({run.name: run.to_json() for run in runs}, allow_nan=False))
+        typer.echo(json.dumps({**{run.name: run.to_json() for run in runs}, "report": str(report)}, allow_nan=False))
     else:
         output = Console()
-        output.print(picture(runs[0], runs[1], run_dir, output.width, output.options.ascii_only))
+        output.print(picture(runs[0], runs[1], report, output.width, output.options.ascii_only))
     if not math.isfinite(runs[1].losses[-1]):
         raise typer.Exit(1)
 
@@ -236,7 +237,16 @@ def accuracy(model: nn.Module, tokens: Tensor, mask: Tensor) -> float:
     return float(right.sum() / mask[:, 1:].sum())
 
 
-def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii_only: bool = False) -> RenderableType:
+def written(run_dir: Path) -> Path:
+    """The report of the guarded run."""
+    from nanproof.cli.report import write
+
+    path = write(run_dir)
+    assert path is not None
+    return path
+
+
+def picture(unguarded: Result, guarded: Result, report: Path, width: int, ascii_only: bool = False) -> RenderableType:
     """Two curves side by side, what was refused and why, and the metric of both."""
     from rich.columns import Columns
     from rich.console import Group
@@ -274,5 +284,5 @@ def picture(unguarded: Result, guarded: Result, run_dir: Path, width: int, ascii
         if first.bundle:
             command = f"nanproof replay {os.path.relpath(first.bundle)} --entry nanproof.cli.demo:entry"
             lines += [Text(), Text("again, in a fresh process:"), Text(command, overflow="fold")]
-    lines.append(Text(f"records: {run_dir / 'steps.jsonl'}"))
+    lines += [Text(), Text(f"all of it, for a browser: {report}", overflow="fold")]
     return Group(*lines)

@@ -52,7 +52,7 @@ def report(
         webbrowser.open(path.absolute().as_uri())
 
 
-def write(folder: Path, out: str | None, as_markdown: bool, tokenizer: Path | None) -> Path | None:
+def write(folder: Path, out: str | None = None, as_markdown: bool = False, tokenizer: Path | None = None) -> Path | None:
     """Read the run, write the report, say where; None for standard output."""
     from nanproof.report.html import page
     from nanproof.report.markdown import markdown

@@ -144,14 +144,14 @@ class Run:
         return "running" if alive else "stopped"
 
     def _take(self, act: Any, data: Any) -> bool:
+        """Take in a line, or count it as broken: in any case something was read."""
         try:
-            if data is not None:
-                act()
-                return True
+            if data is None:
+                raise ValueError("not JSON")
+            act()
         except _NOT_A_RECORD:
-            pass
-        self.broken += 1
-        return False
+            self.broken += 1
+        return True
 
     def _line(self, data: dict[str, Any]) -> None:
         kind = data["kind"]

@@ -1,0 +1,99 @@
+"""Make the pictures of the README and the documents: `make pictures`.
+
+Terminals are drawn as SVG, without a font from the network; pages are photographed in Chromium. Everything shown is what the commands
+made of real runs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from watched import runs, screen
+
+from nanproof.cli.demo import Result, documents, picture, train
+from nanproof.cli.report import write
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
+
+
+def svg(name: str, text: str) -> None:
+    text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL).replace("Fira Code,", "")
+    (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8")
+    print(FOLDER / f"{name}.svg")
+
+
+@contextmanager
+def terminal(name: str, command: str) -> Iterator[Console]:
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, markup=False, highlight=False)
+    console.print(Text(f"$ {command}", style="bold"))
+    yield console
+    svg(name, console.export_svg(title=command.split("|")[0].strip()))
+
+
+def demo(folder: Path) -> None:
+    """The end of the demo. Its guarded run stays in the folder, for the report."""
+    unguarded, guarded = (train(documents(), 240, 0, each, lambda _loss: None) for each in (None, folder))
+    shown = [replace(i, bundle=(i.bundle or "").replace(str(folder), "runs/demo") or None) for i in guarded.incidents]
+    with terminal("demo", "nanproof demo") as console:
+        told = Result(**{**vars(guarded), "incidents": shown})
+        console.print(picture(unguarded, told, Path("runs/demo/report.html"), 100))
+
+
+def doctor() -> None:
+    """What a log of transformers' Trainer says, of the corpus."""
+    from nanproof.cli.doctor import examined, picture
+
+    log = ROOT / "tests" / "logs" / "corpus" / "seed_001_broken.log"
+    with terminal("doctor", f"nanproof doctor {log.name}") as console:
+        console.print(picture(examined(log), console))
+
+
+def report(folder: Path) -> None:
+    """The page in light and dark, an incident's card, and on a phone."""
+    from playwright.sync_api import sync_playwright
+
+    page_of = write(folder)
+    assert page_of is not None
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        wide, phone = {"width": 1180, "height": 860}, {"width": 390, "height": 780}
+        for name, scheme, size, at in (
+            ("report", "light", wide, ""),
+            ("report-dark", "dark", wide, ""),
+            ("report-incident", "light", wide, "#incident-0"),
+            ("report-phone", "light", phone, ""),
+        ):
+            page: Any = browser.new_page(viewport=size, color_scheme=scheme)
+            page.goto(page_of.absolute().as_uri() + at)
+            page.wait_for_timeout(400)
+            page.screenshot(path=FOLDER / f"{name}.png")
+            print(FOLDER / f"{name}.png")
+        browser.close()
+
+
+def watch() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs(Path(folder))
+        svg("watch", screen(Path(folder)))
+
+
+if __name__ == "__main__":
+    logging.getLogger("nanproof").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as place:
+        kept = Path(place) / "runs" / "demo"
+        demo(kept)
+        report(kept)
+    doctor()
+    watch()
