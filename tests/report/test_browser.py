@@ -226,6 +226,7 @@ def test_a_mark_a_link_and_a_button_open_a_card(browser, pages):
         "Verified",
         "train.py:12",
         "log-of-zero",
+        "Steps around it",
     ):
         assert said in text
     card.get_by_text("Show in the curves").click()

@@ -105,7 +105,7 @@ def test_names_without_modules_are_put_together_by_place():
 
 
 def test_incidents_are_told_in_full(tmp_path):
-    made.write_run(tmp_path, 100, bad=(10, 20))
+    steps = made.write_run(tmp_path, 100, bad=(10, 20))
     data = told(tmp_path)
     first, second = data["incidents"]
     assert (first["number"], first["step"], first["kind"], first["action"]) == (1, 10, "nonfinite-loss", "skipped")
@@ -114,6 +114,8 @@ def test_incidents_are_told_in_full(tmp_path):
     assert known["why"] == "0/0 or x/0: no variance, an empty mask, no signal."
     assert known["place"] == "forward, div in loss_fn" and known["alternatives"] == ["log-of-zero"]
     assert "diagnosis" not in second and second["like"] == 1
+    told_around = [[step, made.number(loss), made.number(norm), action] for step, loss, norm, action in steps[7:14]]
+    assert first["around"] == told_around and first["around"][3] == [10, "nan", "nan", "skipped"]
     assert data["marks"] == [[1, 10], [2, 20]] and data["all_incidents"] == 2
     assert data["causes"] == [["zero-denominator", 1], ["nonfinite-loss", 1]]
     assert all(said in data["summary"] for said in ("2 incidents", "100 steps", "2 refused"))

@@ -21,6 +21,8 @@ MOST_BYTES = 300_000
 """Of all cards together."""
 FIRST = 5
 """Of every cause the first ones are shown before any other."""
+AROUND = 3
+"""Steps on either side of an incident that its card lists."""
 ENTRY = "train:build"
 """Stands for the function that the reader has to name."""
 _BUNDLE = re.compile(r"step-\d{6,}-[a-z-]+(?:-\d+)?")
@@ -108,6 +110,11 @@ def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
         "more_culprits": max(0, len(incident.culprits) - 12),
         "rank": incident.rank,
         "micro_batch": incident.micro_batch,
+        "around": [
+            [brief.step, encode(brief.loss), encode(brief.grad_norm), brief.action]
+            for step in range(incident.step - AROUND, incident.step + AROUND + 1)
+            if (brief := run.near.get(step)) is not None
+        ],
         "command": command(bundle) if bundle is not None else "",
         "bundle": "" if incident.bundle is None else "there" if bundle is not None else "gone",
         "samples": samples_of(bundle, incident, tokens) if bundle is not None else [],

@@ -78,10 +78,21 @@ const Cards = (() => {
     ];
   }
 
+  function table(heads, rows) {
+    const head = heads.map(([word, look]) => h("th", { scope: "col", class: look }, word));
+    const row = (cells) => h("tr", {}, ...cells.map((cell, i) => h("td", { class: heads[i][1] }, cell)));
+    return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows.map(row))));
+  }
+
   function culprits(card) {
-    const row = ([name, norm]) => h("tr", {}, h("td", {}, h("code", {}, text(name, 90))), h("td", { class: "num" }, Plots.number(norm)));
-    const head = h("tr", {}, h("th", { scope: "col" }, "parameter"), h("th", { scope: "col", class: "num" }, "norm"));
-    return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), h("tbody", {}, ...card.culprits.map(row))));
+    return table([["parameter", ""], ["norm", "num"]], card.culprits.map(([name, norm]) => [h("code", {}, text(name, 90)), Plots.number(norm)]));
+  }
+
+  function around(card) {
+    const here = (step, said) => (step === card.step ? h("b", {}, said) : said);
+    const action = (word) => (word === "skipped" ? "refused" : word === "stepped" ? "taken" : word);
+    return table([["step", "num"], ["loss", "num"], ["gradient norm", "num"], ["", ""]],
+      card.around.map(([step, loss, norm, word]) => [whole(step), Plots.number(loss), Plots.number(norm), text(action(word))].map((said) => here(step, said))));
   }
 
   function again(card) {
@@ -103,6 +114,7 @@ const Cards = (() => {
     const parts = [
       ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`)],
       ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
+      ["Steps around it", card.around.length && around(card)],
       ["Gradients to blame", card.culprits.length && culprits(card), card.more_culprits && soft(`and ${whole(card.more_culprits)} more`)],
       ["The batch", ...samples(card.samples)],
       ["Run it again", again(card)],
