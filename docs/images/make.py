@@ -1,7 +1,7 @@
 """Make the pictures of the README and the documents: `make pictures`.
 
-Terminals are drawn as SVG, without a font from the network; pages are photographed in Chromium. Everything shown is what the commands
-made of real runs.
+Terminals are drawn as SVG, without a font from the network; pages are photographed in Chromium. Everything shown is what the
+commands made of real runs.
 """
 
 from __future__ import annotations

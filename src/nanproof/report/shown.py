@@ -3,34 +3,25 @@ that turn the direction of writing round, a megabyte of one letter. All of it is
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from typing import Any
+
+from nanproof.report.text import printable
 
 CUT = 2000
 """Characters of a text that are kept, unless told otherwise."""
-_KEPT = "\n\t"
-_ESCAPED = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Categories of Unicode that are not seen, or act on what is: controls, formats (bidi marks, zero widths), lone surrogates,
-private and unassigned characters, separators of lines."""
 
 
 def shown(text: Any, most: int = CUT) -> str:
     """A text with what cannot be seen written as an escape, at most about `most` characters of it."""
     text = text if isinstance(text, str) else str(text)
-    kept = text[:most]
-    if not (kept.isascii() and kept.isprintable()):
-        kept = "".join(c if c in _KEPT or unicodedata.category(c) not in _ESCAPED else _escape(c) for c in kept)
+    kept = re.sub(r"[^\n\t]+", lambda part: printable(part[0]), text[:most])
     return kept if len(text) <= most else f"{kept[:most]}\u2026 ({len(text):,} characters)"
 
 
 def one_line(text: Any, most: int = CUT) -> str:
     """The same, on one line."""
     return " ".join(shown(text, most).split())
-
-
-def _escape(c: str) -> str:
-    code = ord(c)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
 def size(count: float) -> str:

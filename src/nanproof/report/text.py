@@ -9,7 +9,10 @@ Row = tuple[str, str | None]
 
 
 def printable(text: str) -> str:
-    """Names come from strangers: what would steer the terminal is written out instead."""
+    """Names come from strangers: what would steer the terminal, turn the direction of writing round or not be seen is written as
+    an escape instead."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -3,7 +3,7 @@
 const Page = (() => {
   const { h, text } = Dom;
   const id = (name) => document.getElementById(name);
-  let data = JSON.parse(id("data").textContent), held = false;
+  let data = JSON.parse(id("data").textContent), held = false, tag = null;
 
   function numbers() {
     const bad = ({ label, value }) => (label === "incidents" || label === "refused" ? value !== "0" : label === "last loss" && /nan|inf/.test(value));
@@ -87,13 +87,14 @@ const Page = (() => {
 
   async function poll() {
     try {
-      const answer = await fetch(data.live, { cache: "no-store" });
-      if (!answer.ok) throw new Error(String(answer.status));
-      const fresh = await answer.json();
+      const answer = await fetch(data.live, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      if (!answer.ok && answer.status !== 304) throw new Error(String(answer.status));
       id("lost").hidden = true;
-      fresh.live = data.live;
-      const news = JSON.stringify({ ...fresh, made: "" }) !== JSON.stringify({ ...data, made: "" });
-      if (news && !held) { data = fresh; show(); } // while somebody drags, the next time
+      if (answer.status === 200 && !held) { // while somebody drags, the next time
+        data = { ...await answer.json(), live: data.live };
+        tag = answer.headers.get("ETag");
+        show();
+      }
     } catch {
       id("lost").hidden = false; // the server has ended: what is shown stays
     }
