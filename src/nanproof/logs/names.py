@@ -1,0 +1,161 @@
+"""What other programs call a loss, a gradient norm, a learning rate: one table for all readers.
+
+A name is cut into words ("train/CE loss" is train, ce, loss), words that only say "of training" or "of validation" are taken
+off, and what is left is looked up. `rank` says how good a name is: a line that has `loss` and `aux_loss` has one loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from nanproof.logs.points import METRICS, Point
+
+COARSE = 10
+"""Ranks of one ten may stand for each other from line to line. Once a better ten was seen, the others are left out: an epoch's
+mean is not one more step, and W&B's own counter is not the trainer's."""
+
+_BASE: dict[str, dict[str, int]] = {
+    "loss": {
+        **dict.fromkeys(("loss", "lm loss", "losses"), 0),
+        **dict.fromkeys(("total loss", "loss total", "step loss", "loss step", "batch loss", "loss value", "lm loss value"), 1),
+        **dict.fromkeys(("ce loss", "cross entropy loss", "crossentropyloss", "cross entropy", "mlm loss", "closs"), 2),
+        **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
+        **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
+        **dict.fromkeys(("loss epoch", "epoch loss"), COARSE),
+    },
+    "grad_norm": {
+        **dict.fromkeys(("grad norm", "gradnorm", "gnorm", "gradient norm", "gradients norm", "norm grad"), 0),
+        **dict.fromkeys(("total grad norm", "global grad norm", "global gradient norm", "total gradient norm"), 0),
+        **dict.fromkeys(("grad norm total", "grad norm l2", "l2 grad norm", "l2 norm grad global", "grad l2 norm"), 0),
+        **dict.fromkeys(("grad 2 0 norm total", "grad norm 2 total", "grad 2 norm total", "grad norm mean"), 0),
+    },
+    "lr": {
+        **dict.fromkeys(("lr", "learning rate", "learningrate"), 0),
+        **dict.fromkeys(("lr 0", "lr group 0", "lr group0", "lr pg0", "lr pg1", "learning rate group0"), 1),
+    },
+    "scale": {
+        **dict.fromkeys(("loss scale", "lossscale", "loss scaling", "grad scale", "scaler scale", "grad scaler scale"), 0),
+        **dict.fromkeys(("amp scale", "fp16 scale", "scale", "scaler"), 1),
+    },
+    "skipped": {
+        **dict.fromkeys(("skipped", "skipped steps", "steps skipped", "num skipped", "skipped updates"), 0),
+        **dict.fromkeys(("number of skipped iterations", "skipped iterations"), 0),
+    },
+    "nan_count": {"number of nan iterations": 0},
+    "step": {
+        **dict.fromkeys(("global step", "num updates", "globalstep"), 0),
+        **dict.fromkeys(("iter", "iteration", "iters"), COARSE),
+        **dict.fromkeys(("step", "train step", "optimizer step", "update step", "current step", "cur step"), COARSE + 1),
+        **dict.fromkeys(("_step",), 2 * COARSE),
+        **dict.fromkeys(("update", "batch", "batch idx"), 2 * COARSE + 1),
+    },
+    "epoch": {"epoch": 0, "ep": 1},
+}
+_TABLE = {name: (role, rank) for role, names in _BASE.items() for name, rank in names.items()}
+_TRAINING = {"train", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
+_EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
+_OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
+"""What a setting or a summary is called, not a step."""
+_AUXILIARY = set(
+    "aux kl z balance balancing router reg penalty entropy d g value vf scale scaler py fn function weight coef ratio type mask"
+    " at window tokens ppl perplexity".split()
+)
+"""With one of these a name that has "loss" in it is not the loss."""
+
+Found = tuple[str, int]
+
+
+@lru_cache(maxsize=4096)
+def meaning(name: str) -> Found | None:
+    """(one of METRICS, "step", "epoch" or "nan_count"; rank), or None."""
+    if len(name) > 80:
+        return None
+    if name == "_step":
+        return "step", 2 * COARSE
+    words = re.sub(r"\([^()]*\)|[\W_]+", " ", re.sub(r"([a-z])([A-Z][a-z])", r"\1 \2", name)).lower().split()
+    if "dataloader" in words:
+        words = words[: words.index("dataloader")]
+    evaluation = any(word in _EVALUATION for word in words)
+    words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
+    if not words or any(word in _OTHER for word in words):
+        return None
+    found = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words))
+    if found is None:
+        found = _similar(words)
+    if found is None or not evaluation:
+        return found
+    role, rank = found
+    return ("eval_loss", rank % COARSE) if role == "loss" else None
+
+
+def _similar(words: list[str]) -> Found | None:
+    if words[0] == "lr" and len(words) <= 3 and re.fullmatch(r"[a-z]*(adam|sgd|lion|muon|adafactor|opt)[a-z]*", words[1]):
+        return "lr", 2 + words.count("pg2")
+    if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words):
+        return "loss", 2 * COARSE
+    return None
+
+
+def number(value: Any) -> float | None:
+    """A value as a log may hold it: a number, its text, or a list that starts with it (a learning rate for each group)."""
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, (int, float, str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+class Collector:
+    """Makes points of (name, value) pairs, and remembers which names this log uses."""
+
+    def __init__(self) -> None:
+        self._best: dict[str, int] = {}
+
+    def point(self, pairs: Iterable[tuple[Found | None, float | None]], line: int) -> Point | None:
+        """None if nothing in it is a metric."""
+        chosen: dict[str, tuple[int, float]] = {}
+        for found, value in pairs:
+            if found is not None and value is not None:
+                role, rank = found
+                if role not in chosen or rank < chosen[role][0]:
+                    chosen[role] = rank, value
+        values: dict[str, float] = {}
+        place: dict[str, float] = {}
+        for role, (rank, value) in chosen.items():
+            best = self._best.get(role, rank)
+            if rank // COARSE > best // COARSE:
+                continue
+            if rank < best or role not in self._best:
+                self._best[role] = min(rank, best)
+            (values if role in METRICS else place)[role] = value
+        if not values:
+            return None
+        return Point(values, place.get("step"), place.get("epoch"), line)
+
+    def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:
+        """A point from a dictionary, one level of nesting deep. The closing summary of a transformers run is no step."""
+        flat: dict[str, Any] = {}
+        for key, value in data.items():
+            if isinstance(value, Mapping):
+                flat.update({f"{key}/{inner}": inside for inner, inside in value.items()})
+            else:
+                flat[str(key)] = value
+        if is_summary(flat):
+            return None
+        point = self.point(((meaning(key), number(value)) for key, value in flat.items()), line)
+        return point if point is not None and is_step(point) else None
+
+
+def is_summary(names: Iterable[str]) -> bool:
+    return any(name in ("train_runtime", "train/train_runtime", "train_samples_per_second") for name in names)
+
+
+def is_step(point: Point) -> bool:
+    """Whether a point tells of the course of training. A learning rate alone may be a setting that was printed."""
+    return any(name in point.values for name in ("loss", "eval_loss", "grad_norm")) or point.step is not None

@@ -1,0 +1,316 @@
+"""Points and notes in plain text: whatever a training loop, a progress bar or a launcher printed.
+
+Most lines of a log say nothing about the run. So a block of bytes is first searched for a few words; only the lines that have
+one are looked at. Of those, each `name: number` whose name is known counts (see `names`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from nanproof.logs.names import COARSE, Collector, Found, is_step, meaning
+from nanproof.logs.notes import Notes, clean, without_prefix
+from nanproof.logs.points import Note, Point
+
+WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=")
+"""A line without one of these, in any case, is not looked at."""
+LONGEST = 1 << 15
+"""Of a longer line only the start is looked at."""
+NEAR = 800
+"""How far from a line a progress bar may stand that belongs to it."""
+
+_NUMBER = (
+    rb"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
+    rb"|[nN]a[nN]|NAN|[iI]nf(?:inity)?|INF)"
+)
+_PAIR = re.compile(
+    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\()?[\"'\[(]{0,2}\s{0,4}"
+    rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d+))?(?!\w|\.\w|-\d)"
+)
+_BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
+_BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s*(\d+)/(\d+)\s*\[")
+_KERAS = re.compile(rb"\s*(\d+)/(\d+)\s*(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
+_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d+)/(\d+)\s*[\r\n]")
+_NESTED = re.compile(rb"\[\s*(\d+)\]\s*\[\s*(\d+)\s*/\s*(\d+)\]")
+_SAMPLES = re.compile(rb"Epoch:? (\d+) \[(\d+)/(\d+) \(")
+_COUNT = re.compile(rb"(?:Iter|iter)\w*\s?\(?\w*\)?\s?\[\s*(\d+)\s*/\s*(\d+)\]")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
+_RANK = re.compile(rb"^\[(?:rank|default|[A-Za-z_]*worker_?|[\w-]*?)(\d+)\]:\s?")
+_EVALUATION = re.compile(
+    rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
+)
+_NOT_BEFORE = re.compile(rb"[(`#*'\"={]")
+_SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
+_LAST_WORDS = frozenset(
+    b"loss losses norm lr rate scale iterations skipped step iter iteration epoch ep updates train curr value update".split()
+)
+
+
+class TextReader:
+    """Reads one log from its start to its end."""
+
+    def __init__(self) -> None:
+        self._names = Collector()
+        self._notes = Notes()
+        self._found: dict[bytes, Found | None] = {}
+        self._line = 1
+        self._rank: bytes | None = None
+        self._last: Point | None = None
+        self._after = b""
+        """What stands after the last point, in part."""
+        self._before = b""
+        """The end of what was read, in part."""
+        self._held: Point | None = None
+        """Not given out yet: a progress bar that follows may say which step it was."""
+        self._held_after_bar: int | None = None
+        self._total: int | None = None
+        """Steps of the run, from its bar."""
+        self._bar = (0, 0)
+        self._turns = 0
+        self._keras: tuple[int, int] | None = None
+        self._block: Point | None = None
+        """Of a log that puts "[step=10/500]" above, and names and values in the lines below."""
+
+    def read(self, blocks: Iterable[bytes]) -> Iterator[Point | Note]:
+        for data in blocks:
+            if b"\r\n" in data:
+                data = data.replace(b"\r\n", b"\n")
+            yield from self._in(data)
+        yield from self._release()
+
+    def _in(self, data: bytes) -> Iterator[Point | Note]:
+        low = data.lower()
+        size = len(data)
+        places = [size if at < 0 else at for at in map(low.find, WORDS)]
+        bare_returns = b"\r" in data
+        counted = 0
+        done = self._below(data, 0)
+        while (at := min(places)) < size:
+            newline = data.rfind(b"\n", done, at)
+            start = newline + 1 if newline >= 0 else done
+            end = data.find(b"\n", at)
+            end = size if end < 0 else end
+            self._line += data.count(b"\n", counted, start)
+            counted = start
+            if bare_returns:
+                start = max(start, data.rfind(b"\r", start, at) + 1)
+                back = data.find(b"\r", at, end)
+                end = end if back < 0 else back
+            self._pass_over(data, done, start)
+            stop = min(end, start + LONGEST)
+            yield from self._one(data[start:stop], low[start:stop])
+            done = end = self._below(data, end + 1) - 1 if self._block is not None and data[end : end + 1] == b"\n" else end
+            for index, place in enumerate(places):
+                if place < end:
+                    place = low.find(WORDS[index], end)
+                    places[index] = size if place < 0 else place
+        self._pass_over(data, done, size)
+        self._line += data.count(b"\n", counted)
+
+    def _below(self, data: bytes, at: int) -> int:
+        """Goes through the lines of a block, from the start of one; gives the place after them."""
+        while self._block is not None and data[at : at + 1] in (b" ", b"\t"):
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            point = self._point(data[at : min(end, at + LONGEST)], b"", True)
+            if point is not None:
+                self._block = replace(self._block, values={**self._block.values, **point.values})
+            at = end + 1
+        return min(at, len(data) + 1)
+
+    def _pass_over(self, data: bytes, start: int, end: int) -> None:
+        """Keeps both ends of what says nothing: bars stand there."""
+        if len(self._after) < NEAR:
+            self._after += data[start : min(end, start + NEAR)]
+        self._before = (self._before + data[max(start, end - NEAR) : end])[-NEAR:]
+
+    def _one(self, text: bytes, low: bytes) -> Iterator[Point | Note]:
+        rank = _RANK.match(text)
+        if rank is not None:
+            text, low = text[rank.end() :], low[rank.end() :]
+        if b"\x1b" in text or b"\x08" in text or b"\x00" in text:
+            text = _ESCAPES.sub(b"", text)
+            low = text.lower()
+        line = self._line
+        point = None if self._notes.in_traceback(text, line) else self._point(text, low)
+        if point is None:
+            for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
+                yield from self._release()
+                yield found
+            return
+        if rank is not None:
+            self._rank = self._rank or rank[1]
+            if rank[1] != self._rank:
+                return
+        if not point.values:
+            yield from self._release()
+            self._block = point
+        else:
+            yield from self._give(point, text)
+
+    # -- one line ----------------------------------------------------------------------------------------------------------
+
+    def _point(self, text: bytes, low: bytes, inside: bool = False) -> Point | None:
+        """What the line says, None if that is nothing. The line above a block has a step and no values."""
+        pairs, settings, strong = self._pairs(text, low)
+        if not pairs or b"train_runtime" in low:
+            return None
+        if b"[step=" in low and all(role in ("step", "epoch") for (role, _), _ in pairs):
+            at = {role: value for (role, _), value in pairs}
+            return Point({}, at.get("step"), at.get("epoch"), self._line, settings=settings)
+        point = self._names.point(pairs, self._line)
+        if point is None or inside:
+            return point
+        if point.step is None:
+            point = self._placed(text, point, settings)
+        if b"skipped iterations" in low:
+            point = replace(point, skipped_in_all=False)
+        if not is_step(point) or (len(pairs) == 1 and not _alone(text, strong)):
+            return None
+        if not strong and point.step is None and point.epoch is None:
+            return None
+        return replace(point, settings=settings) if settings else point
+
+    def _pairs(self, text: bytes, low: bytes) -> tuple[list[tuple[Found, float]], dict[str, float], bool]:
+        """Names and values; what was planned; whether one of them has more than a space between name and value."""
+        pairs: list[tuple[Found, float]] = []
+        settings: dict[str, float] = {}
+        strong = False
+        for match in _PAIR.finditer(text):
+            word, separator, value, total = match.groups()
+            found = self._meaning(word)
+            start = match.start()
+            if text[start - 1 : start] == b" " and text[start - 2 : start - 1].isalpha() and word.lower() in _LAST_WORDS:
+                found = self._phrase(word, text[max(0, start - 32) : start], found, separator)
+            if found is None:
+                if word != b"val" or b"loss train" not in low:
+                    continue
+                found = ("eval_loss", 0)
+            role, rank = found
+            if role == "loss" and word.lower() in (b"loss", b"value") and _EVALUATION.search(text, 0, start):
+                found = ("eval_loss", rank)
+            elif total is not None and role in ("step", "epoch"):
+                settings["steps" if role == "step" else "epochs"] = float(total)
+            strong = strong or not separator.isspace()
+            pairs.append((found, float(value.replace(b",", b""))))
+        return pairs, settings, strong
+
+    def _meaning(self, name: bytes) -> Found | None:
+        try:
+            return self._found[name]
+        except KeyError:
+            if len(self._found) > 4096:
+                self._found.clear()
+            found = self._found[name] = meaning(name.decode("utf-8", "replace"))
+            return found
+
+    def _phrase(self, word: bytes, before: bytes, found: Found | None, separator: bytes) -> Found | None:
+        """A name of several words, the longest that is known. A word before it that belongs to no name makes it prose, unless
+        a colon follows."""
+        match = _BEFORE.search(before)
+        if match is None:
+            return found
+        words = match[1].split(b" ")
+        if any(other.lower() in _SETTINGS for other in words):
+            return None
+        if found is not None and found[0] in ("step", "epoch"):
+            return found
+        for count in range(len(words)):
+            longer = self._meaning(b" ".join([*words[count:], word]))
+            if longer is not None and longer[1] < 2 * COARSE:
+                return longer
+        return None if separator.isspace() else found
+
+    # -- which step --------------------------------------------------------------------------------------------------------
+
+    def _placed(self, text: bytes, point: Point, settings: dict[str, float]) -> Point:
+        """With the step that stands in a progress bar or in brackets."""
+        bar = _BAR.search(text)
+        if bar is not None:
+            return point if b"{" in text else self._from_bar(int(bar[1]), int(bar[2]), point, settings)
+        if (keras := _KERAS.match(text)) is not None:
+            for epoch in _KERAS_EPOCH.finditer(b"\n" + self._before + b"\n"):
+                self._keras = int(epoch[1]), int(epoch[2])
+            if self._keras is not None:
+                point = replace(point, epoch=float(self._keras[0]))
+                settings["epochs"] = float(self._keras[1])
+            return self._from_bar(int(keras[1]), int(keras[2]), point, settings)
+        if (nested := _NESTED.search(text)) is not None:
+            number, count, total = map(int, nested.groups())
+            number -= 0 if text[: nested.start()].rstrip().endswith(b":") else 1
+            return replace(point, step=float(max(number, 0) * total + count), epoch=number + count / max(total, 1))
+        if (samples := _SAMPLES.search(text)) is not None:
+            number, count, total = map(int, samples.groups())
+            return replace(point, step=float(max(number - 1, 0) * total + count))
+        if (counted := _COUNT.search(text)) is not None:
+            settings["steps"] = float(counted[2])
+            return replace(point, step=float(counted[1]))
+        return point
+
+    def _from_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point:
+        if point.epoch is not None and point.epoch == int(point.epoch):  # "Epoch 3:" before the bar, which starts anew
+            epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1
+            if epochs is not None:
+                settings["steps"] = epochs * total
+            done = max(int(point.epoch) - (0 if epochs is None else 1), 0)
+            return replace(point, step=float(done * total + count), epoch=done + count / max(total, 1))
+        last, of = self._bar
+        if count < last and total == of and last >= 0.98 * of:
+            self._turns += 1  # a bar for each epoch
+        self._bar = count, total
+        if not self._turns:
+            settings["steps"] = float(total)
+        return replace(point, step=float(self._turns * total + count))
+
+    # -- giving out --------------------------------------------------------------------------------------------------------
+
+    def _give(self, point: Point, text: bytes) -> Iterator[Point | Note]:
+        bar = _last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
+        yield from self._release()
+        self._after = self._before = b""
+        if point.step is not None and self._last is not None and _same(point, self._last):
+            return  # a bar that was drawn again, or another rank
+        self._last = point
+        if bar is not None:
+            self._held, self._held_after_bar = point, bar[1]
+            return
+        yield point
+        if b"number of nan iterations:" in text and not re.search(rb"number of nan iterations:\s+0\b", text):
+            yield Note("nan-warning", clean(text), point.line, point.step)
+
+    def _release(self) -> Iterator[Point]:
+        """The point that was held back, with the step of the bar that was drawn anew after it. Where output was buffered there
+        is no bar before or none after, and the step stays unknown."""
+        held, block = self._held, self._block
+        self._held = self._block = None
+        if held is not None:
+            if self._total is None and "loss" in held.values:
+                self._total = self._held_after_bar
+            bar = next(((int(b[1]), int(b[2])) for b in _BAR.finditer(self._after) if int(b[2]) == self._total), None)
+            if bar is not None:
+                held = replace(held, step=float(bar[0]), settings={**held.settings, "steps": float(bar[1])})
+            yield held
+        if block is not None and block.values:
+            yield block
+
+
+def _alone(text: bytes, strong: bool) -> bool:
+    """Whether one value without anything else may be a step: a line that starts with it, no code and no sentence."""
+    said = without_prefix(text)
+    pair = _PAIR.search(said)
+    if pair is None or not strong or len(said) > 200 or (text[:1].isspace() and b" = " in text):
+        return False
+    before = said[: pair.start()]
+    return before.lstrip() in (b"{'", b'{"') or (len(before) <= 40 and not _NOT_BEFORE.search(before) and b"`" not in said)
+
+
+def _last_bar(text: bytes) -> tuple[int, int] | None:
+    bars = _BAR.findall(text)
+    return (int(bars[-1][0]), int(bars[-1][1])) if bars else None
+
+
+def _same(a: Point, b: Point) -> bool:
+    """NaN is the same as NaN here."""
+    return a.step == b.step and a.values.keys() == b.values.keys() and repr(a.values) == repr(b.values)
