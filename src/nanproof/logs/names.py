@@ -6,12 +6,13 @@ off, and what is left is looked up. `rank` says how good a name is: a line that 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nanproof.logs.points import METRICS, Point
+from nanproof.logs.points import Point
 
 COARSE = 10
 """Ranks of one ten may stand for each other from line to line. Once a better ten was seen, the others are left out: an epoch's
@@ -79,12 +80,15 @@ def meaning(name: str) -> Found | None:
     if "dataloader" in words:
         words = words[: words.index("dataloader")]
     evaluation = any(word in _EVALUATION for word in words)
+    twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
     if not words or any(word in _OTHER for word in words):
         return None
     found = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words))
     if found is None:
         found = _similar(words)
+    if found is not None and twice:
+        found = found[0], found[1] + COARSE
     if found is None or not evaluation:
         return found
     role, rank = found
@@ -101,6 +105,8 @@ def _similar(words: list[str]) -> Found | None:
 
 def number(value: Any) -> float | None:
     """A value as a log may hold it: a number, its text, or a list that starts with it (a learning rate for each group)."""
+    if type(value) is float:
+        return value
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, (int, float, str, bytes)):
@@ -111,45 +117,72 @@ def number(value: Any) -> float | None:
         return None
 
 
+def finite(place: float | None) -> float | None:
+    """A step or an epoch; NaN is none."""
+    return place if place is None or math.isfinite(place) else None
+
+
 class Collector:
     """Makes points of (name, value) pairs, and remembers which names this log uses."""
 
     def __init__(self) -> None:
-        self._best: dict[str, int] = {}
+        self.best: dict[str, int] = {}
+        """The best rank seen, by role."""
+        self._chosen: dict[tuple[Found, ...], dict[str, int]] = {}
+        self._plans: dict[tuple[str, ...], list[tuple[str, Found]]] = {}
 
-    def point(self, pairs: Iterable[tuple[Found | None, float | None]], line: int) -> Point | None:
+    def chosen(self, names: tuple[Found, ...]) -> dict[str, int]:
+        """By role, the index of the name that counts."""
+        known = self._chosen.get(names)
+        if known is not None:
+            return known
+        found: dict[str, int] = {}
+        for index, (role, rank) in enumerate(names):
+            if role not in found or rank < names[found[role]][1]:
+                found[role] = index
+        for role, index in list(found.items()):
+            rank, best = names[index][1], self.best.get(role)
+            if best is None or rank < best:
+                self.best[role] = rank
+                self._chosen.clear()
+            elif rank // COARSE > best // COARSE:
+                del found[role]
+        if len(self._chosen) > 4096:
+            self._chosen.clear()
+        self._chosen[names] = found
+        return found
+
+    def point(self, pairs: Sequence[tuple[Found, float]], line: int) -> Point | None:
         """None if nothing in it is a metric."""
-        chosen: dict[str, tuple[int, float]] = {}
-        for found, value in pairs:
-            if found is not None and value is not None:
-                role, rank = found
-                if role not in chosen or rank < chosen[role][0]:
-                    chosen[role] = rank, value
-        values: dict[str, float] = {}
-        place: dict[str, float] = {}
-        for role, (rank, value) in chosen.items():
-            best = self._best.get(role, rank)
-            if rank // COARSE > best // COARSE:
-                continue
-            if rank < best or role not in self._best:
-                self._best[role] = min(rank, best)
-            (values if role in METRICS else place)[role] = value
-        if not values:
-            return None
-        return Point(values, place.get("step"), place.get("epoch"), line)
+        values = {role: pairs[index][1] for role, index in self.chosen(tuple([found for found, _ in pairs])).items()}
+        step, epoch = values.pop("step", None), values.pop("epoch", None)
+        values.pop("nan_count", None)
+        return Point(values, finite(step), finite(epoch), line) if values else None
 
     def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:
         """A point from a dictionary, one level of nesting deep. The closing summary of a transformers run is no step."""
-        flat: dict[str, Any] = {}
-        for key, value in data.items():
-            if isinstance(value, Mapping):
-                flat.update({f"{key}/{inner}": inside for inner, inside in value.items()})
-            else:
-                flat[str(key)] = value
-        if is_summary(flat):
-            return None
-        point = self.point(((meaning(key), number(value)) for key, value in flat.items()), line)
+        if any(isinstance(value, dict) for value in data.values()):
+            data = _flat(data)
+        keys = tuple(data)
+        plan = self._plans.get(keys)
+        if plan is None:
+            plan = [] if is_summary(keys) else [(key, found) for key in keys if (found := meaning(str(key))) is not None]
+            if len(self._plans) > 4096:
+                self._plans.clear()
+            self._plans[keys] = plan
+        pairs = [(found, worth) for key, found in plan if (worth := number(data[key])) is not None]
+        point = self.point(pairs, line) if pairs else None
         return point if point is not None and is_step(point) else None
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}/{inner}": inside for inner, inside in value.items()})
+        else:
+            flat[key] = value
+    return flat
 
 
 def is_summary(names: Iterable[str]) -> bool:
@@ -158,4 +191,5 @@ def is_summary(names: Iterable[str]) -> bool:
 
 def is_step(point: Point) -> bool:
     """Whether a point tells of the course of training. A learning rate alone may be a setting that was printed."""
-    return any(name in point.values for name in ("loss", "eval_loss", "grad_norm")) or point.step is not None
+    values = point.values
+    return "loss" in values or "eval_loss" in values or "grad_norm" in values or point.step is not None

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from nanproof.logs.names import Collector, Found, meaning, number
@@ -47,6 +48,26 @@ def _object(text: bytes) -> dict[str, Any] | None:
 
 
 def csv_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
+    """Lightning writes the loss and the learning rate of one step into two rows: they are one point."""
+    return merged(_rows(lines))
+
+
+def merged(points: Iterable[Point]) -> Iterator[Point]:
+    """Points that follow each other with the same step and have no value in common are made one."""
+    last: Point | None = None
+    for point in points:
+        if last is not None and point.step is not None and point.step == last.step and not point.values.keys() & last.values:
+            epoch = last.epoch if point.epoch is None else point.epoch
+            last = replace(last, values={**last.values, **point.values}, epoch=epoch)
+            continue
+        if last is not None:
+            yield last
+        last = point
+    if last is not None:
+        yield last
+
+
+def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
     """The first line has the names. A cell that is empty was not logged."""
     rows = iter(lines)
     first = next(rows, None)
@@ -61,7 +82,8 @@ def csv_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
     for line, text in rows:
         cells = _cells(text, delimiter)
         count = len(cells)
-        point = names.point([(found, number(cells[i])) for i, found in columns if i < count and cells[i]], line)
+        pairs = [(found, value) for i, found in columns if i < count and cells[i] and (value := number(cells[i])) is not None]
+        point = names.point(pairs, line)
         if point is not None:
             yield point
 

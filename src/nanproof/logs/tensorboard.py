@@ -11,8 +11,9 @@ import io
 import struct
 from collections.abc import Iterable, Iterator
 
-from nanproof.logs.names import Collector, Found, meaning
+from nanproof.logs.names import Collector, meaning
 from nanproof.logs.points import Point
+from nanproof.logs.tables import merged
 from nanproof.logs.wire import Damaged, doubles, fields, floats, signed
 
 LARGEST = 64 << 20
@@ -63,34 +64,23 @@ def records(stream: io.BufferedReader) -> Iterator[bytes]:
 
 
 def points(events: Iterable[bytes]) -> Iterator[Point]:
-    """Scalars that follow each other with the same step are one point."""
+    """Scalars of one step are separate events that follow each other: they are one point."""
+    return merged(_points(events))
+
+
+def _points(events: Iterable[bytes]) -> Iterator[Point]:
     names = Collector()
-    step: int | None = None
-    line = 0
-    pairs: list[tuple[Found | None, float | None]] = []
+    epoch: tuple[int, float] | None = None
     for number, event in enumerate(events, 1):
         try:
-            at, scalars = _scalars(event)
+            step, scalars = _scalars(event)
         except Damaged:
             continue
-        known = [(meaning(tag), value) for tag, value in scalars]
-        known = [pair for pair in known if pair[0] is not None and pair[0][0] != "step"]
-        if not known:
-            continue
-        if pairs and (at != step or {found for found, _ in known} & {found for found, _ in pairs}):
-            yield from _one(names, pairs, step, line)
-            pairs = []
-        if not pairs:
-            step, line = at, number
-        pairs += known
-    if pairs:
-        yield from _one(names, pairs, step, line)
-
-
-def _one(names: Collector, pairs: list[tuple[Found | None, float | None]], step: int | None, line: int) -> Iterator[Point]:
-    point = names.point(pairs, line)
-    if point is not None:
-        yield Point(point.values, None if step is None else float(step), point.epoch, line)
+        pairs = [(found, value) for tag, value in scalars if (found := meaning(tag)) is not None and found[0] != "step"]
+        epoch = next(((step, value) for (role, _), value in pairs if role == "epoch"), epoch)
+        point = names.point(pairs, number)
+        if point is not None:
+            yield Point(point.values, float(step), epoch[1] if epoch is not None and epoch[0] == step else None, number)
 
 
 def _scalars(event: bytes) -> tuple[int, list[tuple[str, float]]]:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from nanproof.logs.names import COARSE, Collector, Found, is_step, meaning
+from nanproof.logs.layouts import MOST, TRIES, Layout, Span
+from nanproof.logs.names import COARSE, Collector, Found, finite, is_step, meaning
 from nanproof.logs.notes import Notes, clean, without_prefix
 from nanproof.logs.points import Note, Point
 
@@ -22,22 +23,22 @@ NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
 _NUMBER = (
-    rb"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
+    rb"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
     rb"|[nN]a[nN]|NAN|[iI]nf(?:inity)?|INF)"
 )
 _PAIR = re.compile(
     rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\()?[\"'\[(]{0,2}\s{0,4}"
-    rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d+))?(?!\w|\.\w|-\d)"
+    rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
 )
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
-_BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s*(\d+)/(\d+)\s*\[")
-_KERAS = re.compile(rb"\s*(\d+)/(\d+)\s*(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
-_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d+)/(\d+)\s*[\r\n]")
-_NESTED = re.compile(rb"\[\s*(\d+)\]\s*\[\s*(\d+)\s*/\s*(\d+)\]")
-_SAMPLES = re.compile(rb"Epoch:? (\d+) \[(\d+)/(\d+) \(")
-_COUNT = re.compile(rb"(?:Iter|iter)\w*\s?\(?\w*\)?\s?\[\s*(\d+)\s*/\s*(\d+)\]")
+_BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})/(\d{1,15})\s{0,8}\[")
+_KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
+_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
+_NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
+_SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
+_COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
-_RANK = re.compile(rb"^\[(?:rank|default|[A-Za-z_]*worker_?|[\w-]*?)(\d+)\]:\s?")
+_RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
 _EVALUATION = re.compile(
     rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
 )
@@ -55,6 +56,10 @@ class TextReader:
         self._names = Collector()
         self._notes = Notes()
         self._found: dict[bytes, Found | None] = {}
+        self._matches: list[tuple[Found, re.Match[bytes]]] = []
+        self._layouts: list[Layout] = []
+        self._known: dict[str, int] = {}
+        self._tries = 0
         self._line = 1
         self._rank: bytes | None = None
         self._last: Point | None = None
@@ -83,10 +88,10 @@ class TextReader:
     def _in(self, data: bytes) -> Iterator[Point | Note]:
         low = data.lower()
         size = len(data)
-        places = [size if at < 0 else at for at in map(low.find, WORDS)]
         bare_returns = b"\r" in data
         counted = 0
         done = self._below(data, 0)
+        places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
         while (at := min(places)) < size:
             newline = data.rfind(b"\n", done, at)
             start = newline + 1 if newline >= 0 else done
@@ -99,15 +104,47 @@ class TextReader:
                 back = data.find(b"\r", at, end)
                 end = end if back < 0 else back
             self._pass_over(data, done, start)
-            stop = min(end, start + LONGEST)
-            yield from self._one(data[start:stop], low[start:stop])
-            done = end = self._below(data, end + 1) - 1 if self._block is not None and data[end : end + 1] == b"\n" else end
+            after = start
+            for point, match in self._repeated(data, start):
+                if after == start or self._held is not None:
+                    yield from self._give(point, match[0])
+                elif not self._again(point):
+                    yield point
+                counted = after = match.end()
+            if after == start:
+                stop = min(end, start + LONGEST)
+                yield from self._one(data[start:stop], low[start:stop])
+                if self._block is not None and data[end : end + 1] == b"\n":
+                    end = max(end, self._below(data, end + 1) - 1)
+            else:
+                end = after - 1
+            done = end
             for index, place in enumerate(places):
                 if place < end:
                     place = low.find(WORDS[index], end)
                     places[index] = size if place < 0 else place
         self._pass_over(data, done, size)
         self._line += data.count(b"\n", counted)
+
+    def _repeated(self, data: bytes, at: int) -> Iterator[tuple[Point, re.Match[bytes]]]:
+        """Lines from here on that are like one that was understood before."""
+        layouts = self._layouts
+        match: re.Match[bytes] | None = None
+        while True:
+            for layout in layouts:
+                match = layout.match(data, at)
+                if match is not None:
+                    break
+            if match is None:
+                return
+            if layout is not layouts[0]:
+                layouts.remove(layout)
+                layouts.insert(0, layout)
+            point = layout.point(match, self._line)
+            self._line += 1
+            yield point, match
+            at = match.end()
+            match = None
 
     def _below(self, data: bytes, at: int) -> int:
         """Goes through the lines of a block, from the start of one; gives the place after them."""
@@ -118,7 +155,7 @@ class TextReader:
             if point is not None:
                 self._block = replace(self._block, values={**self._block.values, **point.values})
             at = end + 1
-        return min(at, len(data) + 1)
+        return min(at, len(data))
 
     def _pass_over(self, data: bytes, start: int, end: int) -> None:
         """Keeps both ends of what says nothing: bars stand there."""
@@ -128,38 +165,41 @@ class TextReader:
 
     def _one(self, text: bytes, low: bytes) -> Iterator[Point | Note]:
         rank = _RANK.match(text)
+        raw = text
         if rank is not None:
             text, low = text[rank.end() :], low[rank.end() :]
+        others = rank is not None and self._rank is not None and rank[1] != self._rank
         if b"\x1b" in text or b"\x08" in text or b"\x00" in text:
             text = _ESCAPES.sub(b"", text)
             low = text.lower()
         line = self._line
-        point = None if self._notes.in_traceback(text, line) else self._point(text, low)
+        point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
         if point is None:
             for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
                 yield from self._release()
                 yield found
             return
         if rank is not None:
-            self._rank = self._rank or rank[1]
-            if rank[1] != self._rank:
-                return
+            self._rank = rank[1]
         if not point.values:
             yield from self._release()
             self._block = point
         else:
+            if raw.endswith(text):
+                self._learn(raw, text, point)
             yield from self._give(point, text)
 
     # -- one line ----------------------------------------------------------------------------------------------------------
 
     def _point(self, text: bytes, low: bytes, inside: bool = False) -> Point | None:
         """What the line says, None if that is nothing. The line above a block has a step and no values."""
+        self._matches = []
         pairs, settings, strong = self._pairs(text, low)
         if not pairs or b"train_runtime" in low:
             return None
         if b"[step=" in low and all(role in ("step", "epoch") for (role, _), _ in pairs):
             at = {role: value for (role, _), value in pairs}
-            return Point({}, at.get("step"), at.get("epoch"), self._line, settings=settings)
+            return Point({}, finite(at.get("step")), finite(at.get("epoch")), self._line, settings=settings)
         point = self._names.point(pairs, self._line)
         if point is None or inside:
             return point
@@ -167,7 +207,7 @@ class TextReader:
             point = self._placed(text, point, settings)
         if b"skipped iterations" in low:
             point = replace(point, skipped_in_all=False)
-        if not is_step(point) or (len(pairs) == 1 and not _alone(text, strong)):
+        if not is_step(point) or (len(pairs) == 1 and point.step is None and not _alone(text, strong)):
             return None
         if not strong and point.step is None and point.epoch is None:
             return None
@@ -195,7 +235,26 @@ class TextReader:
                 settings["steps" if role == "step" else "epochs"] = float(total)
             strong = strong or not separator.isspace()
             pairs.append((found, float(value.replace(b",", b""))))
+            self._matches.append((found, match))
         return pairs, settings, strong
+
+    def _learn(self, raw: bytes, text: bytes, point: Point) -> None:
+        """Makes a layout of a line that was understood from its names alone."""
+        if self._known != self._names.best:
+            self._known = dict(self._names.best)
+            self._layouts.clear()
+        chosen = self._names.chosen(tuple(found for found, _ in self._matches))
+        if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None) or b"\r" in raw:
+            return
+        self._tries += 1
+        offset = len(raw) - len(text)
+        counted = {role: self._matches[index][1] for role, index in chosen.items() if role != "nan_count"}
+        spans = [Span(offset + match.start(3), offset + match.end(3), role) for role, match in counted.items()]
+        fixed = [(0, offset)]
+        for (role, _), match in self._matches:
+            fixed += [(offset + match.start(), offset + match.start(3)), (offset + match.start(4), offset + match.end(4))]
+            fixed += [(offset + match.start(3), offset + match.end(3))] if role == "nan_count" else []
+        self._layouts = [Layout(raw, spans, fixed, point), *self._layouts[: MOST - 1]]
 
     def _meaning(self, name: bytes) -> Found | None:
         try:
@@ -270,15 +329,21 @@ class TextReader:
         bar = _last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
         yield from self._release()
         self._after = self._before = b""
-        if point.step is not None and self._last is not None and _same(point, self._last):
-            return  # a bar that was drawn again, or another rank
-        self._last = point
+        if self._again(point):
+            return
         if bar is not None:
             self._held, self._held_after_bar = point, bar[1]
             return
         yield point
         if b"number of nan iterations:" in text and not re.search(rb"number of nan iterations:\s+0\b", text):
             yield Note("nan-warning", clean(text), point.line, point.step)
+
+    def _again(self, point: Point) -> bool:
+        """Whether this is the last point once more: a bar that was drawn again, or another rank."""
+        last, self._last = self._last, point
+        if last is None or point.step is None or point.step != last.step:
+            return False
+        return repr(point.values) == repr(last.values)  # NaN is the same as NaN here
 
     def _release(self) -> Iterator[Point]:
         """The point that was held back, with the step of the bar that was drawn anew after it. Where output was buffered there
@@ -309,8 +374,3 @@ def _alone(text: bytes, strong: bool) -> bool:
 def _last_bar(text: bytes) -> tuple[int, int] | None:
     bars = _BAR.findall(text)
     return (int(bars[-1][0]), int(bars[-1][1])) if bars else None
-
-
-def _same(a: Point, b: Point) -> bool:
-    """NaN is the same as NaN here."""
-    return a.step == b.step and a.values.keys() == b.values.keys() and repr(a.values) == repr(b.values)
