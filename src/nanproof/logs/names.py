@@ -98,7 +98,7 @@ def meaning(name: str) -> Found | None:
 def _similar(words: list[str]) -> Found | None:
     if words[0] == "lr" and len(words) <= 3 and re.fullmatch(r"[a-z]*(adam|sgd|lion|muon|adafactor|opt)[a-z]*", words[1]):
         return "lr", 2 + words.count("pg2")
-    if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words):
+    if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words) and not any(word.isdigit() for word in words):
         return "loss", 2 * COARSE
     return None
 

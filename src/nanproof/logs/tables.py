@@ -5,41 +5,46 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from nanproof.logs.names import Collector, Found, meaning, number
-from nanproof.logs.points import Point
+from nanproof.logs.points import METRICS, Note, Point
+from nanproof.logs.text import TextReader
 
 DELIMITERS = (",", "\t", ";", "|")
+_NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
 
 
-def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
-    """A line that is no JSON object, such as one cut short by a kill, is left out."""
+def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
+    """A line that is no JSON object is text: the traceback that ended the run may stand there. One cut short says nothing."""
     names = Collector()
+    others = TextReader()
     skipped = 0
     for line, text in lines:
+        if not text.lstrip().startswith(b"{"):
+            yield from others.feed(text + b"\n", line)
+            continue
         data = _object(text)
         if data is None:
             continue
-        if data.get("kind") == "step" and "action" in data:
-            skipped += data["action"] == "skipped"
-            point = names.of_mapping({**data, "skipped": skipped}, line)
-        elif "v" in data and "kind" in data and "norms" not in data and "names" in data:
-            continue  # a header of nanproof
-        else:
-            point = names.of_mapping(data, line)
+        if "v" in data and "kind" in data:  # nanproof's own
+            if data["kind"] != "step":
+                continue
+            skipped += data.get("action") == "skipped"
+            data["skipped"] = skipped
+        point = names.of_mapping(data, line)
         if point is not None:
             yield point
+    yield from others.finish()
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
     if text[:24].startswith(b'{"v":1,"kind":"step"'):
         cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
         text = text[:cut] + b"}" if cut > 0 else text
-    elif not text.lstrip().startswith(b"{"):
-        return None
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -102,7 +107,21 @@ def delimiter_of(first: bytes) -> str | None:
     """The delimiter of a header, None if the line is none: it needs two names or more, one of them a metric's."""
     for delimiter in DELIMITERS:
         names = [name.strip() for name in _cells(first, delimiter)]
-        plain = len(names) >= 2 and all(len(name) <= 80 and number(name) is None for name in names)
-        if plain and any((meaning(name) or ("step", 0))[0] not in ("step", "epoch") for name in names):
+        if len(names) >= 2 and all(_NAME.fullmatch(name) for name in names) and any(_is_metric(name) for name in names):
             return delimiter
     return None
+
+
+def is_table(first: bytes, second: bytes) -> bool:
+    """Whether the second line has numbers, or nothing, under the names that are known."""
+    delimiter = delimiter_of(first)
+    if delimiter is None:
+        return False
+    names, cells = _cells(first, delimiter), _cells(second, delimiter)
+    under = [cell.strip() for name, cell in zip(names, cells, strict=False) if meaning(name.strip()) is not None]
+    return len(cells) == len(names) and any(under) and all(not cell or number(cell) is not None for cell in under)
+
+
+def _is_metric(name: str) -> bool:
+    found = meaning(name)
+    return found is not None and found[0] in METRICS

@@ -70,6 +70,9 @@ class TextReader:
         self._held: Point | None = None
         """Not given out yet: a progress bar that follows may say which step it was."""
         self._held_after_bar: int | None = None
+        self._drawn: Point | None = None
+        """From a progress bar, which may be drawn again with newer values before it moves on."""
+        self._is_drawn = False
         self._total: int | None = None
         """Steps of the run, from its bar."""
         self._bar = (0, 0)
@@ -80,12 +83,15 @@ class TextReader:
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Point | Note]:
         for data in blocks:
-            if b"\r\n" in data:
-                data = data.replace(b"\r\n", b"\n")
-            yield from self._in(data)
-        yield from self._release()
+            yield from self.feed(data.replace(b"\r\n", b"\n") if b"\r\n" in data else data)
+        yield from self.finish()
 
-    def _in(self, data: bytes) -> Iterator[Point | Note]:
+    def finish(self) -> Iterator[Point | Note]:
+        return self._release()
+
+    def feed(self, data: bytes, line: int | None = None) -> Iterator[Point | Note]:
+        """Goes through whole lines; the first is `line`, or the one after what was read before."""
+        self._line = self._line if line is None else line
         low = data.lower()
         size = len(data)
         bare_returns = b"\r" in data
@@ -106,6 +112,7 @@ class TextReader:
             self._pass_over(data, done, start)
             after = start
             for point, match in self._repeated(data, start):
+                self._is_drawn = False
                 if after == start or self._held is not None:
                     yield from self._give(point, match[0])
                 elif not self._again(point):
@@ -194,6 +201,7 @@ class TextReader:
     def _point(self, text: bytes, low: bytes, inside: bool = False) -> Point | None:
         """What the line says, None if that is nothing. The line above a block has a step and no values."""
         self._matches = []
+        self._is_drawn = False
         pairs, settings, strong = self._pairs(text, low)
         if not pairs or b"train_runtime" in low:
             return None
@@ -204,7 +212,10 @@ class TextReader:
         if point is None or inside:
             return point
         if point.step is None:
-            point = self._placed(text, point, settings)
+            placed = self._placed(text, point, settings)
+            if placed is None:
+                return None
+            point = placed
         if b"skipped iterations" in low:
             point = replace(point, skipped_in_all=False)
         if not is_step(point) or (len(pairs) == 1 and point.step is None and not _alone(text, strong)):
@@ -284,7 +295,7 @@ class TextReader:
 
     # -- which step --------------------------------------------------------------------------------------------------------
 
-    def _placed(self, text: bytes, point: Point, settings: dict[str, float]) -> Point:
+    def _placed(self, text: bytes, point: Point, settings: dict[str, float]) -> Point | None:
         """With the step that stands in a progress bar or in brackets."""
         bar = _BAR.search(text)
         if bar is not None:
@@ -308,8 +319,11 @@ class TextReader:
             return replace(point, step=float(counted[1]))
         return point
 
-    def _from_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point:
+    def _from_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
+        self._is_drawn = True
         if point.epoch is not None and point.epoch == int(point.epoch):  # "Epoch 3:" before the bar, which starts anew
+            if not count:
+                return None  # it starts with the values of the epoch before
             epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1
             if epochs is not None:
                 settings["steps"] = epochs * total
@@ -327,8 +341,14 @@ class TextReader:
 
     def _give(self, point: Point, text: bytes) -> Iterator[Point | Note]:
         bar = _last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
+        if self._is_drawn and self._drawn is not None and self._drawn.step == point.step:
+            self._drawn = point
+            return
         yield from self._release()
         self._after = self._before = b""
+        if self._is_drawn:
+            self._drawn = point
+            return
         if self._again(point):
             return
         if bar is not None:
@@ -345,11 +365,13 @@ class TextReader:
             return False
         return repr(point.values) == repr(last.values)  # NaN is the same as NaN here
 
-    def _release(self) -> Iterator[Point]:
+    def _release(self) -> Iterator[Point | Note]:
         """The point that was held back, with the step of the bar that was drawn anew after it. Where output was buffered there
         is no bar before or none after, and the step stays unknown."""
-        held, block = self._held, self._block
-        self._held = self._block = None
+        held, block, drawn = self._held, self._block, self._drawn
+        self._held = self._block = self._drawn = None
+        if drawn is not None and not self._again(drawn):
+            yield drawn
         if held is not None:
             if self._total is None and "loss" in held.values:
                 self._total = self._held_after_bar
