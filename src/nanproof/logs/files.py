@@ -29,11 +29,11 @@ def head(stream: io.BufferedReader) -> bytes:
     return stream.peek(HEAD)[:HEAD]
 
 
-def blocks(stream: io.BufferedReader) -> Iterator[bytes]:
+def blocks(stream: io.BufferedReader, size: int = BLOCK) -> Iterator[bytes]:
     """The text in pieces that end where a line ends. A carriage return ends a line too: progress bars have no other end."""
     rest = b""
     skipping = False
-    for piece in _utf8(stream):
+    for piece in _utf8(stream, size):
         if skipping:
             at = _first_end(piece)
             if at < 0:
@@ -51,11 +51,11 @@ def blocks(stream: io.BufferedReader) -> Iterator[bytes]:
         yield rest
 
 
-def lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+def lines(stream: io.BufferedReader, size: int = BLOCK) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line), without the line's end."""
     number = 0
     last = b""
-    for block in blocks(stream):
+    for block in blocks(stream, size):
         found = (last + block).split(b"\n") if last else block.split(b"\n")
         last = found.pop()
         if len(last) > LONGEST:
@@ -67,10 +67,10 @@ def lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
         yield number + 1, last
 
 
-def _utf8(stream: io.BufferedReader) -> Iterator[bytes]:
+def _utf8(stream: io.BufferedReader, size: int) -> Iterator[bytes]:
     start = stream.peek(4)[:4]
     wide = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(start[:2])
-    pieces = iter(lambda: stream.read(BLOCK), b"")
+    pieces = iter(lambda: stream.read(size), b"")
     if wide is not None:
         decoder = codecs.getincrementaldecoder(wide)(errors="replace")
         stream.read(2)

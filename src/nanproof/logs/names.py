@@ -61,8 +61,8 @@ _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"
 _OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
 """What a setting or a summary is called, not a step."""
 _AUXILIARY = set(
-    "aux kl z balance balancing router reg penalty entropy d g value vf scale scaler py fn function weight coef ratio type mask"
-    " at window tokens ppl perplexity".split()
+    "aux kl z balance balancing router reg penalty entropy d g value vf scale scaler py fn function weight weights coef ratio"
+    " type mask at window tokens ppl perplexity".split()
 )
 """With one of these a name that has "loss" in it is not the loss."""
 

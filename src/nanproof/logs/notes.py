@@ -16,8 +16,8 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200
 
 _PREFIX = re.compile(
     rb"(?:\s|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
-    rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b:?|\S{1,120}\.py:\d{1,6}:? ?|\w{1,30}Warning: "
-    rb"|(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
+    rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
+    rb"|\w{1,30}Warning: |[\w.]{1,40} - |(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
 )
 _LEVEL = re.compile(rb"\b(?:WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4}\b|\w{1,30}Warning: ")
 _EXCEPTION = re.compile(
@@ -28,6 +28,7 @@ _CODE = re.compile(
     rb"|.*(?:torch\.|math\.|np\.|==|isnan|isinf|isfinite|\.any\(|%[sdf]\b|\{\w+[:}])"
 )
 _MARKUP = re.compile(rb"\s*(?:#|\*|-\s|>|\||\d{1,3}[.)]\s|`|<)")
+_PROGRAM = re.compile(rb"[\w-]{1,30}: error: ")
 _STEP = re.compile(rb"(?:global[_ ]step|step|iteration|iter|update|batch|@)\W{0,3}(\d{1,15})\b", re.I)
 
 _OVERFLOW = re.compile(
@@ -118,7 +119,7 @@ class Notes:
         level = _LEVEL.search(text, 0, min(prefix + 1, 400)) is not None
         for kind, pattern in _KNOWN:
             found = pattern.search(message, 0, 1200)
-            if found is not None and (exception is not None or level or found.start() == 0 or b"error: " in low[:80]):
+            if found is not None and (exception is not None or level or found.start() == 0 or _PROGRAM.match(message)):
                 return kind
         if exception is not None and line < self._until:
             return "error"

@@ -15,7 +15,7 @@ from nanproof.logs.names import COARSE, Collector, Found, finite, is_step, meani
 from nanproof.logs.notes import Notes, clean, without_prefix
 from nanproof.logs.points import Note, Point
 
-WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=")
+WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
 """A line without one of these, in any case, is not looked at."""
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
@@ -42,7 +42,10 @@ _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
 _EVALUATION = re.compile(
     rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
 )
-_NOT_BEFORE = re.compile(rb"[(`#*'\"={]")
+_BEFORE_ALONE = re.compile(
+    rb"\s*\{[\"']|(?:[\s\d:|,\[\]-]|\b(?:train|training|val|validation|eval|test|set|average|avg|mean|running|current|total|batch|end)\b)*",
+    re.I,
+)
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
 _LAST_WORDS = frozenset(
     b"loss losses norm lr rate scale iterations skipped step iter iteration epoch ep updates train curr value update".split()
@@ -182,6 +185,8 @@ class TextReader:
         line = self._line
         point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
         if point is None:
+            if self._held is not None:
+                self._after += text[:NEAR]  # a traceback may start where the bar ends
             for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
                 yield from self._release()
                 yield found
@@ -255,6 +260,8 @@ class TextReader:
             self._known = dict(self._names.best)
             self._layouts.clear()
         chosen = self._names.chosen(tuple(found for found, _ in self._matches))
+        if any(role == "nan_count" and float(match[3]) for (role, _), match in self._matches):
+            return  # a note goes with it
         if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None) or b"\r" in raw:
             return
         self._tries += 1
@@ -389,8 +396,7 @@ def _alone(text: bytes, strong: bool) -> bool:
     pair = _PAIR.search(said)
     if pair is None or not strong or len(said) > 200 or (text[:1].isspace() and b" = " in text):
         return False
-    before = said[: pair.start()]
-    return before.lstrip() in (b"{'", b'{"') or (len(before) <= 40 and not _NOT_BEFORE.search(before) and b"`" not in said)
+    return _BEFORE_ALONE.fullmatch(said, 0, pair.start()) is not None and b"`" not in said
 
 
 def _last_bar(text: bytes) -> tuple[int, int] | None:
