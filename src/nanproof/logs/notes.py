@@ -17,7 +17,8 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200
 _PREFIX = re.compile(
     rb"(?:\s|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
     rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
-    rb"|\w{1,30}Warning: |[\w.]{1,40} - |(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
+    rb"|\w{1,30}Warning: |[\w.]{1,40} - "
+    rb"|(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
 )
 _LEVEL = re.compile(rb"\b(?:WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4}\b|\w{1,30}Warning: ")
 _EXCEPTION = re.compile(
@@ -70,13 +71,22 @@ _NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|non-?finite|not fi
 _THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation", re.I)
 
 
+_MESSAGES = (
+    *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
+    *(b"outofmemory", b"oom_kill", b"invalid loss"),
+)
+_MARKS = (*_MESSAGES, b"nan", b"inf", b"finite", b"resum", b"loaded checkpoint", b"the checkpoint", b"continuing t")
+"""In small letters: outside of a traceback, a line without any of these is no note."""
+_ONCE = {"error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "scale-at-minimum"}
+
+
 class Notes:
     """Judges one line after another; remembers whether a traceback is being printed."""
 
     def __init__(self) -> None:
         self._until = 0  # the traceback that is being printed ends before this line
         self._ranks: dict[str, bytes | None] = {}
-        self._last: tuple[str, str] = ("", "")
+        self._said: set[str] = set()
 
     def in_traceback(self, text: bytes, line: int) -> bool:
         """Whether this line is source code that a traceback shows."""
@@ -87,20 +97,24 @@ class Notes:
         if b"raceback (most recent call last)" in text:
             self._until = line + 400
             return
+        if line >= self._until and not any(mark in low for mark in _MARKS):
+            return
         kind = self._kind(text, low, line)
-        if not text[:1].isspace() and line < self._until and kind in ("error", "out-of-memory", "device-assert"):
+        if kind is None:
+            return
+        if kind in _ONCE:
             self._until = 0
-        if kind is None or self._ranks.setdefault(kind, rank) not in (rank, None):
-            return  # each rank says the same
+            if (said := clean(text)) not in self._said and len(self._said) < 100:  # each rank says the same
+                self._said.add(said)
+                yield Note(kind, said, line)
+            return
+        if self._ranks.setdefault(kind, rank) not in (rank, None):
+            return
         scale = _NEW_SCALE.search(text) or _TRIED_SCALE.search(text) if kind in ("overflow", "scale") else None
         step = _STEP.search(text) if kind in ("overflow", "nan-warning", "resumed") else None
         at = float(step[1]) if step is not None else None
         if kind != "scale":
-            said = clean(text)
-            if (kind, said) == self._last and kind != "overflow":
-                return
-            self._last = kind, said
-            yield Note(kind, said, line, at)
+            yield Note(kind, clean(text), line, at)
         value = next((group for group in scale.groups() if group), None) if scale is not None else None
         if value is not None:
             try:
@@ -109,6 +123,10 @@ class Notes:
                 return
 
     def _kind(self, text: bytes, low: bytes, line: int) -> str | None:
+        resumed = _RESUMED.search(text) is not None if b"checkpoint" in low or b"resum" in low or b"continuing" in low else False
+        finite = _NOT_FINITE.search(text) is None
+        if finite and not resumed and line >= self._until and not any(mark in low for mark in _MESSAGES):
+            return None  # the prefix is not worth a look
         message = without_prefix(text)
         prefix = len(text) - len(message)
         if b"overflow" in low and (_OVERFLOW.match(message) or b"OVERFLOW! " in message[:60]):
@@ -123,9 +141,9 @@ class Notes:
                 return kind
         if exception is not None and line < self._until:
             return "error"
-        if (b"resum" in low or b"checkpoint" in low or b"continuing" in low) and _RESUMED.match(message):
+        if resumed and _RESUMED.match(message):
             return "resumed"
-        return "nan-warning" if self._warns(text, message, level) else None
+        return "nan-warning" if not finite and self._warns(text, message, level) else None
 
     @staticmethod
     def _warns(text: bytes, message: bytes, level: bool) -> bool:

@@ -19,6 +19,8 @@ WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint
 """A line without one of these, in any case, is not looked at."""
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
+MOST_PAIRS = 100
+"""Of a line that has more names and values, the rest is left."""
 NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
@@ -207,6 +209,8 @@ class TextReader:
         """What the line says, None if that is nothing. The line above a block has a step and no values."""
         self._matches = []
         self._is_drawn = False
+        if not (inside or b"loss" in low or b"grad" in low or b"gnorm" in low or b"step=" in low):
+            return None
         pairs, settings, strong = self._pairs(text, low)
         if not pairs or b"train_runtime" in low:
             return None
@@ -234,6 +238,7 @@ class TextReader:
         pairs: list[tuple[Found, float]] = []
         settings: dict[str, float] = {}
         strong = False
+        evaluation: int | None = None  # where a word says that this is of an evaluation
         for match in _PAIR.finditer(text):
             word, separator, value, total = match.groups()
             found = self._meaning(word)
@@ -245,13 +250,18 @@ class TextReader:
                     continue
                 found = ("eval_loss", 0)
             role, rank = found
-            if role == "loss" and word.lower() in (b"loss", b"value") and _EVALUATION.search(text, 0, start):
-                found = ("eval_loss", rank)
+            if role == "loss" and word.lower() in (b"loss", b"value"):
+                if evaluation is None:
+                    said = _EVALUATION.search(text)
+                    evaluation = len(text) if said is None else said.start()
+                found = ("eval_loss" if evaluation < start else "loss", rank)
             elif total is not None and role in ("step", "epoch"):
                 settings["steps" if role == "step" else "epochs"] = float(total)
             strong = strong or not separator.isspace()
             pairs.append((found, float(value.replace(b",", b""))))
             self._matches.append((found, match))
+            if len(pairs) == MOST_PAIRS:
+                break
         return pairs, settings, strong
 
     def _learn(self, raw: bytes, text: bytes, point: Point) -> None:
