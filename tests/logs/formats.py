@@ -73,6 +73,17 @@ def tqdm(p: Point) -> str:
     return f"\rsteps:  12%|█▏  | {p.step:.0f}/1000000 [00:03<00:20, 3.2it/s, {shown_last}]"
 
 
+def lightning(p: Point) -> str:
+    """A bar for each epoch of 50 steps."""
+    epoch, count = divmod(int(p.step) - 1, 50)
+    return f"\rEpoch {epoch}:  12%|█▏  | {count + 1}/50 [00:03<00:20, 3.2it/s, v_num=0, train_loss={shown(p.values['loss'])}]"
+
+
+def composer(p: Point) -> str:
+    values = f"\t Train time/batch: {p.step:.0f}\n\t Train loss/train/total: {shown(p.values['loss'])}"
+    return f"[epoch=1][batch={p.step:.0f}/4800]:\n{values}\n\t Train metrics/train/accuracy: 0.5"
+
+
 def pairs(p: Point) -> str:
     v = {name: shown(value) for name, value in p.values.items()}
     return f"2024-01-01 10:00:00 INFO train: step={p.step:.0f} train_loss={v['loss']} grad_norm={v['grad_norm']} lr={v['lr']}"
@@ -96,6 +107,8 @@ TEXT: dict[str, tuple[Render, tuple[str, ...], bool]] = {
     "OLMo": (olmo, ("loss", "grad_norm", "lr"), True),
     "fairseq": (fairseq, ("loss", "grad_norm", "lr"), True),
     "tqdm": (tqdm, ("loss", "grad_norm", "lr"), True),
+    "Lightning": (lightning, ("loss",), True),
+    "Composer": (composer, ("loss",), True),
     "pairs": (pairs, ("loss", "grad_norm", "lr"), True),
     "bars": (bars, ("loss", "grad_norm", "lr"), True),
     "JSON": (json_line, ("loss", "grad_norm", "lr"), True),

@@ -21,6 +21,7 @@ TRIES = 200
 _NUMBER = rb"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
 _VALUE = rb"(" + _NUMBER + rb"|[+-]?(?:[nN]a[nN]|[iI]nf(?:inity)?))"
 _PLACE = rb"(" + _NUMBER + rb")"
+_DRAWING = rb"[ ]{0,8}\d{1,3}%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})"
 _LOOSE = re.compile(rb"(?<![\w/.@+-])" + _NUMBER + rb"|[ \t]+")
 
 
@@ -34,21 +35,46 @@ class Span:
 
 
 class Layout:
-    def __init__(self, text: bytes, spans: Sequence[Span], fixed: Sequence[tuple[int, int]], like: Point) -> None:
-        """`fixed` are places whose numbers must stay as they are."""
+    """The pattern of one kind of line."""
+
+    def __init__(
+        self,
+        text: bytes,
+        spans: Sequence[Span],
+        fixed: Sequence[tuple[int, int]],
+        like: Point,
+        bar: re.Match[bytes] | None = None,
+    ) -> None:
+        """`fixed` are places whose numbers must stay as they are; `bar` is a progress bar that says which step it is."""
         parts: list[bytes] = []
         at = 0
-        spans = sorted(spans, key=lambda span: span.start)
+        spans = list(spans)
+        if bar is not None:
+            drawing = len(text[: bar.start() + 1].rstrip(b"0123456789").rstrip(b" "))
+            spans.append(Span(drawing, bar.end(1), "bar"))
+            fixed = [*fixed, bar.span(2)]
+        spans.sort(key=lambda span: span.start)
         for span in spans:
-            parts += [_loosened(text, at, span.start, fixed), _VALUE if span.role in METRICS else _PLACE]
+            pattern = _DRAWING if span.role == "bar" else _VALUE if span.role in METRICS else _PLACE
+            parts += [_loosened(text, at, span.start, fixed), pattern]
             at = span.end
-        parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*\n"]
+        parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*\n" if bar is None else rb"[ \t]*[\r\n]"]
         self.match = re.compile(b"".join(parts)).match
         roles = [span.role for span in spans]
+        self.total = int(bar[2]) if bar is not None else None
+        """Of the bar."""
+        self._bar = roles.index("bar") if bar is not None else 0
         self._values = [(index, role) for index, role in enumerate(roles) if role in METRICS]
         self._step = roles.index("step") if "step" in roles else None
         self._epoch = roles.index("epoch") if "epoch" in roles else None
-        self._in_all, self._settings = like.skipped_in_all, like.settings
+        self._in_all = like.skipped_in_all
+        self.settings = (
+            like.settings if bar is None else {name: like.settings[name] for name in ("epochs",) if name in like.settings}
+        )
+
+    def count(self, match: re.Match[bytes]) -> int:
+        """Where the bar is."""
+        return int(match[self._bar + 1])
 
     def point(self, match: re.Match[bytes], line: int) -> Point:
         found = [float(group) for group in match.groups()]
@@ -58,7 +84,7 @@ class Layout:
             None if self._epoch is None else found[self._epoch],
             line,
             self._in_all,
-            self._settings,
+            self.settings,
         )
 
 

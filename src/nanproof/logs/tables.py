@@ -24,7 +24,7 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
     others = TextReader()
     skipped = 0
     for line, text in lines:
-        if not text.lstrip().startswith(b"{"):
+        if not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'"):
             yield from others.feed(text + b"\n", line)
             continue
         data = _object(text)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from nanproof.logs.layouts import MOST, TRIES, Layout, Span
 from nanproof.logs.names import COARSE, Collector, Found, finite, is_step, meaning
 from nanproof.logs.notes import Notes, clean, without_prefix
+from nanproof.logs.places import BAR, Places, first_bar, last_bar
 from nanproof.logs.points import Note, Point
 
 WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
@@ -33,12 +34,6 @@ _PAIR = re.compile(
     rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
 )
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
-_BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})/(\d{1,15})\s{0,8}\[")
-_KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
-_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
-_NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
-_SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
-_COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
 _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
 _EVALUATION = re.compile(
@@ -59,6 +54,7 @@ class TextReader:
 
     def __init__(self) -> None:
         self._names = Collector()
+        self._places = Places()
         self._notes = Notes()
         self._found: dict[bytes, Found | None] = {}
         self._matches: list[tuple[Found, re.Match[bytes]]] = []
@@ -80,9 +76,6 @@ class TextReader:
         self._is_drawn = False
         self._total: int | None = None
         """Steps of the run, from its bar."""
-        self._bar = (0, 0)
-        self._turns = 0
-        self._keras: tuple[int, int] | None = None
         self._block: Point | None = None
         """Of a log that puts "[step=10/500]" above, and names and values in the lines below."""
 
@@ -117,10 +110,9 @@ class TextReader:
             self._pass_over(data, done, start)
             after = start
             for point, match in self._repeated(data, start):
-                self._is_drawn = False
-                if after == start or self._held is not None:
-                    yield from self._give(point, match[0])
-                elif not self._again(point):
+                if after == start or self._is_drawn or self._drawn is not None or self._held is not None:
+                    yield from self._give(point, match[0]) if point is not None else ()
+                elif point is not None and not self._again(point):
                     yield point
                 counted = after = match.end()
             if after == start:
@@ -138,7 +130,7 @@ class TextReader:
         self._pass_over(data, done, size)
         self._line += data.count(b"\n", counted)
 
-    def _repeated(self, data: bytes, at: int) -> Iterator[tuple[Point, re.Match[bytes]]]:
+    def _repeated(self, data: bytes, at: int) -> Iterator[tuple[Point | None, re.Match[bytes]]]:
         """Lines from here on that are like one that was understood before."""
         layouts = self._layouts
         match: re.Match[bytes] | None = None
@@ -152,8 +144,11 @@ class TextReader:
             if layout is not layouts[0]:
                 layouts.remove(layout)
                 layouts.insert(0, layout)
-            point = layout.point(match, self._line)
-            self._line += 1
+            point: Point | None = layout.point(match, self._line)
+            self._is_drawn = layout.total is not None
+            if layout.total is not None and point is not None:
+                point = self._places.in_bar(layout.count(match), layout.total, point, dict(layout.settings))
+            self._line += data[match.end() - 1] == 10
             yield point, match
             at = match.end()
             match = None
@@ -221,7 +216,7 @@ class TextReader:
         if point is None or inside:
             return point
         if point.step is None:
-            placed = self._placed(text, point, settings)
+            placed, self._is_drawn = self._places.of(text, self._before, point, settings)
             if placed is None:
                 return None
             point = placed
@@ -272,7 +267,8 @@ class TextReader:
         chosen = self._names.chosen(tuple(found for found, _ in self._matches))
         if any(role == "nan_count" and float(match[3]) for (role, _), match in self._matches):
             return  # a note goes with it
-        if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None) or b"\r" in raw:
+        bar = BAR.search(raw) if self._is_drawn else None
+        if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None and bar is None):
             return
         self._tries += 1
         offset = len(raw) - len(text)
@@ -282,7 +278,7 @@ class TextReader:
         for (role, _), match in self._matches:
             fixed += [(offset + match.start(), offset + match.start(3)), (offset + match.start(4), offset + match.end(4))]
             fixed += [(offset + match.start(3), offset + match.end(3))] if role == "nan_count" else []
-        self._layouts = [Layout(raw, spans, fixed, point), *self._layouts[: MOST - 1]]
+        self._layouts = [Layout(raw, spans, fixed, point, bar), *self._layouts[: MOST - 1]]
 
     def _meaning(self, name: bytes) -> Found | None:
         try:
@@ -310,54 +306,10 @@ class TextReader:
                 return longer
         return None if separator.isspace() else found
 
-    # -- which step --------------------------------------------------------------------------------------------------------
-
-    def _placed(self, text: bytes, point: Point, settings: dict[str, float]) -> Point | None:
-        """With the step that stands in a progress bar or in brackets."""
-        bar = _BAR.search(text)
-        if bar is not None:
-            return point if b"{" in text else self._from_bar(int(bar[1]), int(bar[2]), point, settings)
-        if (keras := _KERAS.match(text)) is not None:
-            for epoch in _KERAS_EPOCH.finditer(b"\n" + self._before + b"\n"):
-                self._keras = int(epoch[1]), int(epoch[2])
-            if self._keras is not None:
-                point = replace(point, epoch=float(self._keras[0]))
-                settings["epochs"] = float(self._keras[1])
-            return self._from_bar(int(keras[1]), int(keras[2]), point, settings)
-        if (nested := _NESTED.search(text)) is not None:
-            number, count, total = map(int, nested.groups())
-            number -= 0 if text[: nested.start()].rstrip().endswith(b":") else 1
-            return replace(point, step=float(max(number, 0) * total + count), epoch=number + count / max(total, 1))
-        if (samples := _SAMPLES.search(text)) is not None:
-            number, count, total = map(int, samples.groups())
-            return replace(point, step=float(max(number - 1, 0) * total + count))
-        if (counted := _COUNT.search(text)) is not None:
-            settings["steps"] = float(counted[2])
-            return replace(point, step=float(counted[1]))
-        return point
-
-    def _from_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
-        self._is_drawn = True
-        if point.epoch is not None and point.epoch == int(point.epoch):  # "Epoch 3:" before the bar, which starts anew
-            if not count:
-                return None  # it starts with the values of the epoch before
-            epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1
-            if epochs is not None:
-                settings["steps"] = epochs * total
-            done = max(int(point.epoch) - (0 if epochs is None else 1), 0)
-            return replace(point, step=float(done * total + count), epoch=done + count / max(total, 1))
-        last, of = self._bar
-        if count < last and total == of and last >= 0.98 * of:
-            self._turns += 1  # a bar for each epoch
-        self._bar = count, total
-        if not self._turns:
-            settings["steps"] = float(total)
-        return replace(point, step=float(self._turns * total + count))
-
     # -- giving out --------------------------------------------------------------------------------------------------------
 
     def _give(self, point: Point, text: bytes) -> Iterator[Point | Note]:
-        bar = _last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
+        bar = last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
         if self._is_drawn and self._drawn is not None and self._drawn.step == point.step:
             self._drawn = point
             return
@@ -392,7 +344,7 @@ class TextReader:
         if held is not None:
             if self._total is None and "loss" in held.values:
                 self._total = self._held_after_bar
-            bar = next(((int(b[1]), int(b[2])) for b in _BAR.finditer(self._after) if int(b[2]) == self._total), None)
+            bar = first_bar(self._after, self._total)
             if bar is not None:
                 held = replace(held, step=float(bar[0]), settings={**held.settings, "steps": float(bar[1])})
             yield held
@@ -407,8 +359,3 @@ def _alone(text: bytes, strong: bool) -> bool:
     if pair is None or not strong or len(said) > 200 or (text[:1].isspace() and b" = " in text):
         return False
     return _BEFORE_ALONE.fullmatch(said, 0, pair.start()) is not None and b"`" not in said
-
-
-def _last_bar(text: bytes) -> tuple[int, int] | None:
-    bars = _BAR.findall(text)
-    return (int(bars[-1][0]), int(bars[-1][1])) if bars else None
