@@ -138,6 +138,17 @@ def test_a_pipe_that_comes_in_small_pieces():
     assert child.communicate(timeout=60)[0].decode().split(" ", 2) == ["JSON", "lines", "[0, 1, 2]" + os.linesep]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_is_read_if_named_and_not_waited_for_in_a_folder(tmp_path):
+    """`doctor <(zcat train.log.gz)` opens what can be opened once."""
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "train.log").write_text(LOG)
+    assert names(find([tmp_path]), tmp_path) == ["train.log"]
+    with subprocess.Popen(["sh", "-c", 'cat "$0" > "$1"', tmp_path / "train.log", tmp_path / "pipe.log"]):
+        (source,) = find([tmp_path / "pipe.log"])
+        assert steps(source) == STEPS
+
+
 def test_patterns_are_expanded(tmp_path):
     """Windows' shell leaves that to the program."""
     for n in range(3):

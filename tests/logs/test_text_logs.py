@@ -60,6 +60,7 @@ ONE_LINE = {
         "[2024-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=3, lr=[0.0001, 0.0002], mom=[(0.9, 0.999)]",
         ({"skipped": 3.0, "lr": 1e-4}, 10.0),
     ),
+    "DeepSpeed's scale": ("[2024-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] loss_scale: 65536", ({"scale": 65536.0}, None)),
     "LitGPT": ("Epoch 1 | iter 47 step 1 | loss train: 3.737, val: 3.5 | iter time: 45.53 ms", ({"loss": 3.737, "eval_loss": 3.5}, 47.0)),
     "LitGPT before an evaluation": ("Epoch 1 | iter 46 step 1 | loss train: 3.724, val: n/a | iter time: 45 ms", ({"loss": 3.724}, 46.0)),
     "fairseq": (

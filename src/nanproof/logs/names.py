@@ -69,11 +69,13 @@ _AUXILIARY = set(
 Found = tuple[str, int]
 
 
-@lru_cache(maxsize=4096)
 def meaning(name: str) -> Found | None:
     """(one of METRICS, "step", "epoch" or "nan_count"; rank), or None."""
-    if len(name) > 80:
-        return None
+    return _meaning(name) if len(name) <= 80 else None
+
+
+@lru_cache(maxsize=4096)
+def _meaning(name: str) -> Found | None:
     if name == "_step":
         return "step", 2 * COARSE
     words = re.sub(r"\([^()]*\)|[\W_]+", " ", re.sub(r"([a-z])([A-Z][a-z])", r"\1 \2", name)).lower().split()
@@ -147,7 +149,7 @@ class Collector:
                 self._chosen.clear()
             elif rank // COARSE > best // COARSE:
                 del found[role]
-        if len(self._chosen) > 4096:
+        if len(self._chosen) > 1024:
             self._chosen.clear()
         self._chosen[names] = found
         return found
@@ -167,9 +169,10 @@ class Collector:
         plan = self._plans.get(keys)
         if plan is None:
             plan = [] if is_summary(keys) else [(key, found) for key in keys if (found := meaning(str(key))) is not None]
-            if len(self._plans) > 4096:
+            if len(self._plans) > 64:
                 self._plans.clear()
-            self._plans[keys] = plan
+            if len(keys) <= 1000:
+                self._plans[keys] = plan
         pairs = [(found, worth) for key, found in plan if (worth := number(data[key])) is not None]
         point = self.point(pairs, line) if pairs else None
         return point if point is not None and is_step(point) else None

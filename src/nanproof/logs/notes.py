@@ -29,6 +29,8 @@ _CODE = re.compile(
     rb"|.*(?:torch\.|math\.|np\.|==|isnan|isinf|isfinite|\.any\(|%[sdf]\b|\{\w+[:}])"
 )
 _MARKUP = re.compile(rb"\s*(?:#|\*|-\s|>|\||\d{1,3}[.)]\s|`|<)")
+_LAUNCHER = re.compile(rb"\S*ChildFailedError|subprocess\.CalledProcessError: ")
+"""Only says that another process failed, which said why itself."""
 _PROGRAM = re.compile(rb"[\w-]{1,30}: error: ")
 _STEP = re.compile(rb"(?:global[_ ]step|step|iteration|iter|update|batch|@)\W{0,3}(\d{1,15})\b", re.I)
 
@@ -49,6 +51,10 @@ _KNOWN = (
     (
         "out-of-memory",
         re.compile(rb"CUDA out of memory|OutOfMemoryError|out of memory\. Tried|oom_kill event|Out of memory: Killed"),
+    ),
+    (
+        "error",
+        re.compile(rb"Fatal Python error: |terminate called after throwing an instance of|\*\*\* \S+ \S+ ON .* CANCELLED AT "),
     ),
     (
         "nan-warning",
@@ -73,7 +79,7 @@ _THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation", re.I)
 
 _MESSAGES = (
     *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
-    *(b"outofmemory", b"oom_kill", b"invalid loss"),
+    *(b"outofmemory", b"oom_kill", b"invalid loss", b"fatal python error", b"terminate called", b" cancelled at "),
 )
 _MARKS = (*_MESSAGES, b"nan", b"inf", b"finite", b"resum", b"loaded checkpoint", b"the checkpoint", b"continuing t")
 """In small letters: outside of a traceback, a line without any of these is no note."""
@@ -139,7 +145,7 @@ class Notes:
             found = pattern.search(message, 0, 1200)
             if found is not None and (exception is not None or level or found.start() == 0 or _PROGRAM.match(message)):
                 return kind
-        if exception is not None and line < self._until:
+        if exception is not None and line < self._until and not _LAUNCHER.match(message):
             return "error"
         if resumed and _RESUMED.match(message):
             return "resumed"

@@ -61,11 +61,11 @@ class Source:
     format: str
     """One of `FORMATS`."""
     size: int | None
-    """Bytes on disk; None for standard input."""
+    """Bytes on disk; None for standard input and other pipes."""
     files: tuple[Path, ...] = ()
     """In the order in which they were written."""
     stream: io.BufferedReader | None = field(default=None, repr=False, compare=False)
-    """Standard input, of which the head was looked at."""
+    """A pipe, of which the head was looked at."""
 
 
 def find(paths: Sequence[str | Path]) -> list[Source]:
@@ -75,8 +75,7 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     for given in paths or ["."]:
         path = Path(given)
         if str(given) == "-":
-            stream = files.unpacked(sys.stdin.buffer)
-            sources.append(Source("-", format_of(files.head(stream)), None, (), stream))
+            sources.append(_of_stream("-", files.unpacked(sys.stdin.buffer)))
         elif path.is_dir():
             found = _in_folder(path)
             if not found:
@@ -84,8 +83,10 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
                     f"no log was found in {path}: looked for {LOOKED_FOR}. Name a file to read it whatever it is called"
                 )
             chosen += found
-        elif path.exists():
+        elif path.is_file():
             chosen.append(path)
+        elif path.exists():  # a pipe can be opened once
+            sources.append(_of_stream(str(path), _open(path)))
         else:
             matches = [Path(match) for match in sorted(glob.glob(str(given)))]
             if not matches:
@@ -93,6 +94,10 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
             chosen += matches
     sources += [_source(group) for group in _grouped(_unique(chosen))]
     return sources
+
+
+def _of_stream(path: str, stream: io.BufferedReader) -> Source:
+    return Source(path, format_of(files.head(stream)), None, (), stream)
 
 
 def read(source: Source) -> Iterator[Point | Note]:
@@ -200,6 +205,8 @@ def _in_folder(folder: Path) -> list[Path]:
             if name.lower() in _NEVER or not (_LOG.fullmatch(plain) or _ROTATED.fullmatch(plain)):
                 continue
             path = Path(place) / name
+            if not path.is_file() or not os.access(path, os.R_OK):
+                continue
             if _UNSURE.fullmatch(name) is None or _holds_something(path):
                 found.append(path)
     return _newest_states(found)

@@ -222,7 +222,8 @@ class TextReader:
             point = placed
         if b"skipped iterations" in low:
             point = replace(point, skipped_in_all=False)
-        if not is_step(point) or (len(pairs) == 1 and point.step is None and not _alone(text, strong)):
+        scale_alone = "scale" in point.values and b"[Rank " in text  # DeepSpeed's
+        if not (is_step(point) or scale_alone) or (len(pairs) == 1 and point.step is None and not _alone(text, strong)):
             return None
         if not strong and point.step is None and point.epoch is None:
             return None
@@ -284,6 +285,8 @@ class TextReader:
         try:
             return self._found[name]
         except KeyError:
+            if len(name) > 80:
+                return None
             if len(self._found) > 4096:
                 self._found.clear()
             found = self._found[name] = meaning(name.decode("utf-8", "replace"))
