@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanproof.logs import files, tensorboard, wandb
+from nanproof.logs.points import Note, Point
 from nanproof.logs.sources import find, format_of, read
 from nanproof.logs.wire import Damaged, fields, signed, varint
 
@@ -74,6 +75,18 @@ def test_nested_values_and_records_across_blocks_in_wandb():
     assert len(data) > 32768
     found = list(wandb.points(stream(data)))
     assert [(p.step, p.values["loss"], p.values["lr"]) for p in found] == [(5.0 * n, 2.0 - 0.01 * n, 1e-3) for n in range(38)]
+
+
+def test_the_exception_that_ended_a_run_is_in_wandbs_file():
+    """What the program printed is there too; its lines of losses are not counted twice."""
+    (source,) = find([DATA / "wandb" / "run-crashed.wandb"])
+    found = list(read(source))
+    notes = [(item.kind, item.text, item.step) for item in found if isinstance(item, Note)]
+    assert notes == [
+        ("nan-warning", "WARNING: NaN gradient detected at step 4", 4.0),
+        ("unscale-fp16", "ValueError: Attempting to unscale FP16 gradients.", None),
+    ]
+    assert [(p.step, p.values["loss"]) for p in found if isinstance(p, Point)] == [(n, 2.0 - n) for n in range(5)]
 
 
 @pytest.mark.parametrize("path", [SIMPLE, TENSORS, TRANSFORMERS, NESTED])

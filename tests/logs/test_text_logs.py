@@ -80,6 +80,12 @@ ONE_LINE = {
     "PyTorch's MNIST": ("Train Epoch: 2 [640/60000 (1%)]\tLoss: 2.305400", ({"loss": 2.3054}, 60640.0)),
     "PyTorch's MNIST, test": ("Test set: Average loss: 0.0534, Accuracy: 9822/10000 (98%)", ({"eval_loss": 0.0534}, None)),
     "verl": ("step:1 - actor/entropy:0.4 - actor/grad_norm:0.3 - actor/lr:1e-6", ({"grad_norm": 0.3, "lr": 1e-6}, 1.0)),
+    "PyTorch's tutorial": ("[1,  2000] loss: 2.234", ({"loss": 2.234}, 2000.0)),
+    "build-nanogpt": ("step    10 | loss: 6.000000 | lr 1.0000e-04 | norm: 0.5000 | dt: 93.20ms | tok/sec: 5625", ({"loss": 6.0, "lr": 1e-4, "grad_norm": 0.5}, 10.0)),
+    "a weight's norm": ("step 10 loss: 6.0 params norm: 93.2", ({"loss": 6.0}, 10.0)),
+    "a count": ("[10/100] loss: 2.5, val_loss: 2.7", ({"loss": 2.5, "eval_loss": 2.7}, 10.0)),
+    "a bar behind the dictionary": ("{'loss': 1.2, 'epoch': 0.1}  10%|█ | 10/100 [00:10<01:30, 1.0s/it]", ({"loss": 1.2}, 10.0)),
+    "a bar before the dictionary": (" 10%|█ | 10/100 [00:10<01:30, 1.0s/it]    {'loss': 1.2, 'epoch': 0.1}", ({"loss": 1.2}, 10.0)),
     "a tensor": ("loss: tensor(nan, device='cuda:0', grad_fn=<NllLossBackward0>)", ({"loss": NAN}, None)),
     "colours": ("\x1b[31mstep: 14\x1b[0m  \x1b[32mloss:  3.24\x1b[0m", ({"loss": 3.24}, 14.0)),
     "brackets": ("[R0] | E104 iter[ 14/ 15] | [Loss] nan | [step]  1574 | [time] 0.4m", ({"loss": NAN}, 1574.0)),
@@ -134,6 +140,13 @@ def test_no_step_where_output_was_buffered():
     bar = "\r {0}%|#  | {0}/100 [00:01<00:02, 9it/s]"
     lines = "".join(f"{{'loss': {n}.5, 'epoch': {n}}}\n" for n in range(1, 6))
     assert [step for _, step in points(bar.format(40) + "\r" + lines + bar.format(41) + "\n")] == [None] * 5
+    assert [step for _, step in points(bar.format(40) + lines + bar.format(41) + "\n")] == [None] * 5
+
+
+def test_a_bar_of_something_else_gives_no_step():
+    """Data sets are prepared under bars too."""
+    text = "Map: 100%|##| 900/900 [00:01<00:02, 9it/s]\n{'loss': 1.5}\n\r 5%|#  | 5/100 [00:01<00:02, 9it/s]\r{'loss': 1.4}\n\r 6%|#  | 10/100 [0:0<0:1, 9it/s]\n"
+    assert points(text) == [({"loss": 1.5}, None), ({"loss": 1.4}, 10.0)]
 
 
 def test_a_bar_before_the_traceback_still_counts():
@@ -153,6 +166,17 @@ def test_a_bar_for_each_epoch_goes_on_counting():
     assert [step for _, step in points(named)] == [1, 2, 3, 4, 5, 6, 7, 8]
     plain = "".join(f"\r  5%| | {n}/4 [0:0<0:1, 3it/s, loss={e}.{n}]" for e in range(2) for n in range(1, 5))
     assert [step for _, step in points(plain)] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_steps_that_start_anew_in_each_epoch_go_on():
+    """As tutorials print it, with what is planned or without; a step that counts through the epochs stays as it is."""
+    planned = "".join(f"Epoch [{e}/3], Step [{n}/600], Loss: 1.{e}\n" for e in (1, 2, 3) for n in (200, 400, 600))
+    assert [step for _, step in points(planned)] == [200.0 * n for n in range(1, 10)]
+    assert items(planned)[-1].settings == {"epochs": 3.0, "steps": 1800.0}
+    plain = "".join(f"Epoch {e} | Step {n} | Loss: 1.{e}\n" for e in (0, 1, 2) for n in (0, 10, 20))
+    assert [step for _, step in points(plain)] == [10.0 * n for n in range(9)]
+    through = "".join(f"Epoch {n // 3}/3 | Step {n}/9 | Loss: 1.5\n" for n in range(9))
+    assert [step for _, step in points(through)] == [float(n) for n in range(9)]
 
 
 def test_keras_counts_epochs_from_one():

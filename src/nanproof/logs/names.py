@@ -31,6 +31,7 @@ _BASE: dict[str, dict[str, int]] = {
         **dict.fromkeys(("grad norm", "gradnorm", "gnorm", "gradient norm", "gradients norm", "norm grad"), 0),
         **dict.fromkeys(("total grad norm", "global grad norm", "global gradient norm", "total gradient norm"), 0),
         **dict.fromkeys(("grad norm total", "grad norm l2", "l2 grad norm", "l2 norm grad global", "grad l2 norm"), 0),
+        "norm": 5,
         **dict.fromkeys(("grad 2 0 norm total", "grad norm 2 total", "grad 2 norm total", "grad norm mean"), 0),
     },
     "lr": {

@@ -70,7 +70,10 @@ class TextReader:
         """The end of what was read, in part."""
         self._held: Point | None = None
         """Not given out yet: a progress bar that follows may say which step it was."""
-        self._held_after_bar: int | None = None
+        self._held_total = 0
+        """Steps of the bar before it."""
+        self._inline: tuple[int, int] | None = None
+        """The bar in its own line, before it."""
         self._drawn: Point | None = None
         """From a progress bar, which may be drawn again with newer values before it moves on."""
         self._is_drawn = False
@@ -144,10 +147,13 @@ class TextReader:
             if layout is not layouts[0]:
                 layouts.remove(layout)
                 layouts.insert(0, layout)
-            point: Point | None = layout.point(match, self._line)
+            point: Point | None
+            point = layout.point(match, self._line)
             self._is_drawn = layout.total is not None
-            if layout.total is not None and point is not None:
+            if layout.total is not None:
                 point = self._places.in_bar(layout.count(match), layout.total, point, dict(layout.settings))
+            else:
+                point = self._places.going_on(point)
             self._line += data[match.end() - 1] == 10
             yield point, match
             at = match.end()
@@ -196,7 +202,7 @@ class TextReader:
         else:
             if raw.endswith(text):
                 self._learn(raw, text, point)
-            yield from self._give(point, text)
+            yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
 
     # -- one line ----------------------------------------------------------------------------------------------------------
 
@@ -269,6 +275,8 @@ class TextReader:
         if any(role == "nan_count" and float(match[3]) for (role, _), match in self._matches):
             return  # a note goes with it
         bar = BAR.search(raw) if self._is_drawn else None
+        if bar is None and b"%|" in raw:
+            return
         if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None and bar is None):
             return
         self._tries += 1
@@ -307,16 +315,18 @@ class TextReader:
             longer = self._meaning(b" ".join([*words[count:], word]))
             if longer is not None and longer[1] < 2 * COARSE:
                 return longer
-        return None if separator.isspace() else found
+        return None if separator.isspace() or word.lower() in (b"norm", b"scale") else found
 
     # -- giving out --------------------------------------------------------------------------------------------------------
 
     def _give(self, point: Point, text: bytes) -> Iterator[Point | Note]:
-        bar = last_bar(self._before + text[: text.find(b"{")]) if point.step is None and b"{" in text else None
+        waits = point.step is None and b"{" in text
+        inline = last_bar(text[: text.find(b"{")]) if waits else None
+        bar = inline or (last_bar(self._before) if waits else None)
         if self._is_drawn and self._drawn is not None and self._drawn.step == point.step:
             self._drawn = point
             return
-        yield from self._release()
+        yield from self._release(crowded=waits and bar is None)
         self._after = self._before = b""
         if self._is_drawn:
             self._drawn = point
@@ -324,7 +334,7 @@ class TextReader:
         if self._again(point):
             return
         if bar is not None:
-            self._held, self._held_after_bar = point, bar[1]
+            self._held, self._held_total, self._inline = point, bar[1], inline
             return
         yield point
         if b"number of nan iterations:" in text and not re.search(rb"number of nan iterations:\s+0\b", text):
@@ -337,18 +347,19 @@ class TextReader:
             return False
         return repr(point.values) == repr(last.values)  # NaN is the same as NaN here
 
-    def _release(self) -> Iterator[Point | Note]:
-        """The point that was held back, with the step of the bar that was drawn anew after it. Where output was buffered there
-        is no bar before or none after, and the step stays unknown."""
+    def _release(self, crowded: bool = False) -> Iterator[Point | Note]:
+        """The point that was held back, with the step of the bar that was drawn anew after it, or of the one in its own line.
+        Where output was buffered there is no bar before or none after, and the step stays unknown."""
         held, block, drawn = self._held, self._block, self._drawn
         self._held = self._block = self._drawn = None
         if drawn is not None and not self._again(drawn):
             yield drawn
         if held is not None:
-            if self._total is None and "loss" in held.values:
-                self._total = self._held_after_bar
-            bar = first_bar(self._after, self._total)
+            bar = first_bar(self._after, self._total or ("loss" in held.values and self._held_total) or None)
+            if bar is None and not crowded and "loss" in held.values and self._total in (None, self._held_total):
+                bar = self._inline
             if bar is not None:
+                self._total = bar[1]
                 held = replace(held, step=float(bar[0]), settings={**held.settings, "steps": float(bar[1])})
             yield held
         if block is not None and block.values:

@@ -1,4 +1,4 @@
-"""Weights & Biases' `run-*.wandb` files, without wandb: LevelDB's log format around messages, of which those of history count.
+"""Weights & Biases' `run-*.wandb` files, without wandb: LevelDB's log format around messages. History and console output count.
 
 The file is blocks of 32 KiB. The first starts with 7 bytes (":W&B", a magic number, a version). A record is checksum (4 bytes),
 length (2), type (1), data; one that does not fit into its block goes on in the next, and the type says which part it is.
@@ -9,29 +9,52 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nanproof.logs.names import Collector
-from nanproof.logs.points import Point
+from nanproof.logs.points import Note, Point
+from nanproof.logs.text import TextReader
 from nanproof.logs.wire import Damaged, fields, signed
 
 MAGIC = b":W&B"
 _BLOCK = 32768
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-_HISTORY = 2
-"""The field of a record that holds a line of history; the others are settings, console output, statistics of the machine."""
+_HISTORY, _OUTPUT = 2, 13
+"""Fields of a record: a line of history, and console output. Others are settings, summaries, statistics of the machine."""
 
 
-def points(stream: io.BufferedReader) -> Iterator[Point]:
+def points(stream: io.BufferedReader) -> Iterator[Point | Note]:
     names = Collector()
+    console = {0: _Console(), 1: _Console()}  # errors and output
     for number, record in enumerate(_records(stream), 1):
         try:
-            history = next((value for field, value in fields(record) if field == _HISTORY), None)
-            row = _row(history) if isinstance(history, bytes) else None
+            for field, value in fields(record):
+                if field == _HISTORY and isinstance(value, bytes):
+                    point = names.of_mapping(_row(value), number)
+                    if point is not None:
+                        yield point
+                elif field == _OUTPUT and isinstance(value, bytes):
+                    parts = dict(fields(value))
+                    text = parts.get(3)
+                    yield from console[parts.get(1) == 1].notes(text, number) if isinstance(text, bytes) else ()
         except Damaged:
             continue
-        point = names.of_mapping(row, number) if row else None
-        if point is not None:
-            yield point
+
+
+class _Console:
+    """What the program printed, in pieces. Only notes are taken from it: what it logged is history."""
+
+    def __init__(self) -> None:
+        self._reader = TextReader()
+        self._rest = b""
+
+    def notes(self, piece: bytes, number: int) -> Iterator[Note]:
+        text = self._rest + piece
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self._rest = text[cut:][:_BLOCK]
+        for item in self._reader.feed(text[:cut], number):
+            if isinstance(item, Note):
+                yield replace(item, line=number)
 
 
 def _records(stream: io.BufferedReader) -> Iterator[bytes]:
@@ -51,7 +74,7 @@ def _records(stream: io.BufferedReader) -> Iterator[bytes]:
                 yield data
             elif kind == _FIRST:
                 parts = [data]
-            elif kind == _MIDDLE and parts and len(parts) < 4096:
+            elif kind == _MIDDLE and parts and len(parts) < 1024:
                 parts.append(data)
             elif kind == _LAST and parts:
                 yield b"".join([*parts, data])
