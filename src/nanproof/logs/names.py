@@ -164,7 +164,7 @@ class Collector:
 
     def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:
         """A point from a dictionary, one level of nesting deep. The closing summary of a transformers run is no step."""
-        if any(isinstance(value, dict) for value in data.values()):
+        if dict in map(type, data.values()):
             data = _flat(data)
         keys = tuple(data)
         plan = self._plans.get(keys)

@@ -15,6 +15,7 @@ from nanproof.logs.points import METRICS, Note, Point
 from nanproof.logs.text import TextReader
 
 DELIMITERS = (",", "\t", ";", "|")
+_decode = json.JSONDecoder().decode
 _NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
 
 
@@ -24,7 +25,7 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
     others = TextReader()
     skipped = 0
     for line, text in lines:
-        if not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'"):
+        if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
             yield from others.feed(text + b"\n", line)
             continue
         data = _object(text)
@@ -42,11 +43,11 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    if text[:24].startswith(b'{"v":1,"kind":"step"'):
+    if text.startswith(b'{"v":1,"kind":"step"'):
         cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
         text = text[:cut] + b"}" if cut > 0 else text
     try:
-        data = json.loads(text)
+        data = _decode(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
