@@ -104,3 +104,10 @@ def test_any_line_of_the_letters_that_matter_is_read(line):
     for item in TextReader().read([line.encode() + b"\n"] * 2):
         assert isinstance(item, (Point, Note))
         assert len(item.text) <= 300 if isinstance(item, Note) else item.values
+
+
+def test_numbers_too_large_to_count_with_are_no_steps():
+    """Also on the short way, which the second line takes."""
+    line = "step {0} epoch {0} loss 1.5\n"
+    found = list(TextReader().read([(line.format(1) + line.format("9" * 500) + line.format(2)).encode()]))
+    assert [(p.step, p.epoch) for p in found] == [(1, 1), (None, None), (2, 2)]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanproof.logs.names import finite
 from nanproof.logs.points import METRICS, Point
 
 MOST = 6
@@ -80,8 +81,8 @@ class Layout:
         found = [float(group) for group in match.groups()]
         return Point(
             {role: found[index] for index, role in self._values},
-            None if self._step is None else found[self._step],
-            None if self._epoch is None else found[self._epoch],
+            None if self._step is None else finite(found[self._step]),
+            None if self._epoch is None else finite(found[self._epoch]),
             line,
             self._in_all,
             self.settings,

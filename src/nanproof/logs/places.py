@@ -51,7 +51,7 @@ class Places:
         return _in_brackets(text, before, point, settings), False
 
     def in_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
-        if point.epoch is not None and point.epoch == int(point.epoch):  # "Epoch 3:" before the bar, which starts anew
+        if point.epoch is not None and point.epoch.is_integer():  # "Epoch 3:" before the bar, which starts anew
             if not count:
                 return None  # it starts with the values of the epoch before
             epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1
@@ -70,7 +70,7 @@ class Places:
     def going_on(self, point: Point) -> Point:
         """With a step that goes on where the log's own starts anew in each epoch, as in `Epoch [2/5], Step [100/600]`."""
         step, epoch = point.step, point.epoch
-        if step is None or epoch is None or epoch != int(epoch):
+        if step is None or epoch is None or not epoch.is_integer():
             return point
         if self._epoch is not None and epoch > self._epoch and step < self._step:
             self._offset += point.settings.get("steps", self._step + self._spacing)
