@@ -137,7 +137,7 @@ def measured(kind: str, size: int, rounds: int, folder: Path) -> dict[str, Any]:
             "seconds": seconds,
             "MB/s": wrote / 1e6 / seconds,
             "CPU seconds": cpu,
-            "MB per CPU second": wrote / 1e6 / cpu,
+            "MB per CPU second": wrote / 1e6 / max(cpu, 0.01),  # it is counted in hundredths
         }
     small, large = memory(tenth), memory(path)
     result = {
