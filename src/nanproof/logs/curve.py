@@ -1,0 +1,97 @@
+"""Curve: a metric of a run of any length in bounded memory. Points go into buckets; when there are too many, neighbours merge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BUCKETS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a run and in its log something stands."""
+
+    order: int = 0
+    """How many points of the run came before: for comparing places, also in logs that count no steps."""
+    step: float | None = None
+    epoch: float | None = None
+    line: int = 0
+
+    def __str__(self) -> str:
+        parts = [] if self.step is None else [f"step {number(self.step)}"]
+        if self.epoch is not None and self.step is None:
+            parts.append(f"epoch {number(self.epoch)}")
+        return ", ".join([*parts, f"line {self.line}"]) if self.line else ", ".join(parts) or "the start"
+
+
+def number(value: float) -> str:
+    """As short as it can be without losing what matters."""
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring points. Means are of the finite ones."""
+
+    place: Place
+    """Of the last point."""
+    last: float
+    count: int
+    finite: int
+    total: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        """NaN if there is no finite value."""
+        return self.total / self.finite if self.finite else math.nan
+
+    @property
+    def shown(self) -> float:
+        """What a picture shows: not a number if any of the values is not one."""
+        return self.mean if self.finite == self.count else math.nan
+
+
+class Curve:
+    """Buckets in the order of the log, at most `BUCKETS`. Exact as long as there are no more points than that."""
+
+    def __init__(self, most: int = BUCKETS) -> None:
+        self.most = most
+        self.each = 1
+        """Points a bucket."""
+        self.buckets: list[Bucket] = []
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def add(self, value: float, place: Place) -> None:
+        finite = math.isfinite(value)
+        new = Bucket(
+            place, value, 1, int(finite), value if finite else 0.0, value if finite else math.inf, value if finite else -math.inf
+        )
+        if self.buckets and self.buckets[-1].count < self.each:
+            self.buckets[-1] = merged(self.buckets[-1], new)
+            return
+        if len(self.buckets) >= self.most:
+            pairs = zip(self.buckets[::2], self.buckets[1::2], strict=False)
+            odd = self.buckets[-1:] if len(self.buckets) % 2 else []
+            self.buckets = [merged(a, b) for a, b in pairs] + odd
+            self.each *= 2
+            if odd:
+                self.buckets[-1] = merged(odd[0], new)
+                return
+        self.buckets.append(new)
+
+    def finite(self, before: int | None = None) -> list[Bucket]:
+        """Buckets that hold a number, up to a place."""
+        return [b for b in self.buckets if b.finite and (before is None or b.place.order < before)]
+
+
+def merged(a: Bucket, b: Bucket) -> Bucket:
+    return Bucket(
+        b.place, b.last, a.count + b.count, a.finite + b.finite, a.total + b.total, min(a.low, b.low), max(a.high, b.high)
+    )
