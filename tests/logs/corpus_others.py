@@ -1,7 +1,7 @@
 """Logs of Lightning, TensorBoard, Weights & Biases, Accelerate, DeepSpeed, Megatron-LM, nanproof itself, and of bug reports.
 
-Weights & Biases is run by the Python that NANPROOF_WANDB_PYTHON names. Megatron-LM cannot be installed without a GPU: its lines are
-printed with its own format strings from a real run of a small network.
+Weights & Biases is run by the Python that NANPROOF_WANDB_PYTHON names. Megatron-LM cannot be installed without a GPU: its
+lines are printed with its own format strings from a real run of a small network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from corpus_transformers import Numbers, Samples
 from make_corpus import log, said, scrubbed
 
 
-def lightning(path: Path, data: Any, logger: str, *, epochs: int = 4, lr: float = 3e-3, held: Any = None, width: int = 32) -> None:
+def lightning(
+    path: Path, data: Any, logger: str, *, epochs: int = 4, lr: float = 3e-3, held: Any = None, width: int = 32
+) -> None:
     """Train under Lightning; the log is the logger's file, or what the progress bar printed."""
     import lightning as L
     from lightning.pytorch.callbacks import TQDMProgressBar
@@ -193,7 +195,7 @@ def megatron(row: dict[str, float], total: int, skipped: int, nans: int) -> None
     """The format strings of Megatron-LM's training_log. A loss that is not above 0, NaN too, is left out of the line."""
     line = " [2026-01-01 00:00:00]" + " iteration {:8d}/{:8d} |".format(int(row["step"]), total)
     line += " consumed samples: {:12d} |".format(32 * int(row["step"]))
-    line += " elapsed time per iteration (ms): {:.1f} |".format(4.2)
+    line += f" elapsed time per iteration (ms): {4.2:.1f} |"
     line += f" learning rate: {row['lr']:.6E} |"
     line += f" global batch size: {32:5d} |"
     if row["loss"] > 0.0:
@@ -206,7 +208,12 @@ def megatron(row: dict[str, float], total: int, skipped: int, nans: int) -> None
     print(line)
 
 
-@log("megatron_collapse.log", "Megatron-LM's format (printed by a loop, see above); fp16 overflows on every batch after iteration 60", "scale-collapse", step=(61, 70))
+@log(
+    "megatron_collapse.log",
+    "Megatron-LM's format (printed by a loop, see above); fp16 overflows on every batch after iteration 60",
+    "scale-collapse",
+    step=(61, 70),
+)
 def _(path):
     with said(path):
         before, skipped = 65536.0, 0
@@ -218,7 +225,12 @@ def _(path):
                 skipped = 0
 
 
-@log("megatron_nan.log", "Megatron-LM's format; bf16, NaN data at iteration 42", "nan", step=(42, 43))
+@log(
+    "megatron_nan.log",
+    "Megatron-LM's format, which leaves a NaN loss out and counts it; bf16, NaN data at iteration 42",
+    "nan-warnings",
+    step=(42, 42),
+)
 def _(path):
     with said(path):
         for row in steps(80, batch=at(42), first=1):
@@ -255,7 +267,13 @@ def guarded(path: Path, bad: tuple[int, ...] = (), n: int = 80) -> None:
             (path / name).write_text(scrubbed((Path("run") / name).read_text()))
 
 
-@log("nanproof_refused", "nanproof's own folder; NaN data at step 30, refused: the run goes on", "nan", severity="warning", step=(30, 30))
+@log(
+    "nanproof_refused",
+    "nanproof's own folder; NaN data at step 30, refused: the run goes on",
+    "nan",
+    severity="warning",
+    step=(30, 30),
+)
 def _(path):
     guarded(path, (30,))
 
@@ -265,7 +283,7 @@ def _(path):
     guarded(path)
 
 
-DEEPSPEED = '''
+DEEPSPEED = """
 import os, sys, math, torch, deepspeed
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 kind, bad = sys.argv[2], int(sys.argv[3])
@@ -293,13 +311,17 @@ for step in range(1, 61):
         print(f"step {step} loss {loss.item():.4f}", flush=True)
 sys.stdout.flush()
 os._exit(0)
-'''
+"""
 
 
 def deepspeed(path: Path, kind: str, bad: int, port: int) -> None:
     Path("ds.py").write_text(DEEPSPEED)
     done = subprocess.run(
-        [sys.executable, "ds.py", str(port), kind, str(bad)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, text=True
+        [sys.executable, "ds.py", str(port), kind, str(bad)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+        text=True,
     )
     text = scrubbed(done.stdout)
     assert "step=60" in text or "step 60" in text or "minimum" in text, text[-600:]
@@ -307,12 +329,17 @@ def deepspeed(path: Path, kind: str, bad: int, port: int) -> None:
     path.write_text(text)
 
 
-@log("deepspeed_fp16.log", "DeepSpeed, ZeRO 1, fp16; features beyond fp16's range from step 21", "scale-collapse", line=(20, 120))
+@log("deepspeed_fp16.log", "DeepSpeed, ZeRO 1, fp16; features beyond fp16's range from step 21", "scale-collapse", step=(21, 22))
 def _(path):
     deepspeed(path, "fp16", 21, 29761)
 
 
-@log("deepspeed_nan.log", "DeepSpeed, ZeRO 1, bf16; NaN data from step 31", "nan", step=(31, 33))
+@log(
+    "deepspeed_nan.log",
+    "DeepSpeed, ZeRO 1, bf16; NaN data from step 31: it skips every step from there",
+    "scaler-skipping",
+    line=(18, 20),
+)
 def _(path):
     deepspeed(path, "bf16", 31, 29762)
 
@@ -364,16 +391,26 @@ quoted(
 )
 quoted(
     "report_warnings.log",
-    "".join(f"Warning: NaN gradient detected at step {step}\n" for step in (*range(92261, 92361), *range(92400, 190163, 200), 190163)),
+    "".join(
+        f"Warning: NaN gradient detected at step {step}\n" for step in (*range(92261, 92361), *range(92400, 190163, 200), 190163)
+    ),
     "The warnings of a bug report, from step 92261 to 190163, most of those in between left out",
     "nan-warnings",
     step=(92261, 92261),
 )
 
 
-@log("report_sampling.log", "A GRPO log that ends as a bug report says, with the error of torch.multinomial", "bad-probabilities", line=(5, 20))
+@log(
+    "report_sampling.log",
+    "A GRPO log that ends as a bug report says, with the error of torch.multinomial",
+    "bad-probabilities",
+    line=(5, 20),
+)
 def _(path):
-    lines = [{"loss": round(1e-3 * math.sin(i), 4), "grad_norm": 0.8, "learning_rate": 1e-5, "epoch": round(0.01 * i, 2)} for i in range(8)]
+    lines = [
+        {"loss": round(1e-3 * math.sin(i), 4), "grad_norm": 0.8, "learning_rate": 1e-5, "epoch": round(0.01 * i, 2)}
+        for i in range(8)
+    ]
     error = "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"
     path.write_text("\n".join(map(str, lines)) + f"\nTraceback (most recent call last):\n{error}\n")
 

@@ -92,14 +92,19 @@ def _(path):
     jsonl(path, list(steps(90, batch=at(37))))
 
 
-@log("torch_sgd_overflow.jsonl", "SGD at a learning rate of 3 on a regression, no clipping; JSON lines", "inf")
+@log("torch_sgd_overflow.jsonl", "SGD at a learning rate of 0.1 on a regression, no clipping; JSON lines", "inf")
 def _(path):
-    rows = list(steps(60, lr=0.2, optimizer=torch.optim.SGD, clip=math.inf, task="numbers"))
+    rows = list(steps(60, lr=0.1, optimizer=torch.optim.SGD, clip=math.inf, task="numbers"))
     jsonl(path, rows)
     return first_bad(rows)
 
 
-@log("nanogpt_divergence.log", "nanoGPT's lines; the learning rate goes from 3e-3 to 1 at iteration 200", "divergence", step=(195, 230))
+@log(
+    "nanogpt_divergence.log",
+    "nanoGPT's lines; the learning rate goes from 3e-3 to 1 at iteration 200",
+    "divergence",
+    step=(195, 230),
+)
 def _(path):
     with said(path):
         print("number of parameters: 0.01M\nusing fused AdamW: False")
@@ -129,7 +134,12 @@ def nanogpt(row: dict[str, float]) -> None:
     print(f"iter {row['step']}: loss {row['loss']:.4f}, time {12.5:.2f}ms, mfu {3.1:.2f}%")
 
 
-@log("torch_frozen.log", "Every parameter but a useless one is detached from the loss; words and numbers", "zero-gradient", step=(0, 0))
+@log(
+    "torch_frozen.log",
+    "Every parameter but a useless one is detached from the loss; words and numbers",
+    "zero-gradient",
+    step=(0, 0),
+)
 def _(path):
     class Cut(nn.Module):
         def __init__(self):
@@ -141,7 +151,9 @@ def _(path):
 
     with said(path):
         for row in steps(80, model=Cut()):
-            print(f"Epoch 1 | Step {row['step']} | Loss: {row['loss']:.4f} | Grad Norm: {row['grad_norm']:.4f} | LR: {row['lr']:.2e}")
+            print(
+                f"Epoch 1 | Step {row['step']} | Loss: {row['loss']:.4f} | Grad Norm: {row['grad_norm']:.4f} | LR: {row['lr']:g}"
+            )
 
 
 @log("torch_rate_zero.csv", "A schedule that is 0 from its first step; CSV", "learning-rate-zero", step=(0, 0))
@@ -152,7 +164,13 @@ def _(path):
         writer.writerows(steps(80, lr=0.0))
 
 
-@log("torch_rate_ended.csv", "A linear schedule of 60 steps in a run of 120; CSV", "learning-rate-zero", severity="warning", step=(60, 60))
+@log(
+    "torch_rate_ended.csv",
+    "A linear schedule of 60 steps in a run of 120; CSV",
+    "learning-rate-zero",
+    severity="warning",
+    step=(60, 60),
+)
 def _(path):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["step", "loss", "grad_norm", "lr"])
@@ -160,7 +178,13 @@ def _(path):
         writer.writerows(steps(120, lr=lambda s: 3e-3 * max(0.0, 1 - s / 60)))
 
 
-@log("torch_foreign_optimizer.log", "The optimizer holds the parameters of a copy; key=value lines", "never-learned", severity="warning", step=(0, 0))
+@log(
+    "torch_foreign_optimizer.log",
+    "The optimizer holds the parameters of a copy; key=value lines",
+    "never-learned",
+    severity="warning",
+    step=(0, 0),
+)
 def _(path):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 10))
@@ -176,7 +200,13 @@ def _(path):
             print(f"step={row['step']} loss={row['loss']:.6f} lr={row['lr']:g}")
 
 
-@log("torch_spike.jsonl", "One batch with features 300 times too large at step 80; JSON lines", "spike", severity="note", step=(80, 80))
+@log(
+    "torch_spike.jsonl",
+    "One batch with features 300 times too large at step 80; JSON lines",
+    "spike",
+    severity="note",
+    step=(80, 80),
+)
 def _(path):
     def outlier(step, x):
         return x * 300 if step == 80 else x
@@ -184,22 +214,29 @@ def _(path):
     jsonl(path, list(steps(160, batch=outlier)))
 
 
-@log("torch_eval_nan.jsonl", "An Inf batch at step 50 whose gradient is dropped, but BatchNorm has seen it: evaluation is NaN", "eval-nan", step=(59, 59))
+@log(
+    "torch_eval_nan.jsonl",
+    "An Inf batch at step 50 whose gradient is dropped, but BatchNorm has seen it: evaluation is NaN",
+    "eval-nan",
+    step=(59, 59),
+)
 def _(path):
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10))
-    rows = []
 
     def peek(step, module):
         if step == 50:
             with torch.no_grad():
                 module(torch.full((32, 16), math.inf))  # the step that was skipped
 
-    for row in steps(120, model=model, before=peek, evaluate=20):
-        rows.append(row)
-    jsonl(path, rows)
+    jsonl(path, list(steps(120, model=model, before=peek, evaluate=20)))
 
 
-@log("torch_own_warnings.log", "A loop that zeroes NaN gradients and steps on; weights NaN from step 41 by an Inf that isnan missed", "nan-warnings", step=(41, 42))
+@log(
+    "torch_own_warnings.log",
+    "A loop that zeroes NaN gradients and steps on; weights NaN from step 41 by an Inf that isnan missed",
+    "nan-warnings",
+    step=(41, 42),
+)
 def _(path):
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
@@ -220,7 +257,13 @@ def _(path):
             opt.step()
 
 
-@log("torch_resumed_past_nan.log", "NaN at step 60; started again from the checkpoint of step 40 with that sample removed", "nan", severity="warning", step=(60, 60))
+@log(
+    "torch_resumed_past_nan.log",
+    "NaN at step 60; started again from the checkpoint of step 40 with that sample removed",
+    "nan",
+    severity="warning",
+    step=(60, 60),
+)
 def _(path):
     with said(path):
         for row in steps(90, batch=at(60)):
@@ -246,7 +289,9 @@ def _(path):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
         for row in steps(120, batch=at(77)):
-            logger.info("step %d/%d loss: %.4f grad_norm: %.3f lr: %.6f", row["step"], 120, row["loss"], row["grad_norm"], row["lr"])
+            logger.info(
+                "step %d/%d loss: %.4f grad_norm: %.3f lr: %.6f", row["step"], 120, row["loss"], row["grad_norm"], row["lr"]
+            )
 
 
 @log("torch_tqdm.log", "A tqdm bar with the loss behind it, carriage returns kept; NaN data at step 33", "nan", step=(32, 35))
@@ -259,7 +304,12 @@ def _(path):
             bar.set_postfix(loss=row["loss"], grad_norm=row["grad_norm"])
 
 
-@log("torch_pure_fp16.jsonl", "Weights in fp16 and Adam with eps 1e-8, which is 0 in fp16: NaN after the first update", "nan", step=(1, 4))
+@log(
+    "torch_pure_fp16.jsonl",
+    "Weights in fp16 and Adam with eps 1e-8, which is 0 in fp16: NaN after the first update",
+    "nan",
+    step=(1, 4),
+)
 def _(path):
     def adam(parameters, lr):
         return torch.optim.AdamW(parameters, lr=lr, foreach=False, fused=False)
@@ -311,7 +361,9 @@ def _(path):
             print(traceback.format_exc().replace(__file__, "train.py"))
 
 
-def scaled(n: int, spoiled: Callable[[int], bool], *, warmup: int = 0, base: float = 2e-4, total: int | None = None) -> Iterator[dict[str, float]]:
+def scaled(
+    n: int, spoiled: Callable[[int], bool], *, warmup: int = 0, base: float = 2e-4, total: int | None = None
+) -> Iterator[dict[str, float]]:
     """fp32 weights under autocast to fp16 with a real GradScaler; the schedule advances only if the optimizer stepped."""
     torch.manual_seed(1)
     total = total or n
@@ -338,24 +390,46 @@ def scaled(n: int, spoiled: Callable[[int], bool], *, warmup: int = 0, base: flo
         scaler.update()
         if scaler.get_scale() >= scale:
             schedule.step()
-        yield {"step": step, "loss": shown.item(), "grad_norm": norm.item(), "lr": schedule.get_last_lr()[0], "scale": scaler.get_scale()}
+        yield {
+            "step": step,
+            "loss": shown.item(),
+            "grad_norm": norm.item(),
+            "lr": schedule.get_last_lr()[0],
+            "scale": scaler.get_scale(),
+        }
 
 
-@log("torch_scale_collapse.jsonl", "fp16 autocast and GradScaler; every batch after step 30 overflows in the forward", "scale-collapse", step=(31, 32))
+@log(
+    "torch_scale_collapse.jsonl",
+    "fp16 autocast and GradScaler; every batch after step 30 overflows in the forward",
+    "scale-collapse",
+    step=(31, 32),
+)
 def _(path):
     jsonl(path, list(scaled(90, lambda step: step > 30)))
 
 
-@log("torch_scaler_skips.log", "The same with a third of the batches bad, as a Trainer's dictionaries without scale: only the rate tells", "scaler-skipping", step=(10, 20))
+@log(
+    "torch_scaler_skips.log",
+    "The same with a third of the batches bad, as a Trainer's dictionaries without scale: only the rate tells",
+    "scaler-skipping",
+    line=(1, 2),
+)
 def _(path):
     with said(path):
-        for row in scaled(96, lambda step: step * 7919 % 10 < 4):
+        for row in scaled(96, lambda step: step * 7919 % 23 < 9):
             if row["step"] % 10 == 0:
                 shown = {"loss": round(row["loss"], 4), "grad_norm": row["grad_norm"], "learning_rate": row["lr"]}
                 print({**shown, "epoch": round(row["step"] / 32, 2)})
 
 
-@log("torch_scaler_first_steps.jsonl", "Healthy fp16: a scale of 2^16 that is too high for the first steps", "nan-gradient", severity="note", step=(1, 3))
+@log(
+    "torch_scaler_first_steps.jsonl",
+    "Healthy fp16: a scale of 2^16 that is too high for the first steps",
+    "nan-gradient",
+    severity="note",
+    step=(1, 3),
+)
 def _(path):
     jsonl(path, [{k: v for k, v in row.items() if k != "scale"} for row in scaled(120, lambda step: step in (2, 3))])
 

@@ -30,7 +30,9 @@ class Numbers(nn.Module):
 
 
 class Samples(Dataset):
-    def __init__(self, count: int = 512, bad: int | None = None, seed: int = 0, value: float = math.nan, noise: float = 0.1) -> None:
+    def __init__(
+        self, count: int = 512, bad: int | None = None, seed: int = 0, value: float = math.nan, noise: float = 0.1
+    ) -> None:
         torch.manual_seed(seed)
         self.x = torch.randn(count, 8)
         self.y = (self.x[:, :2].sum(1, keepdim=True)).sin() * 3 + noise * torch.randn(count, 1)
@@ -91,7 +93,15 @@ def ordered(kind: type) -> type:
 
 
 def trained(
-    path: Path, model: Any, data: Any, *, state: bool = False, evaluated: Any = None, scaler: bool = False, catch: bool = False, **arguments: Any
+    path: Path,
+    model: Any,
+    data: Any,
+    *,
+    state: bool = False,
+    evaluated: Any = None,
+    scaler: bool = False,
+    catch: bool = False,
+    **arguments: Any,
 ) -> Any:
     """Run the Trainer; its output, or its trainer_state.json, is the log."""
     from transformers import Trainer, TrainingArguments
@@ -132,7 +142,12 @@ def run(path: Path, trainer: Any, state: bool = False, catch: bool = False) -> N
         shutil.copy(Path(trainer.args.output_dir) / "trainer_state.json", path)
 
 
-@log("hf_nan_sample.log", "transformers' Trainer, its bar and dictionaries; a NaN in sample 200: step 26 of batches of 8", "hidden-nan", step=(26, 30))
+@log(
+    "hf_nan_sample.log",
+    "transformers' Trainer, its bar and dictionaries; a NaN in sample 200: step 26 of batches of 8",
+    "hidden-nan",
+    step=(26, 30),
+)
 def _(path):
     trained(path, Numbers(), Samples(bad=200))
 
@@ -157,7 +172,13 @@ def _(path):
     trained(path, llama(), Tokens(ignored=256), state=True)
 
 
-@log("hf_some_ignored.log", "A tiny Llama; the labels of the first 40 samples are -100: five batches of nothing", "no-targets", severity="warning", step=(1, 5))
+@log(
+    "hf_some_ignored.log",
+    "A tiny Llama; the labels of the first 40 samples are -100: five batches of nothing",
+    "no-targets",
+    severity="warning",
+    step=(1, 5),
+)
 def _(path):
     trained(path, llama(), Tokens(ignored=40), logging_steps=1, num_train_epochs=1)
 
@@ -167,13 +188,28 @@ def _(path):
     trained(path, llama().half(), Tokens(64), optim="adamw_torch", logging_steps=1, num_train_epochs=3)
 
 
-@log("hf_rate_too_high.log", "A tiny Llama at a learning rate of 1 after a good start", "divergence", step=(30, 80))
+@log("hf_rate_too_high.log", "A tiny Llama at a learning rate that rises to 1 over 200 steps", "divergence", step=(14, 130))
 def _(path):
     model = llama()
-    trained(path, model, Tokens(512), learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=200, num_train_epochs=4, logging_steps=2)
+    trained(
+        path,
+        model,
+        Tokens(512),
+        learning_rate=1.0,
+        lr_scheduler_type="linear",
+        warmup_steps=200,
+        num_train_epochs=4,
+        logging_steps=2,
+    )
 
 
-@log("hf_overfit_state.json", "32 samples with noise as large as the signal, 60 epochs, evaluated in each", "overfit", severity="warning", step=(8, 120))
+@log(
+    "hf_overfit_state.json",
+    "32 samples with noise as large as the signal, 60 epochs, evaluated in each",
+    "overfit",
+    severity="warning",
+    step=(8, 120),
+)
 def _(path):
     trained(
         path,
@@ -194,17 +230,30 @@ def _(path):
     trained(path, Numbers().requires_grad_(False), Samples(), catch=True)
 
 
-@log("hf_scaler_state.json", "Trainer with a real GradScaler on the CPU; Inf in the features of a third of the batches", "scaler-skipping", step=(5, 10))
+@log(
+    "hf_scaler_state.json",
+    "Trainer with a real GradScaler on the CPU; Inf in the features of a third of the batches",
+    "scaler-skipping",
+    step=(5, 10),
+)
 def _(path):
     trained(path, Numbers(), inf_in(Samples(768), (0, 3, 4)), state=True, scaler=True, num_train_epochs=1, optim="adamw_torch")
 
 
 @log("hf_scaler.log", "The same over 3 epochs, what it prints", "scaler-skipping", step=(5, 10))
 def _(path):
-    trained(path, Numbers(), inf_in(Samples(256), (0, 3, 4)), scaler=True, num_train_epochs=3, optim="adamw_torch", logging_steps=10)
+    trained(
+        path, Numbers(), inf_in(Samples(256), (0, 3, 4)), scaler=True, num_train_epochs=3, optim="adamw_torch", logging_steps=10
+    )
 
 
-@log("hf_scaler_fused.log", "The same with the fused AdamW, which skips by itself, so that the schedule goes on", "nan-gradient", severity="warning", step=(5, 10))
+@log(
+    "hf_scaler_fused.log",
+    "The same with the fused AdamW, which skips by itself, so that the schedule goes on",
+    "nan-gradient",
+    severity="warning",
+    step=(5, 10),
+)
 def _(path):
     trained(path, Numbers(), inf_in(Samples(768), (0, 3, 4)), scaler=True, num_train_epochs=1)
 
@@ -238,7 +287,9 @@ def tokenizer() -> Any:
     words = ["<pad>", "<s>", "</s>", "<unk>", *[f"w{i}" for i in range(60)]]
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     found.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     return found
 
@@ -276,7 +327,12 @@ def _(path):
     sft(path, llama().half(), optim="adamw_torch")
 
 
-@log("trl_sft_diverges_state.json", "TRL's SFTTrainer, a learning rate of 2 after a warm-up, no clipping", "divergence", step=(10, 90))
+@log(
+    "trl_sft_diverges_state.json",
+    "TRL's SFTTrainer, a learning rate of 2 after a warm-up, no clipping",
+    "divergence",
+    step=(10, 90),
+)
 def _(path):
     sft(path, state=True, learning_rate=2.0, warmup_steps=100, num_train_epochs=4, max_grad_norm=0.0)
 
@@ -289,13 +345,30 @@ def _(path):
     sft(path, model, num_train_epochs=3, learning_rate=5e-3)
 
 
-def grpo(path: Path, reward: Any, *, state: bool = False, catch: bool = False, model: Any = None, callbacks: Any = None, **arguments: Any) -> None:
+def grpo(
+    path: Path,
+    reward: Any,
+    *,
+    state: bool = False,
+    catch: bool = False,
+    model: Any = None,
+    callbacks: Any = None,
+    **arguments: Any,
+) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     data = Dataset.from_dict({"prompt": [" ".join(text.split()[:4]) for text in sentences(64)]})
     config = GRPOConfig(
-        **{**COMMON, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "logging_steps": 1, "max_steps": 24, **arguments}
+        **{
+            **COMMON,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "max_steps": 24,
+            **arguments,
+        }
     )
     trainer = GRPOTrainer(
         model or llama(), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
@@ -313,7 +386,12 @@ def _(path):
     grpo(path, lambda completions, **_: [1.0] * len(completions))
 
 
-@log("trl_grpo_sampling.log", "TRL's GRPOTrainer at a learning rate of 1e38: weights overflow, and sampling dies: the real traceback", "bad-probabilities", step=(1, 4))
+@log(
+    "trl_grpo_sampling.log",
+    "TRL's GRPOTrainer at a learning rate of 1e38: weights overflow, and sampling dies: the real traceback",
+    "bad-probabilities",
+    line=(4, 60),
+)
 def _(path):
     grpo(path, rising, catch=True, learning_rate=1e38, lr_scheduler_type="constant")
 

@@ -9,6 +9,7 @@ import typer
 from nanproof import __version__
 from nanproof.cli.check import check
 from nanproof.cli.demo import demo
+from nanproof.cli.doctor import doctor
 from nanproof.cli.replay import replay
 from nanproof.cli.run import run
 from nanproof.cli.scan import scan
@@ -18,6 +19,7 @@ app.command()(demo)
 app.command()(check)
 app.command()(replay)
 app.command()(scan)
+app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

@@ -32,8 +32,9 @@ def judge(story: Story) -> tuple[Finding, ...]:
 def _of(segment: Segment) -> Iterator[Finding]:
     lost = list(nonfinite(segment))
     scaled = list(scaling(segment))
-    if scaled and all(f.kind in ("scaler-skipping", "nan-gradient") for f in lost):
-        lost = []  # the same thing, and the scale says it more exactly
+    if scaled:  # the same thing, and the scale says it more exactly: such steps are left out, and the weights are not NaN
+        scaled = [_with_loss(f, segment) for f in scaled]
+        lost = [f for f in lost if f.kind not in ("scaler-skipping", "nan-gradient", "nan", "inf", "nan-warnings")]
     yield from lost
     yield from scaled
     ended = any(f.kind in LOST and f.severity == "failure" for f in lost) or any(f.severity == "failure" for f in scaled)
@@ -44,6 +45,16 @@ def _of(segment: Segment) -> Iterator[Finding]:
             if not still or finding.kind != "never-learned":
                 yield finding
     yield from crashes(segment)
+
+
+def _with_loss(finding: Finding, segment: Segment) -> Finding:
+    """A loss that is NaN itself says that it is the forward, not the scale."""
+    first = segment.track("loss").bad.first
+    if first is None:
+        return finding
+    said = f"{finding.said} The loss itself is not finite from {first} on: it is the forward, not the scale."
+    earlier = not finding.place.line or first.line < finding.place.line
+    return replace(finding, said=said, place=first if earlier else finding.place)
 
 
 def _passes(segment: Segment, finding: Finding) -> bool:

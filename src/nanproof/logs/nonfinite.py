@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nanproof.logs.curve import Place, number
+from nanproof.logs.curve import Curve, Place, number
 from nanproof.logs.finding import CHECK, PROTECT, RUN, SCAN, UNFILTER, Finding, Likely
 from nanproof.logs.schedule import Skipping, skipping
 from nanproof.logs.story import Segment, Streak
@@ -51,15 +51,17 @@ def _hidden(segment: Segment) -> Finding | None:
     assert first is not None and streak.last is not None
     sudden = loss.first_finite is not None and loss.first_finite[1] == 0.0
     said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} lines. "
-    said += (
-        "That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0. "
-        + (f"Since {first} the weights are probably NaN." if lasting else "Later lines are finite again: those steps were skipped.")
+    said += "That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0. " + (
+        f"Since {first} the weights are probably NaN." if lasting else "Later lines are finite again: those steps were skipped."
     )
+    said += _line_before(norm.curve, first)
     moved = skipping(segment)
     if moved is not None:
         said += " " + told(moved)
     causes = [
-        Likely("NaN from the first line: the weights that were loaded, or the data, are NaN already", "nonfinite-weights-at-start")
+        Likely(
+            "NaN from the first line: the weights that were loaded, or the data, are NaN already", "nonfinite-weights-at-start"
+        )
         if sudden and norm.bad.count == norm.bad.looked
         else Likely("A batch with NaN or Inf makes the loss NaN, and without a scaler that step is taken", "nonfinite-batch"),
         Likely(
@@ -76,6 +78,14 @@ def _hidden(segment: Segment) -> Finding | None:
         causes=tuple(causes),
         commands=(SCAN, PROTECT, UNFILTER),
     )
+
+
+def _line_before(curve: Curve, first: Place) -> str:
+    """The log may have a line for many steps: it began after the last good one."""
+    before = curve.finite(first.order)
+    if not before or before[-1].place.step is None or first.step is None or first.step - before[-1].place.step <= 1:
+        return ""
+    return f" It began after step {number(before[-1].place.step)}, which is the last good line."
 
 
 def _vanished(segment: Segment) -> Finding | None:
@@ -109,13 +119,18 @@ def _shown(segment: Segment) -> Finding:
     before = [b for b in loss.curve.finite(first.order)][-6:]
     rose = rising_before(segment, first)
     if before and severity == "failure":
-        said += f" The last finite loss is {number(before[-1].last)}."
+        said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
     if rose:
         said += f" {rose}"
     if severity == "failure" and loss.count - first.order > 1:
         said += " Once the weights are NaN every later step is lost."
     return Finding(
-        kind=kind, severity=severity, place=first, said=said, causes=_of_loss(segment, kind, first, rose), commands=(SCAN, RUN, CHECK)
+        kind=kind,
+        severity=severity,
+        place=first,
+        said=said,
+        causes=_of_loss(segment, kind, first, rose),
+        commands=(SCAN, RUN, CHECK),
     )
 
 
@@ -201,7 +216,10 @@ def _skipping(segment: Segment, moved: Skipping) -> Finding:
         said += " A scale that is only too high costs a few steps: here the forward or the gradients are NaN at any scale."
     causes = (
         Likely("An output passes 65504 in fp16, at any loss scale", "fp16-activation-overflow"),
-        Likely("The model itself is loaded in fp16: keep trainable weights in fp32 and let autocast do the rest", "fp16-weights-with-grad-scaler"),
+        Likely(
+            "The model itself is loaded in fp16: keep trainable weights in fp32 and let autocast do the rest",
+            "fp16-weights-with-grad-scaler",
+        ),
         Likely("The data holds NaN or Inf, so that no scale helps", "nonfinite-batch"),
     )
     return Finding(
@@ -227,7 +245,9 @@ def told(moved: Skipping) -> str:
     few = ", ".join(map(str, at)) + (", ..." if len(moved.stretches) > 6 else "")
     said += f"and the schedule had moved {few} steps at the logged lines."
     if moved.each is not None:
-        said += f" (Read with a line every {moved.each} steps and {number(moved.epochs or 0)} epochs, which the log does not say.)"
+        said += (
+            f" (Read with a line every {moved.each} steps and {number(moved.epochs or 0)} epochs, which the log does not say.)"
+        )
     return said
 
 

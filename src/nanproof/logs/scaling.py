@@ -65,8 +65,14 @@ def _overflows(segment: Segment) -> Finding | None:
         return None
     first = noted.first[0]
     place = Place(noted.first_order, first.step, None, first.line)
-    said = f"{noted.count} steps overflow and are left out, from {place} to the end of the log: the scale falls and falls."
-    return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
+    scale = segment.track("scale")
+    falls = scale.count > 1 and scale.last_finite is not None and scale.last_finite[1] < scale.high / 64
+    said = f"{noted.count} steps overflow and are left out, from {place} to the end of the log"
+    said += (
+        f": the loss scale falls from {number(scale.high)} to {number(scale.low)}." if falls else ". Nothing is learned any more."
+    )
+    kind = "scale-collapse" if falls else "scaler-skipping"
+    return Finding(kind=kind, severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
 
 
 def _counted(segment: Segment) -> Finding | None:

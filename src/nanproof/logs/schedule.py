@@ -163,7 +163,7 @@ def _linear(
             return None
         taken.append(round(exact))
     stretches = _stretches(places, counting.tried, taken)
-    return stretches and Skipping(stretches, base, total, counting.each, counting.epochs)
+    return Skipping(stretches, base, total, counting.each, counting.epochs) if stretches else None
 
 
 def _stretches(places: Sequence[Place], tried: Sequence[int], taken: Sequence[int]) -> tuple[Stretch, ...] | None:

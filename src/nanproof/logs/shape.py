@@ -94,8 +94,8 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
 
 def _divergence(segment: Segment, f: Form) -> Finding | None:
     rise = f.end - f.best
-    last = f.values[-max(3, len(f.values) // 12) :]
-    stays = min(last) > f.best + 0.4 * rise
+    last = sorted(f.values[-max(4, len(f.values) // 10) :])
+    stays = last[len(last) // 4] > f.best + 0.4 * rise
     if f.directionless:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
         diverged = f.end > 100 * max(size, 1e-12) and stays
@@ -120,7 +120,9 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         Likely("Adam's second moment lags behind gradients that grew", "stale-second-moment"),
     ]
     if segment.resumed and began < 0.1 * len(f.values):
-        causes.insert(0, Likely("It begins where the run was resumed: the optimizer's state was not restored", "optimizer-state-reset"))
+        causes.insert(
+            0, Likely("It begins where the run was resumed: the optimizer's state was not restored", "optimizer-state-reset")
+        )
     causes.append(Likely("A bad stretch of data, from which the run did not come back", "outlier-batch"))
     return Finding(
         kind="divergence",
@@ -177,7 +179,12 @@ def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
     size = abs(parts[0])
     unsure = 1.25 * f.sigma / third**0.5
     first = level(f.values[:3])
-    if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size or abs(first - parts[2]) > max(0.01 * size, 3 * f.sigma):
+    if (
+        size == 0
+        or unsure > 0.005 * size
+        or max(parts) - min(parts) > 0.01 * size
+        or abs(first - parts[2]) > max(0.01 * size, 3 * f.sigma)
+    ):
         return None
     lr = segment.track("lr")
     said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
@@ -189,7 +196,9 @@ def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
         Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
         Likely("Every unit of a ReLU is off", "dead-units"),
     )
-    return Finding(kind="never-learned", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN))
+    return Finding(
+        kind="never-learned", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN)
+    )
 
 
 def _late_start(segment: Segment) -> bool:
@@ -250,4 +259,3 @@ def _explosion(segment: Segment, before: int | None) -> Finding | None:
         Likely("Loss and norms rise over many steps", "learning-rate-too-high"),
     )
     return Finding(kind="exploding-gradient", severity="warning", place=place, said=said, causes=causes, commands=(RUN, CHECK))
-

@@ -65,14 +65,14 @@ def _rate_zero(segment: Segment) -> Finding | None:
         return None
     all_zero = lr.zero.count == lr.count
     ended = lr.zero.since is not None and lr.zero.unbroken >= max(5, 0.1 * lr.count)
-    if not (all_zero or ended) or _moves(segment) and all_zero:
+    if not (all_zero or ended) or (_moves(segment) and all_zero):
         return None
     place = lr.zero.first if all_zero else lr.zero.since
     assert place is not None
     said = (
         f"The learning rate is 0 on all {lr.count} lines: no weight moves."
         if all_zero
-        else f"The learning rate is 0 from {place} to the end, {lr.zero.unbroken} of {lr.count} lines: nothing is learned after that."
+        else f"The learning rate is 0 from {place} to the end, {lr.zero.unbroken} of {lr.count} lines: nothing is learned there."
     )
     return Finding(
         kind="learning-rate-zero",
@@ -98,10 +98,17 @@ def _gradient_zero(segment: Segment) -> Finding | None:
     said = f"grad_norm is exactly 0.0 from {place} on, {still.unbroken} of {still.looked} lines, while the loss is not 0"
     said += f" ({number(loss.last_finite[1])})" if loss.last_finite else ""
     causes = (
-        Likely("The path from the loss to the parameters is cut (detach, no_grad, argmax), or they are frozen", "no-gradient-path"),
+        Likely(
+            "The path from the loss to the parameters is cut (detach, no_grad, argmax), or they are frozen", "no-gradient-path"
+        ),
         Likely("Every unit of a ReLU is off: nothing behind it gets a gradient", "dead-units"),
         Likely("All rewards of a group are equal, so every advantage is 0", "zero-advantage"),
     )
     return Finding(
-        kind="zero-gradient", severity="failure", place=place, said=said + ": no weight moves.", causes=causes, commands=(CHECK, RUN)
+        kind="zero-gradient",
+        severity="failure",
+        place=place,
+        said=said + ": no weight moves.",
+        causes=causes,
+        commands=(CHECK, RUN),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanproof.logs.curve import Curve, Place
 from nanproof.logs.points import METRICS, Note, Point
@@ -149,6 +149,16 @@ class Segment:
         return self.tracks.get(name) or Track()
 
 
+def _sound(point: Point) -> Point:
+    """Steps and settings that are no numbers are as good as not there."""
+    counts = [point.step, point.epoch, *point.settings.values()]
+    if all(count is None or math.isfinite(count) for count in counts):
+        return point
+    step, epoch = (None if count is None or not math.isfinite(count) else count for count in (point.step, point.epoch))
+    settings = {name: value for name, value in point.settings.items() if math.isfinite(value)}
+    return replace(point, step=step, epoch=epoch, settings=settings)
+
+
 class Story:
     """Everything that a log says, in order."""
 
@@ -173,6 +183,7 @@ class Story:
                 self._resume_said = True
             self.now.note(item)
             return
+        item = _sound(item)
         if item.values:
             self._place(item)
             self.points += 1
