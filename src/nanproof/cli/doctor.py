@@ -65,8 +65,8 @@ def doctor(
         list[str],
         typer.Argument(
             metavar="LOG",
-            help="Logs, or folders of them: what a run printed, trainer_state.json, JSON lines, CSV, TensorBoard, Weights & Biases, "
-            "a folder of nanproof; .gz too. - is standard input.",
+            help="Logs, or folders of them: what a run printed, trainer_state.json, JSON lines, CSV, TensorBoard, Weights & "
+            "Biases, a folder of nanproof; .gz too. - is standard input.",
             show_default=False,
         ),
     ],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nanproof.logs.curve import Curve, Place, number
-from nanproof.logs.finding import CHECK, PROTECT, RUN, SCAN, UNFILTER, Finding, Likely
-from nanproof.logs.schedule import Skipping, skipping
+from nanproof.logs.curve import Place, number
+from nanproof.logs.finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
+from nanproof.logs.hidden import hidden
+from nanproof.logs.schedule import skipping
+from nanproof.logs.skipped import left_out, skipped_only
 from nanproof.logs.story import Segment, Streak
 
 FEW = 0.1
@@ -17,11 +19,11 @@ FEW = 0.1
 def nonfinite(segment: Segment) -> Iterator[Finding]:
     """At most one finding of the loss, one of the evaluation, and one of the warnings if nothing else says it."""
     loss, norm = segment.track("loss"), segment.track("grad_norm")
-    found = _hidden(segment) if not loss.bad.count else _shown(segment)
+    found = hidden(segment) if not loss.bad.count else _shown(segment)
     if found is None and norm.bad.count:
         found = _gradient(segment)
     if found is None:
-        found = _skipped_only(segment)
+        found = skipped_only(segment)
     if found is not None:
         yield found
     evaluated = segment.track("eval_loss")
@@ -42,73 +44,6 @@ def _since(streak: Streak) -> tuple[Place, str, str]:
     return streak.first, "warning", f"on {streak.count} of {streak.looked} lines, not on the last ones"
 
 
-def _hidden(segment: Segment) -> Finding | None:
-    streak, loss, norm = segment.together["hidden"], segment.track("loss"), segment.track("grad_norm")
-    if not streak.count:
-        return _vanished(segment)
-    lasting = streak.since is not None
-    first = (norm.bad.since if lasting else None) or streak.since or streak.first
-    assert first is not None and streak.last is not None
-    sudden = loss.first_finite is not None and loss.first_finite[1] == 0.0
-    said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} lines. "
-    said += "That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0. " + (
-        f"Since {first} the weights are probably NaN." if lasting else "Later lines are finite again: those steps were skipped."
-    )
-    said += _line_before(norm.curve, first)
-    moved = skipping(segment)
-    if moved is not None:
-        said += " " + told(moved)
-    causes = [
-        Likely(
-            "NaN from the first line: the weights that were loaded, or the data, are NaN already", "nonfinite-weights-at-start"
-        )
-        if sudden and norm.bad.count == norm.bad.looked
-        else Likely("A batch with NaN or Inf makes the loss NaN, and without a scaler that step is taken", "nonfinite-batch"),
-        Likely(
-            "Trainable weights in fp16 with a plain Adam: its eps of 1e-8 is 0 in fp16, the first update is 0/0",
-            "fp16-optimizer-underflow",
-        ),
-        Likely("A batch without a supervised token: a mean over nothing is 0/0", "no-supervised-targets"),
-    ]
-    return Finding(
-        kind="hidden-nan",
-        severity="failure" if lasting else "warning",
-        place=first,
-        said=said,
-        causes=tuple(causes),
-        commands=(SCAN, PROTECT, UNFILTER),
-    )
-
-
-def _line_before(curve: Curve, first: Place) -> str:
-    """The log may have a line for many steps: it began after the last good one."""
-    before = curve.finite(first.order)
-    if not before or before[-1].place.step is None or first.step is None or first.step - before[-1].place.step <= 1:
-        return ""
-    return f" It began after step {number(before[-1].place.step)}, which is the last good line."
-
-
-def _vanished(segment: Segment) -> Finding | None:
-    """Logs without grad_norm: a loss that was well above 0 and is exactly 0.0 from one line to the next, to the end."""
-    loss = segment.track("loss")
-    before = [b for b in loss.curve.finite(loss.zero.since.order if loss.zero.since else 0)]
-    if segment.track("grad_norm").count or loss.zero.since is None or loss.zero.unbroken < 3 or not before:
-        return None
-    if before[-1].low <= 0.1 * max(b.high for b in before) or loss.low < 0:
-        return None
-    said = (
-        f"The loss falls from {number(before[-1].last)} to exactly 0.0 at {loss.zero.since} and stays there. A loss does not "
-        "reach 0.0 like that: the Trainer's logging_nan_inf_filter shows NaN as 0.0, so the weights are probably NaN since then."
-    )
-    causes = (
-        Likely("A batch with NaN or Inf makes the loss NaN, and without a scaler that step is taken", "nonfinite-batch"),
-        Likely("Every label is ignored from there on: a loss over nothing", "no-supervised-targets"),
-    )
-    return Finding(
-        kind="hidden-nan", severity="failure", place=loss.zero.since, said=said, causes=causes, commands=(SCAN, UNFILTER, PROTECT)
-    )
-
-
 def _shown(segment: Segment) -> Finding:
     loss = segment.track("loss")
     first, severity, much = _since(loss.bad)
@@ -116,7 +51,7 @@ def _shown(segment: Segment) -> Finding:
     said = f"The loss is {number(loss.first_bad)} at {first}, {much}."
     if loss.bad.first != first:
         said += f" It was not finite before that, first at {loss.bad.first}, and came back."
-    before = [b for b in loss.curve.finite(first.order)][-6:]
+    before = loss.curve.finite(first.order)
     rose = rising_before(segment, first)
     if before and severity == "failure":
         said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
@@ -170,7 +105,7 @@ def _gradient(segment: Segment) -> Finding | None:
     norm = segment.track("grad_norm")
     moved = skipping(segment)
     if moved is not None:
-        return _skipping(segment, moved)
+        return left_out(segment, moved)
     first, severity, much = _since(norm.bad)
     if severity == "warning" and norm.bad.count < FEW * norm.count:
         severity = "note"
@@ -200,57 +135,6 @@ def _falls(segment: Segment) -> bool:
     return third >= 2 and max(values[-third:]) < min(values[:third])
 
 
-def _skipped_only(segment: Segment) -> Finding | None:
-    """The learning rate alone shows steps that were left out."""
-    moved = skipping(segment)
-    return None if moved is None else _skipping(segment, moved)
-
-
-def _skipping(segment: Segment, moved: Skipping) -> Finding:
-    norm = segment.track("grad_norm")
-    said = told(moved)
-    if norm.bad.count:
-        said += f" grad_norm is {number(norm.first_bad)} on {norm.bad.count} of {norm.count} lines."
-    share = moved.skipped / moved.tried
-    if share > 0.25:
-        said += " A scale that is only too high costs a few steps: here the forward or the gradients are NaN at any scale."
-    causes = (
-        Likely("An output passes 65504 in fp16, at any loss scale", "fp16-activation-overflow"),
-        Likely(
-            "The model itself is loaded in fp16: keep trainable weights in fp32 and let autocast do the rest",
-            "fp16-weights-with-grad-scaler",
-        ),
-        Likely("The data holds NaN or Inf, so that no scale helps", "nonfinite-batch"),
-    )
-    return Finding(
-        kind="scaler-skipping",
-        severity="failure" if share > 0.25 else "warning",
-        place=moved.began,
-        said=said,
-        causes=causes,
-        commands=(PROTECT, CHECK, SCAN),
-    )
-
-
-def told(moved: Skipping) -> str:
-    """The reading of the learning rates in a sentence."""
-    said = f"The learning rate says that {moved.skipped} of {moved.tried} optimizer steps were left out: "
-    if moved.base is not None and moved.total is not None:
-        said += f"{number(moved.base)} falls linearly over {moved.total} steps, "
-    taken = 0
-    at = []
-    for stretch in moved.stretches[:6]:
-        taken += stretch.taken
-        at.append(taken)
-    few = ", ".join(map(str, at)) + (", ..." if len(moved.stretches) > 6 else "")
-    said += f"and the schedule had moved {few} steps at the logged lines."
-    if moved.each is not None:
-        said += (
-            f" (Read with a line every {moved.each} steps and {number(moved.epochs or 0)} epochs, which the log does not say.)"
-        )
-    return said
-
-
 def _evaluation(segment: Segment) -> Finding:
     evaluated = segment.track("eval_loss")
     first, severity, much = _since(evaluated.bad)
@@ -278,7 +162,8 @@ def _warnings(segment: Segment) -> Finding:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."
     if lasting and noted.count > 2:
-        said += f" It never stopped: the weights are NaN, and everything after {f'step {number(first.step)}' if first.step is not None else f'line {first.line}'} is lost."
+        since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
+        said += f" It never stopped: the weights are NaN, and everything after {since} is lost."
     causes = (
         Likely("A guard that zeroes NaN gradients still lets the optimizer step on its moments, and an Inf passes isnan", None),
         Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),

@@ -35,8 +35,8 @@ def _collapse(segment: Segment) -> Finding | None:
     top = max(i for i, b in enumerate(values) if b.high >= high)
     began = values[min(top + 1, len(values) - 1)].place
     said = (
-        f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving is a "
-        "step that was left out; gradients that are bad at a scale of 1 are bad at any."
+        f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving "
+        "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."
     )
     return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
 
@@ -96,7 +96,7 @@ def _counted(segment: Segment) -> Finding | None:
         return None
     share = late / later
     said = (
-        f"{number(count)} of {number(steps)} steps were left out by the loss scaler, and in the second half of the log {share:.0%}. "
+        f"{number(count)} of {number(steps)} steps were left out by the loss scaler, {share:.0%} in the second half of the log. "
         "A scale that is only too high costs a few steps at the start."
     )
     return Finding(kind="scaler-skipping", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)

@@ -8,6 +8,7 @@ evenly, however slowly, is just another schedule.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _countings(segment: Segment, places: Sequence[Place]) -> Iterator[Counting]:
     planned = int(settings["steps"]) if settings.get("steps", 0) >= 1 else None
     if all(p.step is not None for p in places):
         tried = tuple(int(p.step or 0) for p in places)
-        if all(a < b for a, b in zip(tried, tried[1:], strict=False)):
+        if all(a < b for a, b in itertools.pairwise(tried)):
             yield Counting(tried, planned)
         return
     seen = [p.epoch or 0.0 for p in places]

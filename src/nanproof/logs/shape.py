@@ -1,4 +1,4 @@
-"""The shape of finite curves: a loss that diverges, spikes or never moves, an evaluation that turns, a gradient norm that explodes.
+"""The shape of finite curves: a loss that diverges, spikes or never moves, an evaluation that turns, a gradient that explodes.
 
 All thresholds are relative to what the run itself has learned and to its own noise, so that a loss in other units is judged
 alike. Losses of reinforcement learning hover about 0 and have no direction: of them only an explosion is said.
@@ -6,7 +6,8 @@ alike. Losses of reinforcement learning hover about 0 and have no direction: of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -36,11 +37,6 @@ class Form:
     def learned(self) -> float:
         return max(self.start - self.best, 0.0)
 
-    def sigma_at(self, index: int) -> float:
-        """The noise near a place: of the points just before it, where the curve is not what is judged."""
-        near = slice(max(0, index - 40), index + 5)
-        return min(noise(self.values[near], self.smoothed[near]) or self.sigma, self.sigma) if index > 5 else self.sigma
-
     @property
     def directionless(self) -> bool:
         """As a policy's loss is: below 0 now and then, or 0 at the first step."""
@@ -52,18 +48,19 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
     if len(buckets) < ENOUGH:
         return None
     values = [b.mean for b in buckets]
-    window = max(3, len(values) // 25) | 1
+    window = max(5, len(values) // 25) | 1
     smoothed = smooth(values, window)
     edge = max(2, min(len(values) // 10, 50))
     best = min(smoothed)
+    best_at = smoothed.index(best)
     return Form(
         buckets=buckets,
         values=values,
         smoothed=smoothed,
-        sigma=noise(values, smoothed),
+        sigma=noise(values[: best_at + 1] if best_at >= 10 else values),
         start=level(values[: max(edge // 2, 2)]),
         best=best,
-        best_at=smoothed.index(best),
+        best_at=best_at,
         end=level(values[-max(edge, 3) :]),
     )
 
@@ -94,18 +91,16 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
 
 def _divergence(segment: Segment, f: Form) -> Finding | None:
     rise = f.end - f.best
-    last = sorted(f.values[-max(4, len(f.values) // 10) :])
-    stays = last[len(last) // 4] > f.best + 0.4 * rise
     if f.directionless:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
-        diverged = f.end > 100 * max(size, 1e-12) and stays
-    elif f.learned > 3 * f.sigma and f.learned > 0.02 * abs(f.start):
-        diverged = rise > 0.35 * f.learned and rise > 6 * f.sigma_at(f.best_at) and rise > 0.1 * abs(f.best) and stays
+        diverged = f.end > 100 * max(size, 1e-12) and _lasts(f.values, f.best, f.best_at)
+    elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
+        diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
-        diverged = f.end > 1.3 * f.start and f.end - f.start > 6 * f.sigma_at(f.best_at) and stays
+        diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
     if not diverged:
         return None
-    began = max((i for i, v in enumerate(f.values) if v <= f.best + max(0.1 * rise, f.sigma_at(f.best_at))), default=0)
+    began = _begin(f, rise)
     place = f.buckets[min(began + 1, len(f.buckets) - 1)].place
     low = f.buckets[f.best_at]
     said = (
@@ -134,25 +129,45 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
     )
 
 
+def _beyond_noise(f: Form, above: float) -> bool:
+    """Whether the end is up by more than noise makes it: in the loss itself or, where noise grows with it, in its logarithm."""
+    if _lasts(f.values, above, f.best_at):
+        return True
+    if above <= 0 or min(f.values) <= 0:
+        return False
+    return _lasts([math.log(v) for v in f.values], math.log(above), f.best_at)
+
+
+def _lasts(values: Sequence[float], above: float, best_at: int) -> bool:
+    last = sorted(values[-max(4, len(values) // 10) :])
+    rise = last[len(last) // 2] - above
+    sigma = noise(values[: best_at + 1] if best_at >= 10 else values)
+    return rise > sigma * max(3.0, 8.0 / len(last) ** 0.5) and last[len(last) // 4] > above + 0.4 * rise
+
+
+def _begin(f: Form, rise: float) -> int:
+    """The last point before the loss leaves its best for good: first in the smoothed curve, then exactly."""
+    near = f.best + max(0.1 * rise, min(f.sigma, 0.4 * rise))
+    calm = max((i for i, v in enumerate(f.smoothed) if v <= near), default=0)
+    reach = range(min(calm + 8, len(f.values) - 1), max(calm - 8, -1), -1)
+    return next((i for i in reach if f.values[i] <= near), calm)
+
+
 def _spike(f: Form) -> Finding | None:
-    """The highest point, if it stands far above its neighbours on both sides and they are alike."""
+    """The highest point, if nothing else in the run stands as far above its neighbours, and those on both sides are alike."""
     if f.directionless or len(f.values) < 16:
         return None
-    reach = max(3, len(f.values) // 40)
-    best: tuple[float, int, float] | None = None
-    for i in range(reach, len(f.values) - 2):
-        if f.buckets[i].high < 1.5 * f.smoothed[i]:
-            continue
-        sides = level(f.values[i - reach : i]), level(f.values[i + 1 : i + 1 + reach])
-        around = max(sides)
-        height = f.buckets[i].high - around
-        if height > max(around, 12 * f.sigma, 0.3 * f.learned) and (best is None or height > best[0]):
-            best = (height, i, around)
-    if best is None:
+    reach = max(4, len(f.values) // 40)
+    heights = [
+        bucket.high - max(level(f.values[max(0, i - reach) : i]), level(f.values[i + 1 : i + 1 + reach]))
+        for i, bucket in enumerate(f.buckets[:-2])
+    ]
+    i = max(range(reach, len(heights)), key=heights.__getitem__)
+    others = max((h for j, h in enumerate(heights) if abs(j - i) > reach), default=0.0)
+    around, height = f.buckets[i].high - heights[i], heights[i]
+    if height < max(around, 8 * f.sigma, 4 * others, 0.3 * f.learned):
         return None
-    height, i, around = best
-    after = level(f.values[-max(3, len(f.values) // 10) :])
-    if after > around + 0.25 * height:
+    if level(f.values[-max(3, len(f.values) // 10) :]) > around + 0.25 * height:
         return None
     place = f.buckets[i].place
     said = f"The loss jumps to {number(f.buckets[i].high)} at {place}, from about {number(around)}, and comes back."
@@ -172,21 +187,18 @@ def _spike(f: Form) -> Finding | None:
 
 def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
     """The loss is as high as at the start, and that can be said to within a percent."""
-    if f is None or f.directionless or len(f.values) < 30 or segment.resumed or _late_start(segment):
+    if f is None or f.directionless or len(f.values) < 40 or segment.resumed or _late_start(segment):
         return None
     third = len(f.values) // 3
     parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
-    size = abs(parts[0])
-    unsure = 1.25 * f.sigma / third**0.5
-    first = level(f.values[:3])
-    if (
-        size == 0
-        or unsure > 0.005 * size
-        or max(parts) - min(parts) > 0.01 * size
-        or abs(first - parts[2]) > max(0.01 * size, 3 * f.sigma)
-    ):
+    size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
+    if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
         return None
+    if parts[0] - parts[2] > 2 * unsure or abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
+        return None  # slow, but it learns; or it had learned before the first line was a third
     lr = segment.track("lr")
+    if lr.count and lr.last_finite is not None and lr.last_finite[1] == lr.high > lr.low:
+        return None  # still warming up
     said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
     if lr.count and lr.high > 0:
         said += f" The learning rate is up to {number(lr.high)}."
@@ -227,8 +239,8 @@ def _overfit(segment: Segment) -> Finding | None:
     if not (big and monotone and now < then and then - now > 0.05 * abs(then)):
         return None
     said = (
-        f"The evaluation loss is lowest at {turn} ({number(values[low])}) and rises to {number(values[-1])}, while the training loss "
-        f"falls from {number(then)} to {number(now)}. The checkpoint of that moment is the best."
+        f"The evaluation loss is lowest at {turn} ({number(values[low])}) and rises to {number(values[-1])}, while the training "
+        f"loss falls from {number(then)} to {number(now)}. The checkpoint of that moment is the best."
     )
     causes = (Likely("The model learns the training samples by heart: too few of them, or too many epochs"),)
     return Finding(
@@ -253,7 +265,7 @@ def _explosion(segment: Segment, before: int | None) -> Finding | None:
         return None
     began = max((i for i, v in enumerate(values) if v <= 3 * top), default=0)
     place = buckets[min(began + 1, len(buckets) - 1)].place
-    said = f"The gradient norm leaves its usual {number(usual)} at {place} and is {number(level(end))} at the end, {level(end) / usual:.0f} times that."
+    said = f"The gradient norm leaves its usual {number(usual)} at {place} and is {number(level(end))} at the end of the log."
     causes = (
         Likely("The gradient grows with every layer or time step", "exploding-gradient"),
         Likely("Loss and norms rise over many steps", "learning-rate-too-high"),
