@@ -176,7 +176,7 @@ def _(path):
 
 @log("healthy_wandb.wandb", "Weights & Biases offline")
 def _(path):
-    wandb(path, steps(150, evaluate=30))
+    wandb(path, steps(100, evaluate=20))
 
 
 @log("accelerate_tracker_nan", "Accelerate's TensorBoard tracker; NaN data at step 21", "nan", step=(21, 21))

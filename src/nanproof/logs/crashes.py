@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanproof.logs.curve import Place
 from nanproof.logs.finding import CHECK, RUN, SCAN, Finding, Likely
 from nanproof.logs.story import Segment
 
@@ -53,12 +52,10 @@ def crashes(segment: Segment) -> Iterator[Finding]:
         name, said, causes, commands = CRASHES[kind]
         noted = segment.notes[kind]
         note = noted.first[0]
-        step = note.step if note.step is not None else segment.last.step if segment.last else None
-        place = Place(noted.first_order, step, segment.last.epoch if segment.last else None, note.line)
         went_on = segment.points > noted.last_order + 1
         interrupted = note.text.startswith("KeyboardInterrupt")
         severity = "note" if interrupted else "warning" if went_on else "failure"
         said = f'{said} Line {note.line}: "{note.text}"'
         if went_on:
             said += ". The log goes on after it."
-        yield Finding(kind=name, severity=severity, place=place, said=said, causes=causes, commands=commands)
+        yield Finding(kind=name, severity=severity, place=noted.place, said=said, causes=causes, commands=commands)

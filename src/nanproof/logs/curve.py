@@ -45,6 +45,20 @@ class Bucket:
     low: float
     high: float
 
+    def add(self, value: float, place: Place) -> None:
+        self.place, self.last = place, value
+        self.count += 1
+        if math.isfinite(value):
+            self.finite += 1
+            self.total += value
+            self.low, self.high = min(self.low, value), max(self.high, value)
+
+    def take(self, later: Bucket) -> None:
+        """Hold what another one holds too."""
+        self.place, self.last = later.place, later.last
+        self.count, self.finite, self.total = self.count + later.count, self.finite + later.finite, self.total + later.total
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+
     @property
     def mean(self) -> float:
         """NaN if there is no finite value."""
@@ -69,29 +83,23 @@ class Curve:
         return len(self.buckets)
 
     def add(self, value: float, place: Place) -> None:
-        finite = math.isfinite(value)
-        new = Bucket(
-            place, value, 1, int(finite), value if finite else 0.0, value if finite else math.inf, value if finite else -math.inf
-        )
         if self.buckets and self.buckets[-1].count < self.each:
-            self.buckets[-1] = merged(self.buckets[-1], new)
+            self.buckets[-1].add(value, place)
             return
         if len(self.buckets) >= self.most:
-            pairs = zip(self.buckets[::2], self.buckets[1::2], strict=False)
-            odd = self.buckets[-1:] if len(self.buckets) % 2 else []
-            self.buckets = [merged(a, b) for a, b in pairs] + odd
-            self.each *= 2
-            if odd:
-                self.buckets[-1] = merged(odd[0], new)
-                return
-        self.buckets.append(new)
+            self._halve()
+            self.add(value, place)
+            return
+        self.buckets.append(Bucket(place, value, 0, 0, 0.0, math.inf, -math.inf))
+        self.buckets[-1].add(value, place)
+
+    def _halve(self) -> None:
+        """Neighbours merge; a last one without a neighbour has room for more."""
+        for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=False):
+            left.take(right)
+        self.buckets = self.buckets[::2]
+        self.each *= 2
 
     def finite(self, before: int | None = None) -> list[Bucket]:
         """Buckets that hold a number, up to a place."""
         return [b for b in self.buckets if b.finite and (before is None or b.place.order < before)]
-
-
-def merged(a: Bucket, b: Bucket) -> Bucket:
-    return Bucket(
-        b.place, b.last, a.count + b.count, a.finite + b.finite, a.total + b.total, min(a.low, b.low), max(a.high, b.high)
-    )

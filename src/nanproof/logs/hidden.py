@@ -1,4 +1,4 @@
-"""A NaN loss that the log shows as 0.0: transformers' logging_nan_inf_filter, on by default, leaves NaN out of what it adds up."""
+"""A NaN loss that the log shows as 0.0: transformers' logging_nan_inf_filter, on by default, leaves NaN out of its sum."""
 
 from __future__ import annotations
 

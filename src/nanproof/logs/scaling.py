@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanproof.logs.curve import Place, number
+from nanproof.logs.curve import number
 from nanproof.logs.finding import CHECK, PROTECT, SCAN, Finding, Likely
 from nanproof.logs.story import Segment
 
@@ -46,8 +46,7 @@ def _at_minimum(segment: Segment) -> Finding | None:
     if noted is None:
         return None
     overflow = segment.notes.get("overflow")
-    first = overflow.first[0] if overflow and overflow.first[0].line < noted.first[0].line else noted.first[0]
-    place = Place(0, first.step, None, first.line)
+    place = overflow.place if overflow and overflow.place.line < noted.place.line else noted.place
     more = f", after {overflow.count} overflows" if overflow else ""
     said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}". Overflows began at {place}.'
     return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
@@ -59,12 +58,11 @@ def _overflows(segment: Segment) -> Finding | None:
     if noted is None or noted.count < 8 or noted.last is None:
         return None
     loss = segment.track("loss")
-    span = max(loss.count - noted.first_order, 1)
+    span = max(loss.count - noted.place.order, 1)
     ended = noted.last_order >= segment.points - max(2, 0.1 * segment.points)
     if not ended or noted.count < 0.5 * span:
         return None
-    first = noted.first[0]
-    place = Place(noted.first_order, first.step, None, first.line)
+    place = noted.place
     scale = segment.track("scale")
     falls = scale.count > 1 and scale.last_finite is not None and scale.last_finite[1] < scale.high / 64
     said = f"{noted.count} steps overflow and are left out, from {place} to the end of the log"

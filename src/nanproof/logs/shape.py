@@ -45,6 +45,8 @@ class Form:
 
 def form(segment: Segment, before: int | None = None) -> Form | None:
     buckets = segment.track("loss").curve.finite(before)
+    if segment.together["hidden"].count or segment.together["nothing"].count:
+        buckets = [b for b in buckets if b.low != 0 or b.high != 0]  # not a loss, but that there was none
     if len(buckets) < ENOUGH:
         return None
     values = [b.mean for b in buckets]

@@ -89,13 +89,15 @@ class Noted:
     count: int = 0
     first: list[Note] = field(default_factory=list)
     last: Note | None = None
-    first_order: int = 0
+    place: Place = field(default_factory=Place)
+    """Of the first, with the step and epoch of the point before it if it names none."""
     last_order: int = 0
-    """Of the point before."""
+    """How many points came before the last."""
 
-    def add(self, note: Note, order: int) -> None:
+    def add(self, note: Note, order: int, before: Place | None) -> None:
         if not self.count:
-            self.first_order = order
+            step, epoch = (before.step, before.epoch) if before is not None else (None, None)
+            self.place = Place(order, step if note.step is None else note.step, epoch if note.step is None else None, note.line)
         self.count += 1
         self.last, self.last_order = note, order
         if len(self.first) < NOTES_KEPT:
@@ -143,7 +145,7 @@ class Segment:
             self.skipped_sum = point.values["skipped"] + (0 if point.skipped_in_all else self.skipped_sum)
 
     def note(self, note: Note) -> None:
-        self.notes.setdefault(note.kind, Noted()).add(note, self.points)
+        self.notes.setdefault(note.kind, Noted()).add(note, self.points, self.last)
 
     def track(self, name: str) -> Track:
         return self.tracks.get(name) or Track()
