@@ -12,6 +12,8 @@ from nanproof.logs.schedule import skipping
 from nanproof.logs.skipped import left_out, skipped_only
 from nanproof.logs.story import Segment, Streak
 
+OFTEN = 0.3
+"""Above this share of the lines, it is no matter that the last ones are good."""
 FEW = 0.1
 """Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
 
@@ -41,7 +43,8 @@ def _since(streak: Streak) -> tuple[Place, str, str]:
         lines = f"all {streak.unbroken} lines" if streak.unbroken > 1 else "the last line"
         every = "on every line of the log" if streak.count == streak.looked else f"and so on {lines} from there to the end"
         return streak.since, "failure", every
-    return streak.first, "warning", f"on {streak.count} of {streak.looked} lines, not on the last ones"
+    severity = "failure" if streak.count > OFTEN * streak.looked else "warning"
+    return streak.first, severity, f"on {streak.count} of {streak.looked} lines, not on the last ones"
 
 
 def _shown(segment: Segment) -> Finding:
@@ -107,6 +110,8 @@ def _gradient(segment: Segment) -> Finding | None:
     if moved is not None:
         return left_out(segment, moved)
     first, severity, much = _since(norm.bad)
+    if norm.bad.since is None:
+        severity = "warning"  # the loss is finite: whatever it was, the run outlived it
     if severity == "warning" and norm.bad.count < FEW * norm.count:
         severity = "note"
     elif severity == "failure" and norm.bad.unbroken < 3 and norm.count > 10:

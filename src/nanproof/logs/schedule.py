@@ -1,16 +1,16 @@
 """Steps that a loss scaler left out, read from the learning-rate column.
 
-Trainers advance the schedule only when the optimizer has stepped. A linear schedule moves by the same unit at each step, so what
-the logged rates have moved, in units, is how many steps were really taken; the log's own count says how many were tried. Said
-only where one reading fits every point, fits by more than chance, and the stretches between points differ: a schedule that moves
-evenly, however slowly, is just another schedule.
+Trainers advance the schedule only when the optimizer has stepped. A linear schedule moves by the same unit at each step, and a
+cosine can be solved for its step: so what the logged rates have moved is how many steps were really taken. The log's own count
+says how many were tried. Said only where one reading fits every point, fits by more than chance, and the stretches between
+points differ: a schedule that moves evenly, however slowly, is just another schedule.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -82,7 +82,12 @@ def skipping(segment: Segment) -> Skipping | None:
     chances = len(countings) * len(bases)
     for counting in countings:
         for base in bases:
-            found = found or _linear(places, values, counting, base, chances, segment.settings)
+            found = found or _read_as(places, values, counting, base, 0, _linear, chances)
+    if found is None and len(countings) == 1 and countings[0].total is not None:
+        warmups = _warmups(values, countings[0].total, segment.settings)
+        readings = [(base, warmup, shape) for base in bases for warmup in warmups for shape in (_linear, _cosine)]
+        for base, warmup, shape in readings:
+            found = found or _read_as(places, values, countings[0], base, warmup, shape, len(readings))
     if found is None and countings and countings[0].each is None:
         found = _units(places, values, countings[0])
     return found if found is not None and _is_news(found, segment) else None
@@ -93,7 +98,7 @@ def _is_news(found: Skipping, segment: Segment) -> bool:
     stretches = found.stretches
     if segment.track("grad_norm").bad.since is None:
         moving = max((i for i, s in enumerate(stretches) if s.taken), default=-1)
-        stretches = stretches[: moving + 1]
+        stretches = stretches[: moving + (moving == len(stretches) - 1)]  # with the end, the stretch in which it was reached
     shares = {s.taken / s.tried for s in stretches[1:] if s.tried}
     skipped = sum(s.tried - s.taken for s in stretches)
     return len(shares) > 1 and skipped >= 3 and skipped > 0.05 * sum(s.tried for s in stretches)
@@ -146,33 +151,69 @@ def resolution(values: Sequence[float]) -> float:
     return 10.0**-most
 
 
-def _linear(
-    places: Sequence[Place], values: Sequence[float], counting: Counting, base: float, chances: int, settings: dict[str, float]
+Shape = Callable[[float, int], tuple[float, float]]
+"""From the share of the base rate, and the steps of the decay, to the steps taken of it and how steeply they change."""
+
+
+def _linear(share: float, steps: int) -> tuple[float, float]:
+    return steps * (1 - share), steps
+
+
+def _cosine(share: float, steps: int) -> tuple[float, float]:
+    x = min(max(2 * share - 1, -1.0), 1.0)
+    return steps / math.pi * math.acos(x), steps / math.pi * 2 / max(math.sqrt(1 - x * x), 1e-9)
+
+
+def _warmups(values: Sequence[float], total: int, settings: dict[str, float]) -> list[int]:
+    """Steps of the warm-up: said, or what people write, as a number or as a share of all steps."""
+    if settings.get("warmup", 0) >= 1:
+        return [int(settings["warmup"])]
+    if values[0] >= max(values):
+        return [0]
+    shares = {math.ceil(total * percent / 100) for percent in (1, 2, 3, 5, 6, 10, 15, 20, 25, 30)}
+    return sorted(w for w in {*shares, 5, 10, 20, 25, 30, 50, 100, 150, 200, 250, 300, 500, 1000, 2000} if w < total)
+
+
+def _read_as(
+    places: Sequence[Place],
+    values: Sequence[float],
+    counting: Counting,
+    base: float,
+    warmup: int,
+    shape: Shape,
+    chances: int,
 ) -> Skipping | None:
-    """Read the points as `base * (total - taken) / (total - warmup)`, after a warm-up of `base * taken / warmup`."""
-    total, warmup = counting.total, int(settings.get("warmup", 0)) if settings.get("warmup", 0) >= 1 else 0
+    """Read each rate as a rise of `base * taken / warmup` up to the highest, and as the shape of a decay to 0 after it."""
+    total = counting.total
     if total is None or total <= warmup:
         return None
-    slack = 1e-6 + 0.5 * resolution(values) / base * total
-    if slack > 0.05 or chances * (2 * slack) ** len(set(values)) > 1e-3:
-        return None
-    taken = []
-    for i, (value, tried) in enumerate(zip(values, counting.tried, strict=True)):
-        rising = warmup and (tried <= warmup or (i and value > values[i - 1]))
-        exact = value / base * warmup if rising else total - value / base * (total - warmup)
+    grain = 1e-12 + 0.5 * resolution(values) / base
+    top = values.index(max(values)) if warmup else -1
+    read: list[tuple[Place, int, int]] = []
+    chance = float(chances)
+    for i, value in enumerate(values):
+        share = value / base
+        after, steep = shape(share, total - warmup)
+        exact, slope = (share * warmup, float(warmup)) if i <= top else (warmup + after, steep)
+        slack = 1e-7 + grain * slope
+        if slack > 0.05:
+            continue  # the digits do not say which step it is
         if abs(exact - round(exact)) > slack or exact < -slack:
             return None
-        taken.append(round(exact))
-    stretches = _stretches(places, counting.tried, taken)
+        chance *= 2 * slack if not i or value != values[i - 1] else 1.0
+        read.append((places[i], counting.tried[i], round(exact)))
+    if chance > 1e-3 or len(read) < 3 or len(read) < 0.8 * len(values):
+        return None
+    stretches = _stretches(read)
     return Skipping(stretches, base, total, counting.each, counting.epochs) if stretches else None
 
 
-def _stretches(places: Sequence[Place], tried: Sequence[int], taken: Sequence[int]) -> tuple[Stretch, ...] | None:
+def _stretches(read: Sequence[tuple[Place, int, int]]) -> tuple[Stretch, ...] | None:
     """None if any takes more steps than it tries. A log that is a step ahead from the start counts from its first point."""
-    from_first = tried[0] - taken[0] in (0, 1)
-    at, at_taken = (tried[0], taken[0]) if from_first else (0, 0)
+    from_first = read[0][1] - read[0][2] in (0, 1)
+    at, at_taken = read[0][1:] if from_first else (0, 0)
     found = []
-    for place, now, moved in list(zip(places, tried, taken, strict=True))[1 if from_first else 0 :]:
+    for place, now, moved in read[1 if from_first else 0 :]:
         if not 0 <= moved - at_taken <= now - at:
             return None
         found.append(Stretch(place, now - at, moved - at_taken))

@@ -70,11 +70,9 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
 def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
-    diverged = None
-    if found is not None:
-        diverged = _divergence(segment, found)
-        if diverged is not None:
-            yield diverged
+    diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
+    if diverged is not None:
+        yield diverged
     if diverged is None:
         exploded = _explosion(segment, before)
         if exploded is not None:
@@ -129,6 +127,19 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         causes=tuple(causes),
         commands=(RUN, "Guard(model, optimizer, checkpoints=...)    # goes back before the rise", SCAN),
     )
+
+
+def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
+    """A few lines, each far above the one before."""
+    buckets = segment.track("loss").curve.finite(before)
+    values = [b.mean for b in buckets]
+    if len(values) < 4 or min(values) <= 0 or values[-1] < 10 * min(values) or not values[-3] < values[-2] < values[-1]:
+        return None
+    low = max(i for i, v in enumerate(values) if v == min(values))
+    place = buckets[low + 1].place
+    said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
+    causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
+    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(RUN, CHECK))
 
 
 def _beyond_noise(f: Form, above: float) -> bool:
@@ -189,8 +200,10 @@ def _spike(f: Form) -> Finding | None:
 
 def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
     """The loss is as high as at the start, and that can be said to within a percent."""
-    if f is None or f.directionless or len(f.values) < 40 or segment.resumed or _late_start(segment):
+    if f is None or f.directionless or segment.resumed or _late_start(segment):
         return None
+    if len(f.values) < 40 and min(f.values) < max(f.values):
+        return None  # too few to tell, unless every one is the same
     third = len(f.values) // 3
     parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
     size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
