@@ -195,6 +195,8 @@ def _read_as(
         share = value / base
         after, steep = shape(share, total - warmup)
         exact, slope = (share * warmup, float(warmup)) if i <= top else (warmup + after, steep)
+        if i == top and abs(exact - round(exact)) > 1e-7 + grain * slope:
+            exact, slope = warmup + after, steep  # the highest that was logged is past the top
         slack = 1e-7 + grain * slope
         if slack > 0.05:
             continue  # the digits do not say which step it is
