@@ -1,8 +1,9 @@
 """Logs that were made after the rules, with other models, seeds, rates and forms, to measure them on what they were not made for.
 
-In the manifest they are `held_out`. The first score was 23 of 26, with silence about all 9 healthy ones. Two of the three misses
-changed a rule, and are ordinary logs since: a rate so high that the loss had exploded before the first line, and a warm-up whose
-highest logged rate is past its top. In the third, kind and line were right, and the log has no step that could be named.
+In the manifest they are `held_out`. The first score was 23 of 26, with silence about all 9 healthy ones. Of the three misses one
+changed a rule, and is an ordinary log since: a warm-up whose highest logged rate is past its top. One is missed still: a rate so
+high that the loss had exploded before the first line; a rule for it spoke up about healthy runs with large noise. In the third,
+kind and line were right, and the log has no step that could be named.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def gpt2(seed: int = 21) -> Any:
     )
 
 
-@log("held_gpt2_hf.log", "GPT-2 at a learning rate of 30 from the first step, constant", "divergence", step=(1, 24))
+@held("held_gpt2_hf.log", "GPT-2 at a learning rate of 30 from the first step, constant", "divergence", step=(1, 24), missed=True)
 def _(path):
     trained(path, gpt2(), Tokens(400, seed=8), learning_rate=30.0, lr_scheduler_type="constant", logging_steps=4)
 

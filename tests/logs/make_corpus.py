@@ -39,6 +39,8 @@ class Truth:
     line: tuple[int, int] | None = None
     held_out: bool = False
     """Made after the rules, and not used to make them."""
+    missed: bool = False
+    """Known not to be found: the manifest says what is true all the same."""
 
 
 MAKERS: dict[str, tuple[Truth, Callable[..., Any]]] = {}

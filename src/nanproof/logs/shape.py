@@ -98,15 +98,13 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
         diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
-    at_once = not diverged and not f.directionless and _worse_than_at_first(f)
-    if not diverged and not at_once:
+    if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10):
         return None
-    began = 0 if at_once else _begin(f, rise)
+    began = _begin(f, rise)
     place = f.buckets[min(began + 1, len(f.buckets) - 1)].place
-    best, best_at = (f.values[0], 0) if at_once else (f.best, f.best_at)
     said = (
-        f"The loss rises at {place} and stays up: {number(f.end)} at the end of the log, against {number(best)} at its best "
-        f"({f.buckets[best_at].place})."
+        f"The loss rises at {place} and stays up: {number(f.end)} at the end of the log, against {number(f.best)} at its best "
+        f"({f.buckets[f.best_at].place})."
     )
     norm = segment.track("grad_norm")
     if norm.count and norm.low > 0 and norm.high > 20 * norm.low:
@@ -150,14 +148,6 @@ def _beyond_noise(f: Form, above: float) -> bool:
     if above <= 0 or min(f.values) <= 0:
         return False
     return _lasts([math.log(v) for v in f.values], math.log(above), f.best_at)
-
-
-def _worse_than_at_first(f: Form) -> bool:
-    """It rose before the second line: the first is the lowest of many, and the end is far above it."""
-    first, rest = f.values[0], f.values[1:]
-    if len(rest) < 19 or first <= 0 or min(rest) <= first or f.end < 1.4 * first:
-        return False
-    return math.log(f.end / first) > 3 * noise([math.log(v) for v in rest])
 
 
 def _lasts(values: Sequence[float], above: float, best_at: int) -> bool:
