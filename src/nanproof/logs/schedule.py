@@ -139,16 +139,16 @@ def _bases(values: Sequence[float], settings: dict[str, float]) -> Iterator[floa
             yield digits * power
 
 
-def resolution(values: Sequence[float]) -> float:
-    """The smallest step between numbers as the log writes them; 0 if it writes all digits."""
-    most = 0
+def resolutions(values: Sequence[float]) -> list[float]:
+    """How far each number may be from the true one, as the log writes it: half of its last digit. 0 if it writes all digits."""
+    places, digits = 0, 0
     for value in values:
-        digits, _, power = repr(value).partition("e")
-        places = len(digits.partition(".")[2].rstrip("0")) - int(power or 0)
-        if len(digits.replace(".", "").strip("0-")) > 9:
-            return 0.0
-        most = max(most, places)
-    return 10.0**-most
+        written, _, power = repr(value).partition("e")
+        places = max(places, len(written.partition(".")[2].rstrip("0")) - int(power or 0))
+        digits = max(digits, len(written.replace(".", "").strip("0-")))
+    if digits > 9:
+        return [0.0] * len(values)
+    return [0.5 * max(10.0**-places, 10.0 ** (math.floor(math.log10(value)) - digits + 1)) for value in values]
 
 
 Shape = Callable[[float, int], tuple[float, float]]
@@ -187,7 +187,7 @@ def _read_as(
     total = counting.total
     if total is None or total <= warmup:
         return None
-    grain = 1e-12 + 0.5 * resolution(values) / base
+    grains = resolutions(values)
     top = values.index(max(values)) if warmup else -1
     read: list[tuple[Place, int, int]] = []
     chance = float(chances)
@@ -195,10 +195,11 @@ def _read_as(
         share = value / base
         after, steep = shape(share, total - warmup)
         exact, slope = (share * warmup, float(warmup)) if i <= top else (warmup + after, steep)
+        grain = 1e-12 + grains[i] / base
         if i == top and abs(exact - round(exact)) > 1e-7 + grain * slope:
             exact, slope = warmup + after, steep  # the highest that was logged is past the top
         slack = 1e-7 + grain * slope
-        if slack > 0.05:
+        if slack > 0.12:
             continue  # the digits do not say which step it is
         if abs(exact - round(exact)) > slack or exact < -slack:
             return None
@@ -235,10 +236,10 @@ def _units(places: Sequence[Place], values: Sequence[float], counting: Counting)
     if len(falls) < 8 or min(falls) < 0 or min(tried) < 1 or median(tried) > 1:
         return None  # of longer stretches none may be whole
     unit = max(fall / steps for fall, steps in zip(falls, tried, strict=True))
-    grain = resolution(values)
-    if unit <= 0 or unit < 20 * grain:
+    grain = max(resolutions(values))
+    if unit <= 0 or unit < 40 * grain:
         return None
-    slack = 1e-5 + 2 * grain / unit
+    slack = 1e-5 + 4 * grain / unit
     if any(abs(fall / unit - round(fall / unit)) > slack for fall in falls):
         return None
     taken = [round(fall / unit) for fall in falls]
