@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -400,19 +399,22 @@ quoted(
 )
 
 
-@log(
+quoted(
     "report_sampling.log",
-    "A GRPO log that ends as a bug report says, with the error of torch.multinomial",
+    "Traceback (most recent call last):\nRuntimeError: probability tensor contains either `inf`, `nan` or element < 0\n",
+    "The error of a bug report, from torch.multinomial",
     "bad-probabilities",
-    line=(5, 20),
+    line=(2, 2),
 )
-def _(path):
-    lines = [
-        {"loss": round(1e-3 * math.sin(i), 4), "grad_norm": 0.8, "learning_rate": 1e-5, "epoch": round(0.01 * i, 2)}
-        for i in range(8)
-    ]
-    error = "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"
-    path.write_text("\n".join(map(str, lines)) + f"\nTraceback (most recent call last):\n{error}\n")
-
-
-Maker = Callable[[Path], Any]
+quoted(
+    "report_monitor.log",
+    "[Step 10] Gradient Statistics:\n  Mean grad norm: 0.823456\n  Max grad norm: 1.234567\n  NaN count: 0, Inf count: 0\n"
+    + "=" * 70
+    + "\n\u26a0 GRADIENT ISSUE DETECTED at step 42\n"
+    + "=" * 70
+    + "\n  NaN detected: True (total count: 1)\n  Total gradient norm: inf\n"
+    "\u26a0 WARNING: NaN detected in logits (occurrence #1)\n",
+    "What the monitors of a bug report print",
+    "nan-warnings",
+    line=(6, 10),
+)

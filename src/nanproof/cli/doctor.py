@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,6 +121,7 @@ def _read(source: Source) -> Read:
     """What was read before an error counts."""
     import zlib
 
+    from nanproof.logs.finding import REPLAY
     from nanproof.logs.findings import judge
     from nanproof.logs.sources import read
     from nanproof.logs.story import Story
@@ -131,7 +132,10 @@ def _read(source: Source) -> Read:
             story.add(item)
     except (OSError, EOFError, ValueError, zlib.error, NanproofError) as failed:
         error = f"{type(failed).__name__}: {failed}" if not isinstance(failed, NanproofError) else str(failed)
-    return Read(source.path, source.format, story, judge(story), error)
+    findings = judge(story)
+    if source.format == "nanproof":  # the guard has kept the step itself
+        findings = tuple(replace(finding, commands=(REPLAY, *finding.commands)) for finding in findings)
+    return Read(source.path, source.format, story, findings, error)
 
 
 def _print(console: Console, read: list[Read]) -> None:
@@ -197,19 +201,21 @@ def _print_finding(console: Console, finding: Finding) -> None:
     if finding.causes:
         _say(console, "likely causes", "bold", indent=2)
     for cause in finding.causes:
-        _say(console, f"- {cause.slug}: {cause.reason}." if cause.slug else f"- {cause.reason}.", indent=4)
+        _say(console, f"- {cause.slug}: {cause.reason}." if cause.slug else f"- {cause.reason}.", indent=4, hang=2)
     if finding.commands:
         _say(console, "next", "bold", indent=2)
     for command in finding.commands:
-        _say(console, command, indent=4)
+        _say(console, command, indent=4, hang=2)
 
 
-def _say(console: Console, text: str, style: str = "", indent: int = 0) -> None:
+def _say(console: Console, text: str, style: str = "", indent: int = 0, hang: int = 0) -> None:
+    """Words broken at the width of the terminal; all lines but the first are indented by `hang` more."""
     from rich.text import Text
 
-    for line in Text(_safe(console, text), style=style).wrap(console, max(console.width - indent, 20), overflow="fold"):
+    width = max(console.width - indent - hang, 20)
+    for i, line in enumerate(Text(_safe(console, text), style=style).wrap(console, width, overflow="fold")):
         line.rstrip()
-        console.print(Text(" " * indent) + line, no_wrap=True, overflow="ignore", crop=False)
+        console.print(Text(" " * (indent + hang * (i > 0))) + line, no_wrap=True, overflow="ignore", crop=False)
 
 
 def _safe(console: Console, text: str) -> str:

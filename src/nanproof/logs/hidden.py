@@ -23,6 +23,8 @@ def hidden(segment: Segment) -> Finding | None:
     said += "lines. That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0."
     if lasting:
         said += f" Since {first} the weights are probably NaN.{_line_before(norm.curve, first)}"
+        if len({b.last for b in segment.track("lr").curve.buckets if b.place.order >= first.order}) > 1:
+            said += " The learning rate moves on, so those steps were most likely taken."
     else:
         said += " Later lines are finite again: those steps were left out."
     moved = skipping(segment)
