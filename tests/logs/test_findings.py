@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from nanproof.logs.finding import KINDS, SEVERITIES
 from nanproof.logs.findings import judge
-from nanproof.logs.points import Note, Point
+from nanproof.logs.points import NOTES, Note, Point
 from nanproof.logs.story import Story
 
 NAN, INF = math.nan, math.inf
@@ -274,3 +275,25 @@ def test_every_kind_has_a_headline_and_every_cause_is_in_the_catalogue():
         for finding in judge(story(rows)):
             assert finding.kind in KINDS and finding.severity in SEVERITIES and finding.headline
             assert finding.said.endswith(".") and finding.causes and finding.commands
+
+
+STRANGE = (NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 5e-324, 1e-300, 1e308, -1e308, 1e155, 2e-4)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_numbers_are_too_strange(seed):
+    """Whatever a broken run or a hostile file holds, there is a verdict, and it can be written as JSON."""
+    random.seed(seed)
+    made, step = Story(), 0.0
+    few = random.sample(STRANGE, random.randint(1, 5))
+    for line in range(1, random.choice([2, 9, 40, 3000])):
+        step = random.choice([step + 1, step + 1, step + 1, random.choice(STRANGE), 0.0])
+        names = random.sample(("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped"), random.randint(1, 6))
+        values = {name: random.choice(few) if random.random() < 0.7 else abs(random.gauss(2, 1)) for name in names}
+        epoch = random.choice([None, line / 50, random.choice(STRANGE)])
+        settings = {"steps": random.choice(STRANGE), "lr": random.choice(STRANGE), "epochs": random.choice(STRANGE)}
+        made.add(Point(values, step=random.choice([None, step]), epoch=epoch, line=line, settings=settings if seed % 2 else {}))
+        if random.random() < 0.01:
+            made.add(Note(random.choice(NOTES), "words", line, random.choice([None, *STRANGE])))
+    for finding in judge(made):
+        assert json.dumps(finding.to_json(), allow_nan=False) and finding.said

@@ -6,6 +6,13 @@ import math
 from dataclasses import dataclass
 
 BUCKETS = 2048
+LARGEST = 1e100
+"""What is larger is as good as Inf: float32 ends at 3e38, and sums of such numbers would overflow."""
+
+
+def finite(value: float) -> bool:
+    """A number that can be computed with; NaN is none."""
+    return abs(value) < LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Bucket:
     def add(self, value: float, place: Place) -> None:
         self.place, self.last = place, value
         self.count += 1
-        if math.isfinite(value):
+        if finite(value):
             self.finite += 1
             self.total += value
             self.low, self.high = min(self.low, value), max(self.high, value)

@@ -162,7 +162,8 @@ def _warnings(segment: Segment) -> Finding:
     after = loss.last_finite is not None and loss.last_finite[0].order >= noted.last_order and loss.last_finite[1] != 0
     lasting = not after and (noted.count > 2 or not loss.count)
     where = noted.place
-    said = f'The run\'s own code warns of NaN or Inf {noted.count} times, first at {where}: "{first.text}"'
+    times = "once," if noted.count == 1 else f"{noted.count} times, first"
+    said = f'The run\'s own code warns of NaN or Inf {times} at {where}: "{first.text}"'
     if last.line != first.line:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."

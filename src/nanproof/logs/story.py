@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from nanproof.logs.curve import Curve, Place
+from nanproof.logs.curve import Curve, Place, finite
 from nanproof.logs.points import METRICS, Note, Point
 
 SEGMENTS = 64
@@ -57,12 +57,12 @@ class Track:
     high: float = -math.inf
 
     def add(self, value: float, place: Place) -> None:
-        finite = math.isfinite(value)
-        if not finite and not self.bad.count:
+        good = finite(value)
+        if not good and not self.bad.count:
             self.first_bad = value
-        self.bad.look(not finite, place)
+        self.bad.look(not good, place)
         self.zero.look(value == 0, place)
-        if finite:
+        if good:
             self.last_finite = (place, value)
             self.first_finite = self.first_finite or (place, value)
             self.low, self.high = min(self.low, value), max(self.high, value)
@@ -74,10 +74,10 @@ class Track:
 
 
 TOGETHER: dict[str, Callable[[float, float], bool]] = {
-    "hidden": lambda loss, norm: loss == 0 and not math.isfinite(norm),
+    "hidden": lambda loss, norm: loss == 0 and not finite(norm),
     "nothing": lambda loss, norm: loss == 0 and norm == 0,
-    "gradient": lambda loss, norm: math.isfinite(loss) and loss != 0 and not math.isfinite(norm),
-    "still": lambda loss, norm: math.isfinite(loss) and loss != 0 and norm == 0,
+    "gradient": lambda loss, norm: finite(loss) and loss != 0 and not finite(norm),
+    "still": lambda loss, norm: finite(loss) and loss != 0 and norm == 0,
 }
 """What a loss and the norm of the gradient on the same line say together."""
 
@@ -140,7 +140,7 @@ class Segment:
         if "loss" in point.values and "grad_norm" in point.values:
             for name, so in TOGETHER.items():
                 self.together[name].look(so(point.values["loss"], point.values["grad_norm"]), place)
-        if "skipped" in point.values and math.isfinite(point.values["skipped"]):
+        if "skipped" in point.values and finite(point.values["skipped"]):
             self.skipped_in_all = point.skipped_in_all
             self.skipped_sum = point.values["skipped"] + (0 if point.skipped_in_all else self.skipped_sum)
 
@@ -151,14 +151,20 @@ class Segment:
         return self.tracks.get(name) or Track()
 
 
+COUNTED = 1e12
+
+
 def _sound(point: Point) -> Point:
-    """Steps and settings that are no numbers are as good as not there."""
-    counts = [point.step, point.epoch, *point.settings.values()]
-    if all(count is None or math.isfinite(count) for count in counts):
+    """Steps and settings that count nothing are as good as not there."""
+    settings = {name: value for name, value in point.settings.items() if abs(value) < COUNTED}
+    step, epoch = _count(point.step), _count(point.epoch)
+    if step == point.step and epoch == point.epoch and len(settings) == len(point.settings):
         return point
-    step, epoch = (None if count is None or not math.isfinite(count) else count for count in (point.step, point.epoch))
-    settings = {name: value for name, value in point.settings.items() if math.isfinite(value)}
     return replace(point, step=step, epoch=epoch, settings=settings)
+
+
+def _count(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < COUNTED else None
 
 
 class Story:
@@ -183,7 +189,7 @@ class Story:
         if isinstance(item, Note):
             if item.kind == "resumed":
                 self._resume_said = True
-            self.now.note(item)
+            self.now.note(replace(item, step=_count(item.step)))
             return
         item = _sound(item)
         if item.values:
