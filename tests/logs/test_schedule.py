@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from nanproof.logs.findings import judge
 from nanproof.logs.points import Point
 from nanproof.logs.schedule import resolutions, skipping
 from nanproof.logs.story import Story
@@ -125,3 +126,21 @@ def test_a_schedule_that_stands_still_at_its_end_is_no_skipping():
 )
 def test_what_the_digits_of_a_log_can_say(values, expected):
     assert resolutions(values) == pytest.approx(expected)
+
+
+def test_few_digits_that_are_all_there_are():
+    """3e-4 over 150 steps moves by 2e-6: four digits drop their zeros, and what is left fits exactly."""
+    segment, left_out = logged("linear", total=150, base=3e-4, share=0.4, digits=4)
+    found = skipping(segment)
+    assert found is not None and found.skipped == left_out
+
+
+def test_a_nan_in_the_last_line_of_a_scaled_run_is_a_step_left_out():
+    """The rates say that a scaler is at work: the weights are not NaN."""
+    segment, _ = logged("linear", share=0.4)
+    story = Story()
+    for bucket in segment.track("lr").curve.buckets:
+        last = bucket.place.step == 200
+        values = {"loss": 0.0 if last else 1.0, "grad_norm": NAN if last else 1.0, "lr": bucket.last}
+        story.add(Point(values, step=bucket.place.step, line=bucket.place.line, settings={"steps": 200}))
+    assert judge(story)[0].kind == "scaler-skipping"

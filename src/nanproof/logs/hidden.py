@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanproof.logs.curve import Curve, Place, number
 from nanproof.logs.finding import CHECK, PROTECT, SCAN, UNFILTER, Finding, Likely
 from nanproof.logs.schedule import skipping
-from nanproof.logs.skipped import NO_SCALE_HELPS, told
+from nanproof.logs.skipped import NO_SCALE_HELPS, left_out
 from nanproof.logs.story import Segment
 
 
@@ -18,6 +18,9 @@ def hidden(segment: Segment) -> Finding | None:
     assert first is not None and streak.last is not None
     if lasting and _rate_stands(segment, first):
         return _all_left_out(segment, first)
+    moved = skipping(segment)
+    if moved is not None:
+        return left_out(segment, moved)  # a scaler is at work, and the steps with NaN are those that it leaves out
     sudden = loss.first_finite is not None and loss.first_finite[1] == 0.0
     said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} "
     said += "lines. That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0."
@@ -27,8 +30,6 @@ def hidden(segment: Segment) -> Finding | None:
             said += " The learning rate moves on, so those steps were most likely taken."
     else:
         said += " Later lines are finite again: those steps were left out."
-    moved = skipping(segment)
-    said += "" if moved is None else f" {told(moved)}"
     causes = [
         Likely(
             "NaN from the first line: the weights that were loaded, or the data, are NaN already", "nonfinite-weights-at-start"

@@ -199,13 +199,14 @@ def _read_as(
         if i == top and abs(exact - round(exact)) > 1e-7 + grain * slope:
             exact, slope = warmup + after, steep  # the highest that was logged is past the top
         slack = 1e-7 + grain * slope
-        if slack > 0.12:
-            continue  # the digits do not say which step it is
-        if abs(exact - round(exact)) > slack or exact < -slack:
+        off = abs(exact - round(exact))
+        if slack >= 0.5 or (slack > 0.12 and off > 1e-6):
+            continue  # the digits do not say which step it is; unless they are all there are, as in 0.00028, and fit exactly
+        if off > slack or exact < -slack:
             return None
         chance *= 2 * slack if not i or value != values[i - 1] else 1.0
         read.append((places[i], counting.tried[i], round(exact)))
-    if chance > 1e-3 or len(read) < 3 or len(read) < 0.8 * len(values):
+    if chance > 0.01 or len(read) < 3 or len(read) < 0.8 * len(values):
         return None
     stretches = _stretches(read)
     return Skipping(stretches, base, total, counting.each, counting.epochs) if stretches else None
