@@ -9,6 +9,7 @@ import typer
 from nanproof import __version__
 from nanproof.cli.check import check
 from nanproof.cli.demo import demo
+from nanproof.cli.doctor import doctor
 from nanproof.cli.group import Commands
 from nanproof.cli.replay import replay
 from nanproof.cli.report import report
@@ -18,12 +19,13 @@ from nanproof.cli.watch import watch
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(doctor)
 app.command()(check)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(replay)
 app.command()(scan)
 app.command()(report)
 app.command()(watch)
-app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def _version(asked: bool) -> None:

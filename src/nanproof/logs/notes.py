@@ -14,8 +14,11 @@ from nanproof.logs.points import Note, Point
 LONGEST = 300
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
+_SIGNS = rb"\xe2\x9a\xa0(?:\xef\xb8\x8f)?|\xe2\x9d\x8c|\xf0\x9f\x9a\xa8"  # a warning sign, a cross, a light
 _PREFIX = re.compile(
-    rb"(?:\s|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
+    rb"(?:\s|"
+    + _SIGNS
+    + rb"|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
     rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
     rb"|\w{1,30}Warning: |[\w.]{1,40} - "
     rb"|(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
