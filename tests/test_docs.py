@@ -22,8 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 CAUSES = sorted((DOCS / "causes").glob("*.md"))
-COMING = {"doctor"}
-"""Commands that are described before they are there."""
 THEIR_WARNINGS = {"lightning.md": ["-W", "ignore::FutureWarning"], "deepspeed.md": ["-W", "ignore"]}
 """Frameworks that warn about their own use of torch."""
 
@@ -152,8 +150,6 @@ def test_commands_in_the_documents_are_understood(path):
     known = commands()
     for line in commands_in(path.read_text()):
         name, *args = shlex.split(line)
-        if name in COMING - known.keys():
-            continue
         assert name in known, f"{name_of(path)}: nanproof {line}"
         wrong = ""
         try:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanproof.cli.entry import could_not_run
-from nanproof.cli.scan import printable
 from nanproof.errors import NanproofError, UsageError
+from nanproof.report.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,13 +73,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings and notes count as failures too.")] = False,
 ) -> None:
-    """Read the logs of runs, whatever wrote them, and say what went wrong: since when, why, and what to do next.
+    """Read logs of any framework and say what went wrong. Since when, what it can come from, and what to do next.
 
     Exit status: 1 a failure was found, 2 none was found and a log could not be read or had nothing in it, 0 no failure.
     """
     read = list(_all(logs))
     if as_json:
-        typer.echo(json.dumps({"logs": [each.to_json() for each in read]}, allow_nan=False))
+        typer.echo(json.dumps({"v": 1, "logs": [each.to_json() for each in read]}, allow_nan=False))
     else:
         from rich.console import Console
 

@@ -37,7 +37,7 @@ def report(
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write what happened in a run as one HTML file that needs no network. Exit status: 0 written, 2 could not."""
+    """Write a run as one HTML file, or as text for an issue. The file needs no network. Exit status: 0 written, 2 could not."""
     try:
         path = write(run, out or ("-" if as_markdown else None), as_markdown, tokenizer)
     except UsageError as error:

@@ -36,7 +36,7 @@ def watch(
     every: Annotated[float, typer.Option(min=1.0, help="With --plain: seconds between lines on where it stands.")] = 30.0,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw with ASCII characters only.")] = False,
 ) -> None:
-    """Watch runs while they train: curves, incidents with cause and fix, and forecasts, as they are written.
+    """Watch runs while they train. Curves, incidents with cause and fix, and forecasts, as they are written.
 
     Reads the folder only; the run is not touched. Without a terminal it prints lines, as with --plain. Ctrl-C ends it, with exit
     status 0. Exit status 2: an option or a folder is wrong, or something is not installed.
