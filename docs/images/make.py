@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,15 @@ def demo(folder: Path) -> None:
 
 
 def doctor() -> None:
-    """What a log of transformers' Trainer says, of the corpus."""
-    from nanproof.cli.doctor import examined, picture
+    """What three lines of a log tell: the example of the README."""
+    from nanproof.cli.doctor import examine, show
 
-    log = ROOT / "tests" / "logs" / "corpus" / "seed_001_broken.log"
-    with terminal("doctor", f"nanproof doctor {log.name}") as console:
-        console.print(picture(examined(log), console))
+    log = ROOT / "tests" / "logs" / "corpus" / "report_skipped_steps.log"
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        shutil.copy(log, "train.log")
+        with terminal("doctor", "cat train.log; nanproof doctor train.log") as console:
+            console.print(log.read_text().rstrip(), soft_wrap=True)
+            show(console, list(examine(["train.log"])))
 
 
 def report(folder: Path) -> None:

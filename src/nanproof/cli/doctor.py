@@ -77,14 +77,14 @@ def doctor(
 
     Exit status: 1 a failure was found, 2 none was found and a log could not be read or had nothing in it, 0 no failure.
     """
-    read = list(_all(logs))
+    read = list(examine(logs))
     if as_json:
         typer.echo(json.dumps({"v": 1, "logs": [each.to_json() for each in read]}, allow_nan=False))
     else:
         from rich.console import Console
 
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000  # lines stay whole for whoever searches in them
-        _print(Console(markup=False, highlight=False, emoji=False, width=width), read)
+        show(Console(markup=False, highlight=False, emoji=False, width=width), read)
     found = {each.status for each in read}
     if "failure" in found or (strict and found & {"warning", "note"}):
         raise typer.Exit(1)
@@ -92,7 +92,7 @@ def doctor(
         raise typer.Exit(2)
 
 
-def _all(logs: Sequence[str]) -> Iterable[Read]:
+def examine(logs: Sequence[str]) -> Iterable[Read]:
     """Every log that can be found. What cannot be is said on standard error and does not stop the others."""
     from nanproof.logs.sources import find
 
@@ -138,7 +138,8 @@ def _read(source: Source) -> Read:
     return Read(source.path, source.format, story, findings, error)
 
 
-def _print(console: Console, read: list[Read]) -> None:
+def show(console: Console, read: Sequence[Read]) -> None:
+    """A table where there are several, then each that is not well in full."""
     if len(read) > 1:
         _overview(console, read)
     for each in read:
@@ -146,7 +147,7 @@ def _print(console: Console, read: list[Read]) -> None:
             _print_one(console, each)
 
 
-def _overview(console: Console, read: list[Read]) -> None:
+def _overview(console: Console, read: Sequence[Read]) -> None:
     from rich.table import Table
     from rich.text import Text
 
