@@ -434,9 +434,6 @@ def _(path):
     jsonl(path, [{k: v for k, v in row.items() if k != "scale"} for row in scaled(120, lambda step: step in (2, 3))])
 
 
-# Healthy ones.
-
-
 @log("healthy_torch.jsonl", "300 steps, constant rate; JSON lines")
 def _(path):
     jsonl(path, list(steps(300, evaluate=50)))
