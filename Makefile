@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures docs clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures docs browser logs clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -25,6 +25,7 @@ bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside o
 	$(BIN)/python -W ignore benchmarks/explain.py
 	$(BIN)/python -W ignore benchmarks/recovery.py
 	$(BIN)/python benchmarks/scan.py --save
+	$(BIN)/python benchmarks/doctor.py --save
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trainer.py
 	$(BIN)/python -W ignore benchmarks/observe.py
 
@@ -57,8 +58,15 @@ docs: .venv/docs  ## the site in site/: pages that are made from the code, then 
 	$(BIN)/python benchmarks/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pictures: .venv/ready  ## the pictures in the README
-	$(BIN)/python docs/images/make.py
+pictures: .venv/browser  ## the pictures of the README and the documents
+	PYTHONPATH=docs/images $(BIN)/python docs/images/make.py
+
+browser: .venv/browser  ## the report and the live page in a real browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
+
+logs: .venv/ready  ## the logs that doctor is tested on, made anew by running the tools that write them
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group logs
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/logs/make_corpus.py
 
 .venv/pip: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -75,6 +83,11 @@ pictures: .venv/ready  ## the pictures in the README
 
 .venv/docs: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group docs
+	touch $@
+
+.venv/browser: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group browser
+	command -v chromium || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium chromium-driver; }
 	touch $@
 
 clean:

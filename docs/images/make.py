@@ -71,9 +71,9 @@ def report(folder: Path) -> None:
     assert page_of is not None
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        wide, phone = {"width": 1180, "height": 860}, {"width": 390, "height": 780}
+        wide, tall, phone = ({"width": w, "height": h} for w, h in ((1180, 860), (1180, 1340), (390, 780)))
         for name, scheme, size, at in (
-            ("report", "light", wide, ""),
+            ("report", "light", tall, ""),
             ("report-dark", "dark", wide, ""),
             ("report-incident", "light", wide, "#incident-0"),
             ("report-phone", "light", phone, ""),

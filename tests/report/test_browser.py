@@ -21,11 +21,12 @@ from nanproof.report.run import Run
 from nanproof.report.tokens import Tokens
 from report import made
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser installs it")
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 if BROWSER is None:
-    pytest.skip("there is no chromium", allow_module_level=True)
+    pytest.skip("there is no chromium: make browser installs it", allow_module_level=True)
 
+pytestmark = pytest.mark.browser
 VIEWS = "Plots.all.map(plot => [plot.scales.x.min, plot.scales.x.max])"
 
 

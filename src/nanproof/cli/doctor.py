@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanproof.logs.sources import Source
     from nanproof.logs.story import Story
 
+FEW = 6
 WIDEST = 72
 COLOURS = {"failure": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -225,7 +226,9 @@ def _safe(console: Console, text: str) -> str:
 
 
 def _pictures(each: Read, width: int, ascii_only: bool) -> list[str]:
-    """The loss, and the gradient norm in a line; in a healthy log one line."""
+    """The loss, and the gradient norm in a line; in a healthy log one line. A few points are told, not drawn."""
+    if each.story.points < FEW:
+        return []
     marked = next((f for f in each.findings if f.place.line or f.place.order), None)
     lines = _picture(each, "loss", width, 5 if marked else 1, ascii_only, marked)
     if marked:
