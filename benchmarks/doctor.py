@@ -3,8 +3,8 @@
 python benchmarks/doctor.py --save    # logs of 200 MB from a warm page cache; writes benchmarks/results/doctor.json
 
 Three kinds: a launcher's log in which every 50th line has a loss, a log in which every line has one, and the same as JSON lines.
-Rounds alternate in a new random order; the figures are medians. Processor time is given too: others may be at work. Memory is
-the peak of a process that only reads, Python itself included, for a tenth of the log and for all of it.
+The whole command is timed, its start included. Rounds alternate in a new random order; the figures are medians. Processor time is
+given too: others may be at work. Memory is the peak of the command, Python itself included, for a tenth of the log and for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from cpu import cpu_name
-from nanproof.logs.sources import find, read
 from variants import save
 
 WORDS = (
@@ -31,14 +30,17 @@ WORDS = (
     " cuda:0 memory 12.3GiB writing batch sequence length attention kernel compiled saved restored INFO bucket reducer rank"
 ).split()
 MEMORY = """
-import json, resource, sys
-from nanproof.logs.sources import find, read
-count = sum(1 for source in find([sys.argv[1]]) for _ in read(source))
+import resource, sys
+from nanproof.cli import app
+try:
+    app(["doctor", sys.argv[1], "--json"])
+except SystemExit:
+    pass
 try:  # what getrusage says includes the process that started this one
     peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 except OSError:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"items": count, "peak": peak / 1024}))
+print(peak / 1024)
 """
 
 
@@ -84,21 +86,19 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], Iterator[str]]]] = {
 }
 
 
-def write(path: Path, lines: Iterator[str], size: int) -> int:
-    """A piece of 8 MB over and over, with what changes in it left as it is: making 200 MB would take longer than reading them."""
-    piece, done = [], 0
-    while done < min(size, 8 << 20):
-        piece.append(next(lines))
-        done += len(piece[-1]) + 1
-    text = ("\n".join(piece) + "\n").encode()
-    with open(path, "wb") as file:
-        for _ in range(max(1, size // len(text))):
-            file.write(text)
-    return path.stat().st_size
+def write(path: Path, lines: Iterator[str], size: int) -> tuple[int, int]:
+    """Bytes and lines that were written."""
+    done = count = 0
+    with open(path, "w", encoding="ascii", newline="\n") as file:
+        while done < size:
+            done += file.write(next(lines) + "\n")
+            count += 1
+    return done, count
 
 
-def count(path: Path) -> int:
-    return sum(1 for source in find([path]) for _ in read(source))
+def doctor(path: Path) -> None:
+    """The whole command: starting it, reading, judging, printing."""
+    subprocess.run([sys.executable, "-m", "nanproof", "doctor", str(path)], stdout=subprocess.DEVNULL, check=False)
 
 
 def grep(path: Path) -> None:
@@ -111,20 +111,19 @@ def busy() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def memory(path: Path) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-c", MEMORY, path], check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def memory(path: Path) -> float:
+    """MiB at the peak."""
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(path)], check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
 
 
 def measured(kind: str, size: int, rounds: int, folder: Path) -> dict[str, Any]:
     name, make = KINDS[kind]
     path, tenth = folder / name, folder / f"tenth-{name}"
-    wrote = write(path, make(random.Random(0)), size)
+    wrote, lines = write(path, make(random.Random(0)), size)
     write(tenth, make(random.Random(0)), size // 10)
-    ways: dict[str, Callable[[], Any]] = {"doctor's readers": lambda: count(path), "grep -c nan": lambda: grep(path)}
+    ways: dict[str, Callable[[], Any]] = {"nanproof doctor": lambda: doctor(path), "grep -c nan": lambda: grep(path)}
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    items = count(path)
     for _ in range(rounds):
         for way in random.sample(list(ways), len(ways)):
             started, at_work = time.perf_counter(), busy()
@@ -139,13 +138,8 @@ def measured(kind: str, size: int, rounds: int, folder: Path) -> dict[str, Any]:
             "CPU seconds": cpu,
             "MB per CPU second": wrote / 1e6 / max(cpu, 0.01),  # it is counted in hundredths
         }
-    small, large = memory(tenth), memory(path)
-    result = {
-        "bytes": wrote,
-        "items": items,
-        "rows": rows,
-        "peak MiB": {"a tenth": small["peak"], "all": large["peak"]},
-    }
+    peaks = {"a tenth": memory(tenth), "all": memory(path)}
+    result = {"bytes": wrote, "lines": lines, "rows": rows, "peak MiB": peaks}
     path.unlink()
     tenth.unlink()
     return result
@@ -161,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
             found = results[kind] = measured(kind, args.megabytes * 1_000_000, args.rounds, Path(folder))
-            print(f"{kind}: {found['bytes'] / 1e6:.0f} MB, {found['items']} points")
+            print(f"{kind}: {found['bytes'] / 1e6:.0f} MB, {found['lines']} lines")
             for way, row in found["rows"].items():
                 rates = f"{row['MB/s']:8.0f} MB/s {row['MB per CPU second']:8.0f} MB per CPU second"
                 print(f"  {way:20s} {row['seconds']:8.2f} s {rates}")

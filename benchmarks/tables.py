@@ -261,6 +261,18 @@ def scan_table() -> str:
     return "\n".join(lines)
 
 
+def doctor_table() -> str:
+    data = load("doctor")
+    kinds = [(name, part) for name, part in data.items() if isinstance(part, dict) and "rows" in part]
+    lines = ["| log of 200 MB | `nanproof doctor` | `grep -c nan` | memory, a tenth of it | memory, all |", "|---|---:|---:|---:|---:|"]
+    for name, part in kinds:
+        speeds = [f"{row['MB/s']:.0f} MB/s" for row in part["rows"].values()]
+        peaks = [f"{part['peak MiB'][which]:.0f} MiB" for which in ("a tenth", "all")]
+        lines.append(f"| {name} | {' | '.join([*speeds, *peaks])} |")
+    load_then = f" Load average {data['load average']:.1f}." if data["load average"] > 1.5 else ""
+    return "\n".join([*lines, "", f"The whole command, its start included. {data['device']}, {data['date']}.{load_then}"])
+
+
 def causes_table() -> str:
     """The catalogue, from the classes themselves."""
     from cause_pages import entries
@@ -395,6 +407,7 @@ BLOCKS = {
     "explain": explain_table,
     "causes": causes_table,
     "scan": scan_table,
+    "doctor": doctor_table,
     "heal": heal_table,
     "healed": heal_line,
     "recovery": recovery_table,
