@@ -97,3 +97,49 @@ def test_a_console_that_cannot_write_everything(run):
 
 def _paths():
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "SYSTEMROOT", "HOME") if name in os.environ}
+
+
+def test_the_data_of_the_page_is_one_object_of_strict_json(run, tmp_path):
+    """What the page embeds, on standard output or in a file; no page is written."""
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    result = call(run, "--json")
+    told = json.loads(result.stdout, parse_constant=no_constant)
+    assert result.stdout.count("\n") == 1 and told["v"] == 1 and told["name"] == "run"
+    assert told["curves"]["steps"] == list(range(40)) and [one["step"] for one in told["incidents"]] == [5]
+    assert not (run / "report.html").exists()
+    assert call(run, "--json", "--out", tmp_path / "x.json").stdout == f"{tmp_path / 'x.json'}\n"
+    again = json.loads((tmp_path / "x.json").read_text())
+    assert {**again, "made": ""} == {**told, "made": ""}
+    wrong = call(run, "--json", "--markdown")
+    assert wrong.exit_code == 2 and "hint: Leave out one of them" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "incidents.jsonl", "incidents/step-000005-x/manifest.json"])
+def test_a_report_is_never_written_over_what_the_run_wrote(run, name):
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).touch()
+    before = (run / name).read_bytes()
+    result = call(run, "--out", run / name)
+    assert result.exit_code == 2 and "belongs to the run" in result.stderr and (run / name).read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes are as POSIX has them")
+def test_a_link_is_followed_and_a_pipe_is_written_to(run, tmp_path):
+    """Neither is replaced by a file: `--out /dev/null`, called by root, would leave the machine without it."""
+    (tmp_path / "link.html").symlink_to(tmp_path / "there.html")
+    assert call(run, "--out", tmp_path / "link.html").exit_code == 0
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "there.html").read_text().startswith("<!doctype html>")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        assert call(run, "--markdown", "--out", tmp_path / "pipe").exit_code == 0
+        assert reader.communicate(timeout=20)[0].startswith(b"# run\n")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_an_error_names_the_file_that_was_asked_for(run, tmp_path):
+    """And not the one it would have been written as at first."""
+    result = call(run, "--out", tmp_path / "missing" / "x.html")
+    assert "partial" not in result.stderr and "hint: Name another file with --out" in result.stderr

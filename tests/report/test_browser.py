@@ -342,6 +342,7 @@ def test_a_long_run_opens_quickly_and_shows_every_step_around_an_incident(browse
     seen.close()
 
 
+LEFT = "[...document.querySelectorAll('.u-over')].map((one) => Math.round(one.getBoundingClientRect().left))"
 EXTREMES = {
     "largest": [1.7976931348623157e308, -1.7976931348623157e308, 1.0],
     "smallest": [5e-324, 1e-300, 1.0],
@@ -366,12 +367,32 @@ def test_extreme_numbers_are_drawn(browser, tmp_path, what):
     for key in ("l", "+", "+", "ArrowLeft", "l", "0", "-"):
         seen.page.keyboard.press(key)
     assert seen.views()[0] == -0.5
+    assert len(set(seen.ask(LEFT))) == 1, "a plot without any number begins where the others do"
+    seen.close()
+
+
+def test_an_incident_after_the_last_step_has_its_mark(browser, tmp_path):
+    """An exception comes before its step is recorded; at a step that was taken again, both records are told."""
+    lines = [
+        made.step_line(i, math.nan if i == 3 else 1.0, action="skipped" if i == 3 else "stepped") for i in (0, 1, 2, 3, 2, 3, 4)
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    found = made.incident_line(3, action="rewound") + made.incident_line(5, kind="exception", action="recorded")
+    (tmp_path / "incidents.jsonl").write_text(found)
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path).read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    assert seen.views() == [-0.5, 5.5]
+    seen.page.click("#incident-1 summary")
+    rows = [row.split() for row in seen.page.locator("#incident-1 tr").all_inner_texts()]
+    assert [row for row in rows if row[0] == "3"] == [["3", "nan", "0.5", "refused"], ["3", "nan", "0.5", "refused,", "again"]]
     seen.close()
 
 
 def test_an_empty_run_is_a_page(browser, pages):
     seen = Looked(browser, pages("empty"))
     assert "No step is recorded yet" in seen.page.inner_text("#plots")
+    assert seen.page.inner_text("#no-cards") == "None.", "that every step was taken would not be true"
     for key in ("+", "ArrowLeft", "n", "l", "0"):
         seen.page.keyboard.press(key)
     seen.page.click("#theme")

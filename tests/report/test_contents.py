@@ -8,6 +8,7 @@ import json
 import math
 import random
 import struct
+import time
 
 import pytest
 
@@ -114,8 +115,8 @@ def test_incidents_are_told_in_full(tmp_path):
     assert known["why"] == "0/0 or x/0: no variance, an empty mask, no signal."
     assert known["place"] == "forward, div in loss_fn" and known["alternatives"] == ["log-of-zero"]
     assert "diagnosis" not in second and second["like"] == 1
-    told_around = [[step, made.number(loss), made.number(norm), action] for step, loss, norm, action in steps[7:14]]
-    assert first["around"] == told_around and first["around"][3] == [10, "nan", "nan", "skipped"]
+    told_around = [[step, made.number(loss), made.number(norm), action, False] for step, loss, norm, action in steps[7:14]]
+    assert first["around"] == told_around and first["around"][3] == [10, "nan", "nan", "skipped", False]
     assert data["marks"] == [[1, 10], [2, 20]] and data["all_incidents"] == 2
     assert data["causes"] == [["zero-denominator", 1], ["nonfinite-loss", 1]]
     assert all(said in data["summary"] for said in ("2 incidents", "100 steps", "2 refused"))
@@ -262,3 +263,49 @@ def test_no_record_makes_it_fail(name, tmp_path):
         run = Run(tmp_path).read()
         json.dumps(contents(run, Tokens()), allow_nan=False)
         assert markdown(run).startswith("# ")
+
+
+def test_a_halt_is_told_first(tmp_path):
+    """A run that was halted is closed: "has ended" would hide how. One that went on after a resume was not."""
+    made.write_run(tmp_path, 1, incidents=[made.incident_line(0, action="halted")])
+    assert told(tmp_path)["summary"].startswith(f"The run {tmp_path.name} was halted at step 0: 1 step recorded, ")
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write(made.step_line(1))
+    assert "halted" not in told(tmp_path)["summary"]
+
+
+@pytest.mark.parametrize(("refused", "steps", "share"), [(20, 20, "100 %"), (3, 20, "15 %"), (1, 300, "0.33 %")])
+def test_shares_are_in_plain_digits(tmp_path, refused, steps, share):
+    made.write_run(tmp_path, steps, bad=tuple(range(refused)))
+    assert next(one["more"] for one in told(tmp_path)["numbers"] if one["label"] == "refused") == share
+
+
+def test_many_incidents_are_told_quickly_and_in_little_room(tmp_path):
+    """Each of its own cause, and each went back: whatever is done for every one must not look at all others."""
+    count = 20_000
+    found = [
+        made.incident_line(i, action="rewound", diagnosis=diagnosis_of(i) if i % 2 else None, message="x" * 300)
+        for i in range(count)
+    ]
+    made.write_run(tmp_path, 3, incidents=found)
+    run = Run(tmp_path).read()
+    run.turns = [(i, i - 1) for i in range(1, count)]
+    began = time.perf_counter()
+    data = contents(run, Tokens())
+    assert time.perf_counter() - began < 10
+    assert len(json.dumps(data)) < 800_000 and data["all_incidents"] == count
+    assert len(data["incidents"]) > 50
+    numbers = {card["number"] for card in data["incidents"]}
+    assert all(card["like"] is None or card["like"] in numbers for card in data["incidents"] if "like" in card)
+
+
+def diagnosis_of(i):
+    return made.diagnosis(cause=f"cause-{i}")
+
+
+def test_where_cards_are_too_large_for_all_the_newest_are_still_there(tmp_path):
+    """The first of each cause, then the newest: the oldest of the rest are those that are left out."""
+    found = [made.incident_line(i, diagnosis=made.diagnosis(evidence=["y" * 700] * 8)) for i in range(100)]
+    made.write_run(tmp_path, 3, incidents=found)
+    shown = [card["number"] for card in told(tmp_path)["incidents"]]
+    assert 10 < len(shown) < 100 and shown == [1, 2, 3, 4, 5, *range(101 - (len(shown) - 5), 101)]

@@ -44,7 +44,7 @@ def big(tmp_path):
 def test_a_long_run_makes_a_small_page(big):
     """Under a megabyte, from 250 megabytes, in memory that does not grow with the run."""
     code = "import sys; from pathlib import Path; from nanproof.cli.report import write; "
-    code += "write(Path(sys.argv[1]), None, False, None); "
+    code += "write(Path(sys.argv[1])); "
     code += "about = Path('/proc/self/status'); print(about.read_text() if about.exists() else '')"
     said = subprocess.run([sys.executable, "-c", code, str(big)], check=True, capture_output=True, text=True, timeout=120).stdout
     assert (big / "report.html").stat().st_size < 1_000_000

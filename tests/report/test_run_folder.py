@@ -1,5 +1,6 @@
 """Run reads what a guard wrote, while it is written and after a kill."""
 
+import json
 import math
 import os
 import subprocess
@@ -11,7 +12,10 @@ import torch
 import nanproof
 from nanproof.errors import UsageError
 from nanproof.records import read_steps
+from nanproof.report.cards import around
+from nanproof.report.markdown import markdown
 from nanproof.report.run import NEAR, Run, one_run, runs_in
+from report import made
 from toys import batches, mse, net, poison
 
 
@@ -127,3 +131,48 @@ def test_runs_are_found_below_a_folder(tmp_path):
         one_run(tmp_path / "empty")
     with pytest.raises(UsageError, match="does not exist"):
         one_run(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+@pytest.mark.parametrize("name", ["steps.jsonl", "incidents.jsonl", "forecasts.jsonl", "lock", "quarantine.jsonl"])
+def test_a_pipe_where_a_file_should_be_keeps_nobody_waiting(tmp_path, name):
+    """Opening one for reading waits for a writer, for ever: in a process of its own, with an end."""
+    made.write_run(tmp_path / "a" / "run", 5, bad=(2,))
+    (tmp_path / "a" / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "a" / "run" / name)
+    code = "import sys; from nanproof.report.run import *; from nanproof.report.html import data; "
+    code += (
+        "print(len(runs_in(sys.argv[1])), Run(sys.argv[1] + '/run').read().steps, data(Run(sys.argv[1] + '/run').read())['v'])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], capture_output=True, text=True, timeout=20, check=True
+    ).stdout
+    assert said == ("0 0 1\n" if name == "steps.jsonl" else "1 5 1\n")
+
+
+def test_the_folder_one_stands_in_has_its_name(tmp_path, monkeypatch):
+    made.write_run(tmp_path / "lr-3e-4", 3)
+    monkeypatch.chdir(tmp_path / "lr-3e-4")
+    assert Run(".").read().name == "lr-3e-4" and Run("../lr-3e-4/").name == "lr-3e-4"
+
+
+@pytest.mark.parametrize("action", ["x" * 41, "\x1b[2J", 3, None, ["skipped"]])
+def test_an_action_is_a_word(tmp_path, action):
+    """Anything else is no step: it would be shown, and counted by."""
+    line = json.loads(made.step_line(1))
+    tmp_path.joinpath("steps.jsonl").write_text(made.step_line(0) + json.dumps({**line, "action": action}) + "\n")
+    run = Run(tmp_path).read()
+    assert run.broken == 1 and dict(run.counts) == {"stepped": 1}
+
+
+def test_a_step_taken_again_does_not_hide_how_it_was(tmp_path):
+    """The record of an incident's own step is kept beside the one that took its place."""
+    lines = [made.step_line(i, loss=math.nan if i == 4 else i, action="skipped" if i == 4 else "stepped") for i in range(5)]
+    lines += [made.step_line(i, loss=10 + i) for i in range(2, 8)]
+    tmp_path.joinpath("steps.jsonl").write_text("".join(lines))
+    tmp_path.joinpath("incidents.jsonl").write_text(made.incident_line(4, action="rewound"))
+    run = Run(tmp_path).read()
+    rows = [(brief.step, brief.action, again) for brief, again in around(run, 4, 1)]
+    assert rows == [(3, "stepped", False), (4, "skipped", False), (4, "stepped", True), (5, "stepped", False)]
+    assert math.isnan(run.given_up[4].loss) and run.near[4].loss == 14 and run.near[3].loss == 13
+    assert "| **4** | **14.0** | **0.5** | **0.001** |  | **stepped, again** |" in markdown(run)

@@ -93,3 +93,11 @@ def test_any_length_fits(count):
         curves.add(step, (float(step), None, None, None), "stepped")
     assert len(curves) <= 2000 and len(curves.low(METRICS[0])) == len(curves.steps)
     assert not count or curves.high("loss")[-1] == count - 1
+
+
+def test_the_mean_of_the_largest_numbers_is_a_number():
+    """Their sum is Inf, and a bucket without a mean would read as if its values were not finite."""
+    curves = Curves(1)
+    for step in range(8):
+        curves.add(step, (1.5e308 if step % 2 else 1.1e308, None, None, None), "stepped")
+    assert len(curves) == 1 and curves.low("loss")[0] <= curves.mean("loss")[0] <= curves.high("loss")[0]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from nanproof.watch.charts import Window, heights
 from nanproof.watch.plot import ASCII, FINE, Series, axis, chart, count, marks_for, scale, short, spark
 from nanproof.watch.runs import View
+from nanproof.watch.table import runs_table
 
 PLACES = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
 """(column, row) of the bits of a Braille character, in their order."""
@@ -144,3 +146,20 @@ def test_zoom_and_pan_stay_within_the_run():
         start, end = window.span(view)
         assert -1e-6 <= start < end <= 1000 + 1e-6 and end - start >= 10 - 1e-6
         assert window.end is not None or end == 1000
+
+
+def test_rare_refused_steps_do_not_cross_out_a_long_curve():
+    """A cross only where most of a column is not finite; a run of nothing else is all crosses, not an empty line."""
+    values = [math.nan if i % 50 == 7 else 10 - i / 100 for i in range(1000)]
+    assert spark(values, 20, FINE) == spark([10 - i / 100 for i in range(1000)], 20, FINE)
+    most = [math.nan if 500 <= i < 540 else 1.0 for i in range(1000)]
+    assert [i for i, c in enumerate(spark(most, 20, ASCII)) if c == "x"] == [10]
+    assert spark([math.nan] * 30, 8, ASCII) == "x" * 8
+
+
+def test_a_bucket_with_one_refused_step_has_a_height_in_the_list_of_runs():
+    """Buckets of a long run hold many steps: one of them that was NaN is counted under `refused`, and the curve goes on."""
+    series = Series(range(0, 800, 8), 8, [1.0] * 100, [2.0] * 100, [1.5] * 100, [1] * 50 + [7] * 50)
+    view = View(folder=Path("run"), name="run", step=799, series={"loss": series})
+    text = "".join(part for part, _ in runs_table([view], 100, ASCII)[1][0].lines[0])
+    assert text.count("x") == 20 and text.endswith("x" * 20), "half of forty columns"

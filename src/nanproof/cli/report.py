@@ -1,8 +1,8 @@
-"""`nanproof report`: a run as one HTML file, or as text for an issue."""
+"""`nanproof report`: a run as one HTML file, as text for an issue, or as data."""
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +11,10 @@ from typing import Annotated
 import typer
 
 from nanproof.cli.entry import could_not_run
-from nanproof.core.files import reason
 from nanproof.errors import UsageError
 from nanproof.report.shown import shown
 
-NAMES = {"html": "report.html", "markdown": "report.md"}
+PAGE = "report.html"
 
 
 def report(
@@ -29,6 +28,10 @@ def report(
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Text for an issue instead; on standard output unless --out names a file.")
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="What the page shows, as one JSON object; on standard output unless --out names a file."),
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -37,9 +40,12 @@ def report(
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
-    """Write a run as one HTML file, or as text for an issue. The file needs no network. Exit status: 0 written, 2 could not."""
+    """Write a run as one HTML file, as text for an issue, or as JSON. The file needs no network. Exit status: 0 written, 2 could
+    not."""
     try:
-        path = write(run, out or ("-" if as_markdown else None), as_markdown, tokenizer)
+        if as_markdown and as_json:
+            raise UsageError("--markdown and --json are two forms of one report. Leave out one of them")
+        path = write(run, out, "markdown" if as_markdown else "json" if as_json else "html", tokenizer)
     except UsageError as error:
         raise could_not_run(UsageError(shown(str(error), 4000))) from error
     if path is None:
@@ -52,25 +58,29 @@ def report(
         webbrowser.open(path.absolute().as_uri())
 
 
-def write(folder: Path, out: str | None = None, as_markdown: bool = False, tokenizer: Path | None = None) -> Path | None:
-    """Read the run, write the report, say where; None for standard output."""
-    from nanproof.report.html import page
+def write(folder: Path, out: str | None = None, form: str = "html", tokenizer: Path | None = None) -> Path | None:
+    """Read the run, write the report ("html", "markdown" or "json"), say where; None for standard output."""
+    from nanproof.report.html import data, page
     from nanproof.report.markdown import markdown
+    from nanproof.report.out import put
     from nanproof.report.run import Run, one_run
     from nanproof.report.tokens import find
 
     found = one_run(folder)
     tokens = find(found, tokenizer)
     run = Run(found).read()
-    text = markdown(run) if as_markdown else page(run, tokens=tokens)
-    if out == "-":
+    if form == "json":
+        text = json.dumps(data(run, tokens), allow_nan=False, separators=(",", ":")) + "\n"
+    else:
+        text = markdown(run) if form == "markdown" else page(run, tokens=tokens)
+    if out == "-" or (out is None and form != "html"):
         _to_stdout(text)
         return None
-    path = found / NAMES["markdown" if as_markdown else "html"] if out is None else Path(out)
+    path = found / PAGE if out is None else Path(out)
     try:
-        _write_whole(path, text)
+        put(path, text, found)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {reason(error)}. Name another file with --out") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Name another file with --out") from error
     return path
 
 
@@ -79,15 +89,3 @@ def _to_stdout(text: str) -> None:
     with suppress(BrokenPipeError):
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """There with all of its text, or as it was before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise

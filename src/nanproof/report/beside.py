@@ -46,6 +46,8 @@ def checkpoints(run: Path) -> list[Saved]:
 
 def quarantine(run: Path) -> list[dict[str, Any]]:
     """The samples that are left out."""
+    if not (run / "quarantine.jsonl").is_file():
+        return []
     try:
         with open(run / "quarantine.jsonl", encoding="utf-8", errors="replace") as file:
             lines = file.readlines(_SMALL)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanproof.records import Diagnosis, Incident, encode, few
 from nanproof.report.catalogue import sentences
-from nanproof.report.run import Run
+from nanproof.report.run import Brief, Run
 from nanproof.report.samples import samples_of
 from nanproof.report.shown import one_line, shown
 from nanproof.report.tokens import Tokens
@@ -35,15 +35,16 @@ def cause(incident: Incident) -> str:
 
 
 def chosen(incidents: list[Incident], most: int = MOST_CARDS) -> list[int]:
-    """Which of many incidents are shown: the first of each cause, then the newest."""
+    """Which of many incidents are shown, in the order in which they get room: the first of each cause, then the newest."""
     seen: Counter[str] = Counter()
     first = []
     for i, incident in enumerate(incidents):
         seen[cause(incident)] += 1
         if seen[cause(incident)] <= FIRST:
             first.append(i)
-    rest = [i for i in reversed(range(len(incidents))) if i not in set(first)]
-    return sorted([*first, *rest][:most])
+    shown_first = set(first)
+    rest = [i for i in reversed(range(len(incidents))) if i not in shown_first]
+    return [*first, *rest][:most]
 
 
 def cards(run: Run, tokens: Tokens) -> list[dict[str, Any]]:
@@ -51,19 +52,25 @@ def cards(run: Run, tokens: Tokens) -> list[dict[str, Any]]:
     made: dict[int, dict[str, Any]] = {}
     left = MOST_BYTES
     order = chosen(run.incidents)
-    examined: dict[str, int] = {}
-    for i in reversed(order):
-        if run.incidents[i].diagnosis is not None:
-            examined[run.incidents[i].kind] = i + 1
     for i in order:
         card = {"number": i + 1, **_card(run, run.incidents[i], tokens)}
-        if "diagnosis" not in card:
-            card["like"] = examined.get(card["kind"])
         left -= len(json.dumps(card))
         if left < 0:
             break
         made[i] = card
-    return [made[i] for i in order if i in made]
+    found = [made[i] for i in sorted(made)]
+    examined = {card["kind"]: card["number"] for card in reversed(found) if "diagnosis" in card}
+    return [card if "diagnosis" in card else {**card, "like": examined.get(card["kind"])} for card in found]
+
+
+def around(run: Run, step: int, each: int) -> list[tuple[Brief, bool]]:
+    """The steps on either side of one. That one itself as it was at first, and then, where it was taken again, as it became."""
+    found = []
+    for i in range(step - each, step + each + 1):
+        first, last = run.given_up.get(i) if i == step else None, run.near.get(i)
+        found += [(first, False)] if first is not None else []
+        found += [(last, first is not None)] if last is not None else []
+    return found
 
 
 def bundle_of(run: Run, incident: Incident) -> Path | None:
@@ -111,9 +118,8 @@ def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
         "rank": incident.rank,
         "micro_batch": incident.micro_batch,
         "around": [
-            [brief.step, encode(brief.loss), encode(brief.grad_norm), brief.action]
-            for step in range(incident.step - AROUND, incident.step + AROUND + 1)
-            if (brief := run.near.get(step)) is not None
+            [brief.step, encode(brief.loss), encode(brief.grad_norm), brief.action, again]
+            for brief, again in around(run, incident.step, AROUND)
         ],
         "command": command(bundle) if bundle is not None else "",
         "bundle": "" if incident.bundle is None else "there" if bundle is not None else "gone",

@@ -11,7 +11,7 @@ ASCII = " ..::||##x"
 
 
 def curve(values: Sequence[float], width: int, height: int, top: float, bottom: float, marks: str = BLOCKS) -> list[str]:
-    """Rows of text, highest first, each `width` characters. A column with any non-finite value is a cross."""
+    """Rows of text, highest first, each `width` characters. A column of which most is not finite is a cross."""
     if not values:
         return [" " * width] * height
     columns = [
@@ -19,10 +19,11 @@ def curve(values: Sequence[float], width: int, height: int, top: float, bottom: 
     ]
     rows = [[" "] * width for _ in range(height)]
     for x, column in enumerate(columns):
-        if not all(map(math.isfinite, column)):
+        finite = [y for y in column if math.isfinite(y)]
+        if 2 * len(finite) < len(column) or not finite:
             rows[height - 1][x] = marks[9]
             continue
-        share = (sum(column) / len(column) - bottom) / max(top - bottom, 1e-12)
+        share = (sum(finite) / len(finite) - bottom) / max(top - bottom, 1e-12)
         filled = round(min(max(share, 0.0), 1.0) * (8 * height - 1)) + 1
         for y in range(height):
             rows[height - 1 - y][x] = marks[min(max(filled - 8 * y, 0), 8)]

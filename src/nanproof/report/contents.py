@@ -12,7 +12,7 @@ from nanproof import __version__
 from nanproof.report.beside import checkpoints, quarantine
 from nanproof.report.cards import bundle_of, cards, cause, without_home
 from nanproof.report.grids import grid
-from nanproof.report.run import Run
+from nanproof.report.run import NEAR, Run
 from nanproof.report.samples import manifest_of
 from nanproof.report.series import METRICS
 from nanproof.report.shown import duration, number, one_line, shown, size
@@ -21,6 +21,7 @@ from nanproof.report.tokens import Tokens
 MOST_NEAR = 4000
 """Steps around incidents that are embedded one by one, where curves are made of buckets."""
 MOST_MARKS = 3000
+MOST_TURNS = 500
 STATES = {
     "running": "is running",
     "ended": "has ended",
@@ -55,7 +56,7 @@ def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
         "incidents": cards(run, tokens),
         "all_incidents": len(run.incidents),
         "forecasts": _forecasts(run),
-        "turns": _back(run)[-500:],
+        "turns": _back(run)[-MOST_TURNS:],
         "tables": tables(run),
         "facts": facts(run),
     }
@@ -69,7 +70,7 @@ def title(run: Run) -> str:
 
 def summary(run: Run) -> str:
     """The run in a few sentences, for who cannot see the curves."""
-    said = [f"The run {one_line(title(run), 80)} {STATES.get(run.state, run.state)}: {run.steps:,} steps recorded"]
+    said = [f"The run {one_line(title(run), 80)} {_how(run)}: {_count(run.steps, 'step')} recorded"]
     if run.steps:
         said[0] += f", {run.counts['skipped']:,} refused, {run.counts['clipped']:,} clipped"
     means = [x for x in run.curves.mean("loss") if math.isfinite(x)]
@@ -90,6 +91,15 @@ def summary(run: Run) -> str:
     if went := _back(run):
         said.append("It went back once" if len(went) == 1 else f"It went back {len(went):,} times")
     return ". ".join(said) + "."
+
+
+def _how(run: Run) -> str:
+    """How it stands, with the halt if that was its end: nothing else about such a run is as important."""
+    last = run.incidents[-1] if run.incidents else None
+    newest = run.newest
+    if last is not None and last.action == "halted" and (newest is None or newest.step <= last.step):
+        return f"was halted at step {last.step:,}"
+    return STATES.get(run.state, run.state)
 
 
 def numbers(run: Run) -> list[dict[str, str]]:
@@ -119,21 +129,24 @@ def causes(run: Run) -> list[tuple[str, int]]:
 
 def recoveries(run: Run) -> list[dict[str, Any]]:
     """Every time the run went back, with why; and what was healed without going back."""
-    turns = _back(run)
+    turns: dict[int, list[tuple[int, int]]] = {}
+    for one in _back(run):
+        turns.setdefault(one[0], []).append(one)
     found: list[dict[str, Any]] = []
     for incident in run.incidents:
         parts = incident.message.split("; ")
         healed = next((part for part in parts if part.startswith(("healed: ", "the step is taken without "))), "")
         if incident.action not in ("rewound", "rolled-back") and not healed:
             continue
-        turn = next((turn for turn in turns if turn[0] == incident.step), None)
-        if turn is not None:
-            turns.remove(turn)
+        waiting = turns.get(incident.step)
+        turn = waiting.pop(0) if waiting else None
         what = healed or incident.message.rpartition("; ")[2]
         found.append({"step": incident.step, "to": None if turn is None else turn[1], "how": incident.action,
                       "why": one_line(cause(incident), 80), "what": shown(without_home(what[:3000]), 400)})  # fmt: skip
     other = "resumed after it had been stopped, or gone back by the program itself"
-    found += [{"step": step, "to": to, "how": "went back", "why": "", "what": other} for step, to in turns]
+    found += [
+        {"step": step, "to": to, "how": "went back", "why": "", "what": other} for left in turns.values() for step, to in left
+    ]
     return sorted(found, key=lambda one: int(one["step"]))[-200:]
 
 
@@ -205,8 +218,9 @@ def _near(run: Run) -> dict[str, Any] | None:
     if run.curves.width == 1 or not run.near:
         return None
     wanted: set[int] = set()
-    for incident in [*run.incidents[:20], *reversed(run.incidents[20:])]:
-        around = {step for step in range(incident.step - 50, incident.step + 51) if step in run.near}
+    steps = dict.fromkeys(incident.step for incident in [*run.incidents[:20], *reversed(run.incidents[20:])])
+    for middle in steps:
+        around = {step for step in range(middle - NEAR, middle + NEAR + 1) if step in run.near}
         if len(wanted | around) > MOST_NEAR:
             break
         wanted |= around
@@ -235,7 +249,7 @@ def _plain(values: Sequence[float]) -> list[float | None]:
 
 def _share(run: Run, action: str) -> str:
     share = run.counts[action] / run.steps if run.steps else 0.0
-    return f"{100 * share:.2g} %" if share else ""
+    return f"{100 * share:.{0 if share >= 0.1 else 2}{'f' if share >= 0.1 else 'g'}} %" if share else ""
 
 
 def _count(count: int, what: str) -> str:

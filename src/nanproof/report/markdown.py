@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from nanproof.records import Incident, encode
-from nanproof.report.cards import bundle_of, cause, command, place, without_home
+from nanproof.report.cards import around, bundle_of, cause, command, place, without_home
 from nanproof.report.catalogue import sentences
 from nanproof.report.contents import causes, facts, recoveries, summary, title
 from nanproof.report.run import Brief, Run
@@ -103,8 +103,8 @@ def _incident(run: Run, incident: Incident) -> list[str]:
     if incident.culprits:
         rows = [[code(name, 120), str(encode(norm))] for name, norm in incident.culprits[:8]]
         parts.append(_table(["parameter", "gradient norm"], rows))
-    if around := _around(run, incident.step):
-        parts.append(around)
+    if steps := _around(run, incident.step):
+        parts.append(steps)
     bundle = bundle_of(run, incident)
     if bundle is not None:
         parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`:")
@@ -113,17 +113,17 @@ def _incident(run: Run, incident: Incident) -> list[str]:
 
 
 def _around(run: Run, step: int) -> str:
-    briefs = [run.near[i] for i in range(step - AROUND, step + AROUND + 1) if i in run.near]
+    briefs = around(run, step, AROUND)
     heads = ["step", "loss", "gradient norm", "learning rate", "loss scale", "action"]
-    return _table(heads, [_row(brief, brief.step == step) for brief in briefs]) if briefs else ""
+    return _table(heads, [_row(brief, brief.step == step, again) for brief, again in briefs]) if briefs else ""
 
 
-def _row(brief: Brief, here: bool) -> list[str]:
+def _row(brief: Brief, here: bool, again: bool) -> list[str]:
     values = [
         str(brief.step),
         *("" if x is None else str(encode(x)) for x in (brief.loss, brief.grad_norm, brief.lr, brief.scale)),
     ]
-    values.append(plain(brief.action, 40))
+    values.append(plain(brief.action, 40) + (", again" if again else ""))
     return [f"**{x}**" if here and x else x for x in values]
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import socket
+import stat
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanproof.core.files import LOCK
 from nanproof.errors import UsageError
 from nanproof.records import Forecast, Incident, StepRecord, decode
 from nanproof.report.series import Curves, Heat
-from nanproof.report.sound import check_forecast, check_incident, check_step
+from nanproof.report.sound import check_action, check_forecast, check_incident, check_step
 
 STEPS = "steps.jsonl"
 NEAR = 50
@@ -52,7 +54,7 @@ class Run:
 
     def __init__(self, folder: str | Path, *, buckets: int = 2000) -> None:
         self.folder = Path(folder)
-        self.name = self.folder.name or str(self.folder)
+        self.name = Path(os.path.abspath(self.folder)).name or str(self.folder)
         self._buckets = buckets
         self._reset()
 
@@ -73,7 +75,9 @@ class Run:
         self.turns: list[tuple[int, int]] = []
         """(from, to): every time the run went back, or was resumed from an earlier step."""
         self.near: dict[int, Brief] = {}
-        """Every step that is close to an incident."""
+        """Every step that is close to an incident; taken again, as it was the last time."""
+        self.given_up: dict[int, Brief] = {}
+        """Of those that were taken again, how it was the first time."""
         self.counts: Counter[str] = Counter()
         """Steps by action; those that were given up and taken again count twice."""
         self.steps = 0
@@ -167,8 +171,9 @@ class Run:
             self.closed = float(data["time"])
 
     def _step(self, data: dict[str, Any]) -> None:
-        step, action = data["step"], str(data["action"])
+        step, action = data["step"], data["action"]
         check_step(step)
+        check_action(action)
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
         brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action)
@@ -185,7 +190,7 @@ class Run:
             self.absmax.add(step, self._sites, data["observed"]["absmax"])
         self._recent.append(brief)
         if step in self._wanted:
-            self.near[step] = brief
+            self._keep(brief)
         moment = data.get("time")
         if moment is not None and math.isfinite(moment):
             if self._times:
@@ -202,7 +207,16 @@ class Run:
         self.incidents.append(incident)
         if len(self.incidents) <= MOST_NEAR:
             self._wanted.update(range(incident.step - NEAR, incident.step + NEAR + 1))
-            self.near.update({brief.step: brief for brief in self._recent if brief.step in self._wanted})
+            for brief in self._recent:
+                if brief.step in self._wanted and brief is not self.near.get(brief.step):
+                    self._keep(brief)
+
+    def _keep(self, brief: Brief) -> None:
+        """A step that is taken again after an incident does not hide how it was."""
+        before = self.near.get(brief.step)
+        if before is not None:
+            self.given_up.setdefault(brief.step, before)
+        self.near[brief.step] = brief
 
 
 class _Tail:
@@ -219,12 +233,16 @@ class _Tail:
             found = self._path.stat()
         except OSError:
             return False
+        if not stat.S_ISREG(found.st_mode):
+            return False
         before, self._file = self._file, found.st_ino
         return (before is not None and before != found.st_ino) or found.st_size < self._offset
 
     def lines(self, most: int) -> Iterator[Any]:
         """Whole lines as data; None for one that is not JSON. Stops after about `most` bytes."""
         end = self._offset + most
+        if not self._path.is_file():  # a pipe of that name would keep everybody waiting
+            return
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -245,7 +263,7 @@ def runs_in(folder: str | Path) -> list[Path]:
         return [folder]
     found: list[Path] = []
     for pattern in (f"*/{STEPS}", f"*/*/{STEPS}", f"*/*/*/{STEPS}"):
-        found += [path.parent for path in folder.glob(pattern)]
+        found += [path.parent for path in folder.glob(pattern) if path.is_file()]
     return sorted(found, key=lambda run: (_age(run / STEPS), str(run)))
 
 
@@ -282,7 +300,10 @@ def _age(path: Path) -> float:
 def _writer_lives(folder: Path) -> bool | None:
     """Whether the process that holds the folder's lock file lives; None if that cannot be told here."""
     try:
-        words = (folder / "lock").read_text(encoding="utf-8", errors="replace").split()
+        if not (folder / LOCK).is_file():
+            return None
+        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+            words = file.read(1000).split()
         process, host = int(words[1]), words[3]
     except (OSError, ValueError, IndexError):
         return None

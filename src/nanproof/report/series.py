@@ -42,6 +42,8 @@ class Extent:
 
     @property
     def mean(self) -> float:
+        if self.count and math.isinf(self.total):  # the sum of the largest numbers is none any more
+            return self.low / 2 + self.high / 2
         return self.total / self.count if self.count else math.nan
 
 

@@ -33,6 +33,11 @@ def check_step(step: int) -> None:
     _need(_whole(step) and 0 <= step < 1 << 40)
 
 
+def check_action(action: Any) -> None:
+    """A word, as a step has it."""
+    _need(isinstance(action, str) and len(action) <= 40 and action.isprintable())
+
+
 def _check_diagnosis(diagnosis: Diagnosis) -> None:
     texts = (diagnosis.phase, diagnosis.where, diagnosis.op, diagnosis.source, diagnosis.fix)
     _need(isinstance(diagnosis.cause, str) and all(text is None or isinstance(text, str) for text in texts))

@@ -47,6 +47,8 @@ class Tensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not path.is_file():
+            raise NotRead(f"{path.name} is not there")
         try:
             whole = path.stat().st_size
             with open(path, "rb") as file:

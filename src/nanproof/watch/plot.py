@@ -259,9 +259,8 @@ def spark(values: Sequence[float], columns: int, marks: Marks) -> str:
     from nanproof.report.charts import curve
 
     finite = [x for x in values if math.isfinite(x)]
-    if not finite or columns < 1:
-        return " " * max(columns, 0)
-    return curve(values, columns, 1, max(finite), min(finite), marks.blocks)[0]
+    top, bottom = (max(finite), min(finite)) if finite else (0.0, 0.0)
+    return curve(values, columns, 1, top, bottom, marks.blocks)[0] if columns > 0 else ""
 
 
 def short(value: float | None) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
+from nanproof.report.out import put
 from nanproof.report.run import Run
 
 
@@ -14,11 +13,5 @@ def written(folder: Path) -> Path:
     from nanproof.report.html import page
 
     path = folder / "report.html"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(page(Run(folder).read()), encoding="utf-8", newline="\n")
-        os.replace(partial, path)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    put(path, page(Run(folder).read()), folder)
     return path

@@ -66,7 +66,7 @@ def runs_table(views: Sequence[View], columns: int, marks: Marks) -> tuple[list[
         line += [("  " + _placed(column.cells[i][0], column), column.cells[i][1]) for column in found]
         loss = view.series.get("loss")
         if curve_width and loss and loss.mean:
-            values = [float("nan") if bad else mean for mean, bad in zip(loss.mean, loss.bad, strict=True)]
+            values = [float("nan") if bad > loss.width / 2 else mean for mean, bad in zip(loss.mean, loss.bad, strict=True)]
             line.append(("  " + spark(values, curve_width, marks), "line"))
         items.append(Item(view.folder, (line,)))
     return heading, items

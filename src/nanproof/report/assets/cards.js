@@ -92,7 +92,7 @@ const Cards = (() => {
     const here = (step, said) => (step === card.step ? h("b", {}, said) : said);
     const action = (word) => (word === "skipped" ? "refused" : word === "stepped" ? "taken" : word);
     return table([["step", "num"], ["loss", "num"], ["gradient norm", "num"], ["", ""]],
-      card.around.map(([step, loss, norm, word]) => [whole(step), Plots.number(loss), Plots.number(norm), text(action(word))].map((said) => here(step, said))));
+      card.around.map(([step, loss, norm, word, again]) => [whole(step), Plots.number(loss), Plots.number(norm), text(action(word) + (again ? ", again" : ""))].map((said) => here(step, said))));
   }
 
   function again(card) {

@@ -74,6 +74,7 @@ const Page = (() => {
   };
   function key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || id("help").open || !KEYS[event.key]) return;
+    if (event.key.startsWith("Arrow") && event.target.closest?.(".scroll")) return; // a wide table moves itself
     event.preventDefault();
     KEYS[event.key]();
   }

@@ -178,14 +178,15 @@ const Plots = (() => {
   function scaleOf(metric, how) {
     const range = (u, low, high) => (low > 0 ? [low / 1.25, high * 1.25] : [0.1, 10]);
     if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10, range };
-    return how === "asinh" ? { distr: 4, asinh: 1 } : {};
+    if (how === "asinh") return { distr: 4, asinh: 1 };
+    return how === "none" ? { range: [0, 1] } : {}; // without a range there would be no axis, and the steps not in line
   }
 
   function curve(metric, how, last) {
     const { title, height } = METRICS[metric];
     const figure = Dom.h("figure", { id: `plot-${metric}` }, Dom.h("figcaption", {}, title));
     if (metric === "loss") {
-      const button = Dom.h("button", { type: "button", id: "log", "aria-pressed": String(how !== "linear"), title: "linear or logarithmic (l)" }, "log");
+      const button = Dom.h("button", { type: "button", id: "log", "aria-pressed": String(how === "log" || how === "asinh"), title: "linear or logarithmic (l)" }, "log");
       button.addEventListener("click", toggleLog);
       figure.firstChild.append(narrow() ? "" : Dom.h("br"), button);
     }
@@ -271,7 +272,8 @@ const Plots = (() => {
     data = given;
     const { steps, width } = data.curves;
     full.min = (steps.length ? steps[0] : 0) - 0.5;
-    full.max = (steps.length ? steps[steps.length - 1] + width : 1) - 0.5;
+    const ends = data.marks.map((mark) => mark[1] + 1); // an exception comes before its step is recorded
+    full.max = ends.reduce((end, one) => Math.max(end, one), steps.length ? steps[steps.length - 1] + width : 1) - 0.5;
     if (follow) { view.min = full.min; view.max = full.max; }
   }
 
@@ -279,6 +281,7 @@ const Plots = (() => {
     const curve = data.curves[metric];
     const values = [...(curve.low || curve.mean), ...(curve.high || [])].filter((x) => x !== null);
     const low = Math.min(...values), high = Math.max(...values);
+    if (!values.length) return "none";
     if (metric !== "loss") return METRICS[metric].log && high > 0 ? "log" : "linear";
     const wanted = logLoss === null ? (low > 0 ? high / low > 1e3 : Math.max(high, -low) > 1e4) : logLoss;
     logLoss = wanted;
@@ -312,7 +315,7 @@ const Plots = (() => {
       const bad = nonfinite(metric, found);
       const range = mean !== null && low !== high && metric !== "lr" ? ` (${number(low)} to ${number(high)})` : "";
       const spoilt = bad && mean !== null ? `, ${bad} non-finite` : "";
-      said.values.push([METRICS[metric].title.toLowerCase(), (mean === null ? "non-finite" : number(mean)) + range + spoilt]);
+      said.values.push([METRICS[metric].title.toLowerCase(), (mean !== null ? number(mean) : bad ? "non-finite" : "\u2013") + range + spoilt]);
     }
     for (const [action, word] of [["skipped", "refused"], ["clipped", "clipped"]]) {
       const n = count(action, found);
