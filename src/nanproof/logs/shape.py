@@ -199,9 +199,12 @@ def _spike(f: Form) -> Finding | None:
 
 def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
     """The loss is as high as at the start, and that can be said to within a percent."""
-    if f is None or f.directionless or segment.resumed or _late_start(segment):
+    if f is None or f.directionless:
         return None
-    if len(f.values) < 40 and min(f.values) < max(f.values):
+    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
+    if (segment.resumed or _late_start(segment)) and not same:
+        return None
+    if len(f.values) < 40 and not same:
         return None  # too few to tell, unless every one is the same
     third = len(f.values) // 3
     parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
