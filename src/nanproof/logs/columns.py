@@ -22,6 +22,8 @@ class Columns:
     @classmethod
     def of(cls, text: bytes) -> Columns | None:
         """None if this line is no line of names: it needs two or more, and a loss among them."""
+        if b"  " not in text and b"|" not in text and b"\t" not in text:
+            return None
         separator = b"|" if b"|" in text else b"\t" if b"\t" in text.strip() else None
         if len(text) > 1000 or b"loss" not in text.lower():
             return None
