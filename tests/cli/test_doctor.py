@@ -144,3 +144,38 @@ def test_torch_is_not_imported():
         "bad = [m for m in ('torch', 'numpy', 'transformers') if m in sys.modules]; assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "epoch=3.ckpt"])
+def test_a_checkpoint_given_by_mistake_is_sent_to_scan(tmp_path, name):
+    """It is no log: the command that reads checkpoints is named, with the file."""
+    (tmp_path / name).write_bytes(b"\x80\x00\x00\x00\x00\x00\x00\x00{}" + bytes(range(256)))
+    done = run(tmp_path / name, columns=400)
+    assert done.exit_code == 2 and f"nanproof scan {tmp_path / name}" in done.stdout
+
+
+def test_a_guarded_run_is_not_told_to_use_a_guard():
+    """Its folder is in the commands as printed; the refused step is told as refused."""
+    text = run(CORPUS / "nanproof_refused", columns=400).stdout
+    assert f"nanproof report {CORPUS / 'nanproof_refused'} " in text and "--entry" in text
+    assert "The guard has refused 1 step, which the weights have not seen." in text
+    assert "nanproof run" not in text and "protect(" not in text
+
+
+def test_a_loss_that_megatron_left_out_is_not_called_finite(tmp_path):
+    """A NaN loss is not printed there, only the norm."""
+    line = " iteration {i}/ 8000 | learning rate: 6.680E-06 |{loss} loss scale: 1.0 | grad norm: {norm} |\n"
+    rows = [
+        line.format(i=i, loss=f" lm loss: {0.7 + i % 7 / 90:.6E} |" * (i < 30), norm=0.7 if i < 30 else "nan")
+        for i in range(1, 60)
+    ]
+    (tmp_path / "train.log").write_text("".join(rows))
+    text = run(tmp_path / "train.log", columns=400).stdout
+    assert "failure: nan-gradient" in text and "no loss is logged there" in text and "loss is finite" not in text
+
+
+def test_a_loss_that_never_changes_is_drawn_in_a_line(tmp_path):
+    """Four empty lines above a flat one say nothing."""
+    (tmp_path / "train.log").write_text("".join(f"step {i}: loss 10.8259\n" for i in range(1, 60)))
+    lines = run(tmp_path / "train.log", columns=80).stdout.splitlines()
+    assert "never-learned" in "".join(lines) and all(line.strip() for line in lines[:2])

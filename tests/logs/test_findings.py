@@ -297,3 +297,11 @@ def test_no_numbers_are_too_strange(seed):
             made.add(Note(random.choice(NOTES), "words", line, random.choice([None, *STRANGE])))
     for finding in judge(made):
         assert json.dumps(finding.to_json(), allow_nan=False) and finding.said
+
+
+def test_a_loss_that_swings_is_not_diverging():
+    """Generator and discriminator by turns: it was as high before, and came back; a rise for good is still one."""
+    swing = [1.4 + 0.5 * math.sin(2 * math.pi * i / 23) for i in range(60)]
+    assert found(swing) == []
+    lost = [3 / (1 + i / 5) + 0.5 for i in range(40)] + [0.9 + min(i, 10) / 5 for i in range(30)]
+    assert [kind for kind, _, _ in found(lost)] == ["divergence"]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 FEW = 6
 WIDEST = 72
+CHECKPOINTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 COLOURS = {"failure": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
@@ -122,7 +124,6 @@ def _read(source: Source) -> Read:
     """What was read before an error counts."""
     import zlib
 
-    from nanproof.logs.finding import REPLAY
     from nanproof.logs.findings import judge
     from nanproof.logs.sources import read
     from nanproof.logs.story import Story
@@ -135,8 +136,20 @@ def _read(source: Source) -> Read:
         error = f"{type(failed).__name__}: {failed}" if not isinstance(failed, NanproofError) else str(failed)
     findings = judge(story)
     if source.format == "nanproof":  # the guard has kept the step itself
-        findings = tuple(replace(finding, commands=(REPLAY, *finding.commands)) for finding in findings)
+        findings = tuple(_guarded(finding, story, Path(source.path).parent) for finding in findings)
     return Read(source.path, source.format, story, findings, error)
+
+
+def _guarded(finding: Finding, story: Story, run: Path) -> Finding:
+    """For a run that a guard has watched: it need not be told to use one, and what was refused did no harm."""
+    from nanproof.logs.finding import PROTECT, REPLAY, REPORT, RUN
+
+    refused = int(sum(segment.skipped_sum for segment in story.segments))
+    said = finding.said
+    if refused and finding.kind in ("nan", "inf", "nan-gradient"):
+        said += f" The guard has refused {refused} step{'s' * (refused > 1)}, which the weights have not seen."
+    commands = tuple(command for command in finding.commands if command not in (PROTECT, RUN))
+    return replace(finding, said=said, commands=(REPORT.format(run=run), REPLAY.format(run=run), *commands))
 
 
 def show(console: Console, read: Sequence[Read]) -> None:
@@ -187,6 +200,8 @@ def _print_one(console: Console, each: Read) -> None:
             _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
         else:
             _say(console, f"{each.path}{about}no loss, gradient norm or learning rate was found in it", "bold")
+            if each.path.lower().endswith(CHECKPOINTS):
+                _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
     for line in _pictures(each, min(console.width, WIDEST), console.options.ascii_only):
         console.print(Text(line), overflow="crop", no_wrap=True)
     for finding in each.findings:
@@ -230,7 +245,9 @@ def _pictures(each: Read, width: int, ascii_only: bool) -> list[str]:
     if each.story.points < FEW:
         return []
     marked = next((f for f in each.findings if f.place.line or f.place.order), None)
-    lines = _picture(each, "loss", width, 5 if marked else 1, ascii_only, marked)
+    loss = each.story.segments[-1].track("loss")
+    flat = len(each.story.segments) == 1 and loss.low == loss.high
+    lines = _picture(each, "loss", width, 5 if marked and not flat else 1, ascii_only, marked)
     if marked:
         lines += _picture(each, "grad_norm", width, 1, ascii_only, None)
     return lines

@@ -21,6 +21,9 @@ from nanproof.logs.points import Point
 SMALL = 16 << 20
 """A document up to this size is decoded at once."""
 LARGEST_RECORD = 16 << 20
+LARGEST_NOTEBOOK = 64 << 20
+_CELL = re.compile(r"</t[dh]>\s{0,99}")
+_TAG = re.compile(r"<[^<>]{0,2000}>")
 _SETTINGS = {
     "max_steps": "steps",
     "logging_steps": "logging_steps",
@@ -48,6 +51,24 @@ def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Poin
         point = names.of_mapping(record, index)
         if point is not None:
             yield replace(point, settings=settings) if settings else point
+
+
+def notebook(stream: io.BufferedReader) -> Iterator[bytes]:
+    """What the cells of a Jupyter notebook printed. A table that a callback drew is a row a line, with tabs."""
+    text = stream.read(LARGEST_NOTEBOOK)
+    try:
+        cells = json.loads(text.decode("utf-8-sig", "replace"))["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        said = [
+            output.get("text") or output.get("data", {}).get("text/html") or output.get("traceback") or "" for output in outputs
+        ]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError("this notebook is not whole, or has more than 64 MiB: save what it printed as text") from error
+    for piece in said:
+        printed = piece if isinstance(piece, str) else "".join(str(line) for line in piece)
+        if "<td" in printed:
+            printed = _TAG.sub("", _CELL.sub("\t", re.sub(r"\s*\n\s*", "", printed)).replace("\t</tr>", "\n"))
+        yield printed.encode("utf-8", "replace") + b"\n"
 
 
 def _of_value(data: Any) -> Iterator[Point]:

@@ -15,7 +15,7 @@ KINDS = {
     "nan-warnings": "The run's own code reports NaN",
     "scaler-skipping": "The loss scaler leaves steps out",
     "scale-collapse": "The loss scale has collapsed",
-    "nan-gradient": "The gradient is NaN or Inf while the loss is not",
+    "nan-gradient": "The gradient is NaN or Inf",
     "bad-probabilities": "Sampling was given NaN or Inf",
     "device-assert": "A device-side assertion",
     "unscale-fp16": "GradScaler was given fp16 gradients",
@@ -83,5 +83,6 @@ SCAN = "nanproof scan CHECKPOINTS    # which checkpoint is the last without NaN"
 PROTECT = "protect(trainer)    # or: nanproof run train.py. Refuses the bad step, and says where it came from"
 RUN = "nanproof run train.py    # refuses the bad step, and says where it came from"
 CHECK = "nanproof check train:build    # the first step, looked at before training"
-REPLAY = "nanproof replay RUN/incidents/STEP    # the bad step again, as the guard has recorded it"
+REPLAY = "nanproof replay {run}/incidents/step-... --entry train:build    # the bad step again, as the guard has recorded it"
+REPORT = "nanproof report {run}    # the whole run as one page: what was refused, and what it came from"
 UNFILTER = "TrainingArguments(logging_nan_inf_filter=False)    # so that the log shows NaN as NaN"

@@ -26,6 +26,11 @@ _DRAWING = rb"[ ]{0,8}\d{1,3}%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})"
 _LOOSE = re.compile(rb"(?<![\w/.@+-])" + _NUMBER + rb"|[ \t]+")
 
 
+def rounded_away(rate: bytes) -> bool:
+    """Whether a learning rate of 0 may be a small one with the decimals that were printed: 0.000 may, 0.0 and 0.00e+00 are 0."""
+    return rate.startswith(b"0.00") and not rate.strip(b"0.")
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A value that counted: where it stands, and what it is."""
@@ -68,6 +73,7 @@ class Layout:
         self._values = [(index, role) for index, role in enumerate(roles) if role in METRICS]
         self._step = roles.index("step") if "step" in roles else None
         self._epoch = roles.index("epoch") if "epoch" in roles else None
+        self._rate = roles.index("lr") if "lr" in roles else 0
         self._in_all = like.skipped_in_all
         self.settings = (
             like.settings if bar is None else {name: like.settings[name] for name in ("epochs",) if name in like.settings}
@@ -78,9 +84,13 @@ class Layout:
         return int(match[self._bar + 1])
 
     def point(self, match: re.Match[bytes], line: int) -> Point:
-        found = [float(group) for group in match.groups()]
+        groups = match.groups()
+        found = [float(group) for group in groups]
+        values = {role: found[index] for index, role in self._values}
+        if values.get("lr") == 0 and rounded_away(groups[self._rate]):
+            del values["lr"]
         return Point(
-            {role: found[index] for index, role in self._values},
+            values,
             None if self._step is None else finite(found[self._step]),
             None if self._epoch is None else finite(found[self._epoch]),
             line,

@@ -22,7 +22,7 @@ _BASE: dict[str, dict[str, int]] = {
     "loss": {
         **dict.fromkeys(("loss", "lm loss", "losses"), 0),
         **dict.fromkeys(("total loss", "loss total", "step loss", "loss step", "batch loss", "loss value", "lm loss value"), 1),
-        **dict.fromkeys(("ce loss", "cross entropy loss", "crossentropyloss", "cross entropy", "mlm loss", "closs"), 2),
+        **dict.fromkeys(("ce loss", "cross entropy loss", "crossentropyloss", "cross entropy", "mlm loss", "closs", "xent"), 2),
         **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
         **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
         **dict.fromkeys(("loss epoch", "epoch loss"), COARSE),
@@ -50,7 +50,7 @@ _BASE: dict[str, dict[str, int]] = {
     "step": {
         **dict.fromkeys(("global step", "num updates", "globalstep"), 0),
         **dict.fromkeys(("iter", "iteration", "iters"), COARSE),
-        **dict.fromkeys(("step", "train step", "optimizer step", "update step", "current step", "cur step"), COARSE + 1),
+        **dict.fromkeys(("step", "steps", "train step", "optimizer step", "update step", "cur step"), COARSE + 1),
         **dict.fromkeys(("_step",), 2 * COARSE),
         **dict.fromkeys(("update", "batch", "batch idx"), 2 * COARSE + 1),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from nanproof.logs.curve import Place, number
@@ -16,6 +17,11 @@ OFTEN = 0.3
 """Above this share of the lines, it is no matter that the last ones are good."""
 FEW = 0.1
 """Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
+
+START = 8
+"""Lines at the start in which a loss scaler may look for its scale."""
+_ENDS = re.compile(r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting)\b", re.I)
+"""A warning in whose words the program gave up."""
 
 
 def nonfinite(segment: Segment) -> Iterator[Finding]:
@@ -112,12 +118,15 @@ def _gradient(segment: Segment) -> Finding | None:
     first, severity, much = _since(norm.bad)
     if norm.bad.since is None:
         severity = "warning"  # the loss is finite: whatever it was, the run outlived it
-    if severity == "warning" and norm.bad.count < FEW * norm.count:
+    at_start = norm.bad.last is not None and norm.bad.last.order < START  # where a scaler finds its scale
+    if severity == "warning" and (norm.bad.count < FEW * norm.count or at_start):
         severity = "note"
     elif severity == "failure" and norm.bad.unbroken < 3 and norm.count > 10:
         severity = "warning"  # a scaler meets one now and then; the log ends there by chance
     loss = segment.track("loss")
-    said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, while the logged loss is finite."
+    unlogged = loss.last_finite is not None and loss.last_finite[0].order < first.order and norm.bad.since is not None
+    said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
+    said += "and no loss is logged there: Megatron leaves out a NaN." if unlogged else "while the logged loss is finite."
     falls = _falls(segment)
     if severity == "note":
         said += " With a loss scaler those steps are skipped, and a few are normal; without one they were taken."
@@ -160,14 +169,17 @@ def _warnings(segment: Segment) -> Finding:
     assert last is not None
     loss = segment.track("loss")
     after = loss.last_finite is not None and loss.last_finite[0].order >= noted.last_order and loss.last_finite[1] != 0
-    lasting = not after and (noted.count > 2 or not loss.count)
+    ended = noted.last_order >= segment.points and _ENDS.search(last.text) is not None
+    lasting = ended or (not after and (noted.count > 2 or not loss.count))
     where = noted.place
     times = "once," if noted.count == 1 else f"{noted.count} times, first"
     said = f'The run\'s own code warns of NaN or Inf {times} at {where}: "{first.text}"'
     if last.line != first.line:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."
-    if lasting and noted.count > 2:
+    if ended:
+        said += " The run ended there."
+    elif lasting and noted.count > 2:
         since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
         said += f" It never stopped: the weights are NaN, and everything after {since} is lost."
     causes = (

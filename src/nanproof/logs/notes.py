@@ -65,7 +65,8 @@ _KNOWN = (
             rb"Loss is -?(?:nan|inf)\b|The loss returned in `training_step` is|Detected nan and/or inf values in"
             rb"|returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
             rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
-            rb"|NaN or Inf found in input tensor|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
+            rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
+            rb"|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
         ),
     ),
 )

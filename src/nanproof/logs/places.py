@@ -12,10 +12,21 @@ BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})/(\d{1,15})\s{0,8}\["
 _KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
 _KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
 _NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
+_TWICE = re.compile(rb"\[\s{0,8}(\d{1,9})\s{0,2}/\s{0,2}\d{1,9}\]\s{0,2}\[\s{0,8}(\d{1,15})\s{0,2}/\s{0,2}(\d{1,15})\]")
+"""Swin's and its descendants': `Train: [epoch/epochs][step/steps]`, both from 0."""
 _SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
 _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _PAIR = re.compile(rb"\[(\d{1,9}),\s{0,8}(\d{1,15})\] ")
+_BARE = re.compile(rb"\s{0,9}(\d{1,12}) \| ")
 _FIRST = re.compile(rb"\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\] ")
+_HEADING = re.compile(
+    rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,3}(\d{1,9})"
+    rb"(?:\s?/\s?\d{1,9})?[ \t:.=-]{0,99}(?=[\r\n]|$)",
+    re.I,
+)
+"""A line that names a step or an epoch and nothing after it; the values stand in the lines below."""
+_BELOW = 40
+"""How many lines below it a step counts. An epoch counts until the next."""
 _ABOVE = re.compile(rb"\[batch=(\d{1,15})/(\d{1,15})\]:\s*\n")
 
 
@@ -27,6 +38,7 @@ class Places:
         self._turns = 0
         self._keras: tuple[int, int] | None = None
         self._epoch: float | None = None
+        self._above: tuple[bytes, float, int] | None = None
         self._step = 0.0
         self._spacing = 1.0
         self._offset = 0.0
@@ -48,7 +60,19 @@ class Places:
                 point = replace(point, epoch=float(self._keras[0]))
                 settings["epochs"] = float(self._keras[1])
             return self.in_bar(int(keras[1]), int(keras[2]), point, settings), True
-        return _in_brackets(text, before, point, settings), False
+        point = _in_brackets(text, before, point, settings)
+        return (point if b"{" in text else self._headed(before, point)), False
+
+    def _headed(self, before: bytes, point: Point) -> Point:
+        for heading in _HEADING.finditer(before):
+            self._above = heading[1].lower(), float(heading[2]), point.line
+        if point.step is not None or point.epoch is not None or self._above is None:
+            self._above = self._above if point.step is None and point.epoch is None else None
+            return point
+        name, value, line = self._above
+        if name == b"epoch":
+            return replace(point, epoch=value)
+        return replace(point, step=value) if point.line - line <= _BELOW else point
 
     def in_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
         if point.epoch is not None and point.epoch.is_integer():  # "Epoch 3:" before the bar, which starts anew
@@ -90,6 +114,9 @@ def _in_brackets(text: bytes, before: bytes, point: Point, settings: dict[str, f
         number, count, total = map(int, nested.groups())
         number -= 0 if text[: nested.start()].rstrip().endswith(b":") else 1
         return replace(point, step=float(max(number, 0) * total + count), epoch=number + count / max(total, 1))
+    if (twice := _TWICE.search(text)) is not None:
+        number, count, total = map(int, twice.groups())
+        return replace(point, step=float(number * total + count), epoch=number + count / max(total, 1))
     if (samples := _SAMPLES.search(text)) is not None:
         number, count, total = map(int, samples.groups())
         return replace(point, step=float(max(number - 1, 0) * total + count))
@@ -98,6 +125,8 @@ def _in_brackets(text: bytes, before: bytes, point: Point, settings: dict[str, f
     if (counted := _COUNT.search(text) or _FIRST.match(text)) is not None:
         settings["steps"] = float(counted[2])
         return replace(point, step=float(counted[1]))
+    if point.epoch is None and (bare := _BARE.match(text)) is not None:
+        return replace(point, step=float(bare[1]))
     if text[:1].isspace() and (above := _ABOVE.findall(before)):  # Composer's, with names and values in the lines below
         settings["steps"] = float(above[-1][1])
         return replace(point, step=float(above[-1][0]))

@@ -98,7 +98,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
         diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
-    if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10):
+    if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10) or _swings(f, rise):
         return None
     began = _begin(f, rise)
     place = f.buckets[min(began + 1, len(f.buckets) - 1)].place
@@ -126,6 +126,17 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         causes=tuple(causes),
         commands=(RUN, "Guard(model, optimizer, checkpoints=...)    # goes back before the rise", SCAN),
     )
+
+
+def _swings(f: Form, rise: float) -> bool:
+    """Whether the loss was as high as at its end before, after having been low, and came back, as two players do it."""
+    low, high = f.best + 0.35 * rise, f.best + 0.85 * rise
+    was_low, turns = False, 0
+    for value in f.smoothed:
+        if (value <= low) != was_low and not low < value < high:
+            was_low = value <= low
+            turns += was_low
+    return turns >= 2
 
 
 def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
@@ -199,9 +210,12 @@ def _spike(f: Form) -> Finding | None:
 
 def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
     """The loss is as high as at the start, and that can be said to within a percent."""
-    if f is None or f.directionless or segment.resumed or _late_start(segment):
+    if f is None or f.directionless:
         return None
-    if len(f.values) < 40 and min(f.values) < max(f.values):
+    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
+    if (segment.resumed or _late_start(segment)) and not same:
+        return None
+    if len(f.values) < 40 and not same:
         return None  # too few to tell, unless every one is the same
     third = len(f.values) // 3
     parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]

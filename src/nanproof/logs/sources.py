@@ -25,11 +25,21 @@ from typing import BinaryIO
 
 from nanproof.errors import UsageError
 from nanproof.logs import files, tables, tensorboard, wandb
-from nanproof.logs.documents import json_document
+from nanproof.logs.documents import json_document, notebook
 from nanproof.logs.points import Note, Point
 from nanproof.logs.text import TextReader
 
-FORMATS = ("transformers trainer_state", "text", "JSON", "JSON lines", "CSV", "TensorBoard", "Weights & Biases", "nanproof")
+FORMATS = (
+    "transformers trainer_state",
+    "text",
+    "JSON",
+    "JSON lines",
+    "CSV",
+    "TensorBoard",
+    "Weights & Biases",
+    "nanproof",
+    "notebook",
+)
 LOOKED_FOR = "trainer_state.json, *.log, *.out, *.err, *.txt, *.jsonl, *.csv, events.out.tfevents.*, *.wandb, and these with .gz"
 
 _LOG = re.compile(r"trainer_state\.json|.*\.(log|out|err|txt|jsonl|csv|wandb)|events\.out\.tfevents\..*|log_history\.json", re.I)
@@ -127,6 +137,8 @@ def format_of(head: bytes) -> str:
     if text[:1] == b"{":
         if (found := _json_lines(first)) is not None:
             return found
+        if b'"cell_type"' in head and b'"log_history"' not in head:
+            return "notebook"
         if b'"log_history"' in head:
             return "transformers trainer_state"
         if re.match(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:', text) and not first.rstrip().endswith(b"}"):
@@ -180,6 +192,8 @@ def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> I
         yield from tables.json_lines(files.lines(stream))
     elif format == "CSV":
         yield from tables.csv_rows(files.lines(stream))
+    elif format == "notebook":
+        yield from TextReader().read(notebook(stream))
     elif format in ("JSON", "transformers trainer_state"):
         yield from json_document(stream, tail)
     else:

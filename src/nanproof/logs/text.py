@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from nanproof.logs.layouts import MOST, TRIES, Layout, Span
+from nanproof.logs.columns import Columns
+from nanproof.logs.layouts import MOST, TRIES, Layout, Span, rounded_away
 from nanproof.logs.names import COARSE, Collector, Found, finite, is_step, meaning
 from nanproof.logs.notes import Notes, clean, without_prefix
 from nanproof.logs.places import BAR, Places, first_bar, last_bar
 from nanproof.logs.points import Note, Point
 
-WORDS = (b"loss", b"grad", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
+WORDS = (b"loss", b"grad", b"xent", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
 """A line without one of these, in any case, is not looked at."""
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
@@ -81,6 +82,9 @@ class TextReader:
         """Steps of the run, from its bar."""
         self._block: Point | None = None
         """Of a log that puts "[step=10/500]" above, and names and values in the lines below."""
+        self._columns: Columns | None = None
+        """Of a table whose rows are being read."""
+        self._table_end = 0
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Point | Note]:
         for data in blocks:
@@ -98,6 +102,9 @@ class TextReader:
         bare_returns = b"\r" in data
         counted = 0
         done = self._below(data, 0)
+        if self._columns is not None:
+            yield from self._table(data, done, counted)
+            done = self._table_end
         places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
         while (at := min(places)) < size:
             newline = data.rfind(b"\n", done, at)
@@ -123,6 +130,9 @@ class TextReader:
                 yield from self._one(data[start:stop], low[start:stop])
                 if self._block is not None and data[end : end + 1] == b"\n":
                     end = max(end, self._below(data, end + 1) - 1)
+                if self._columns is not None and data[end : end + 1] == b"\n":
+                    yield from self._table(data, end + 1, counted)
+                    end = max(end, self._table_end - 1)
             else:
                 end = after - 1
             done = end
@@ -170,6 +180,24 @@ class TextReader:
             at = end + 1
         return min(at, len(data))
 
+    def _table(self, data: bytes, at: int, counted: int) -> Iterator[Point | Note]:
+        """The rows of a table, from the start of one; `_table_end` is the place after them. A row that was drawn again and again
+        counts once, as it was at last."""
+        line = self._line + data.count(b"\n", counted, at)
+        while self._columns is not None and at < len(data):
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            text = _ESCAPES.sub(b"", data[max(at, end - LONGEST) : end].rstrip(b"\r").rpartition(b"\r")[2])
+            pairs = self._columns.row(text)
+            if pairs is None:
+                self._columns = None
+                break
+            point = self._names.point(pairs, line) if pairs else None
+            if point is not None and is_step(point) and not self._again(point):
+                yield point
+            at, line = end + 1, line + 1
+        self._table_end = min(at, len(data))
+
     def _pass_over(self, data: bytes, start: int, end: int) -> None:
         """Keeps both ends of what says nothing: bars stand there."""
         if len(self._after) < NEAR:
@@ -190,9 +218,12 @@ class TextReader:
         if point is None:
             if self._held is not None:
                 self._after += text[:NEAR]  # a traceback may start where the bar ends
+            noted = False
             for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
                 yield from self._release()
                 yield found
+                noted = True
+            self._columns = None if noted or others or b"loss" not in low else Columns.of(text)
             return
         if rank is not None:
             self._rank = rank[1]
@@ -210,7 +241,7 @@ class TextReader:
         """What the line says, None if that is nothing. The line above a block has a step and no values."""
         self._matches = []
         self._is_drawn = False
-        if not (inside or b"loss" in low or b"grad" in low or b"gnorm" in low or b"step=" in low):
+        if not (inside or b"loss" in low or b"grad" in low or b"gnorm" in low or b"xent" in low or b"step=" in low):
             return None
         pairs, settings, strong = self._pairs(text, low)
         if not pairs or b"train_runtime" in low:
@@ -219,6 +250,12 @@ class TextReader:
             at = {role: value for (role, _), value in pairs}
             return Point({}, finite(at.get("step")), finite(at.get("epoch")), self._line, settings=settings)
         point = self._names.point(pairs, self._line)
+        if (
+            point is not None
+            and point.values.get("lr") == 0
+            and any(role == "lr" and rounded_away(match[3]) for (role, _), match in self._matches)
+        ):
+            point = replace(point, values={name: value for name, value in point.values.items() if name != "lr"})
         if point is None or inside:
             return point
         if point.step is None:
@@ -229,7 +266,8 @@ class TextReader:
         if b"skipped iterations" in low:
             point = replace(point, skipped_in_all=False)
         scale_alone = "scale" in point.values and b"[Rank " in text  # DeepSpeed's
-        if not (is_step(point) or scale_alone) or (len(pairs) == 1 and point.step is None and not _alone(text, strong)):
+        headed = point.epoch is not None and all(role != "epoch" for (role, _), _ in pairs)
+        if not (is_step(point) or scale_alone) or (len(pairs) == 1 and point.step is None and not _alone(text, strong or headed)):
             return None
         if not strong and point.step is None and point.epoch is None:
             return None
@@ -252,6 +290,8 @@ class TextReader:
                     continue
                 found = ("eval_loss", 0)
             role, rank = found
+            if role == "step" and text[match.end() : match.end() + 1] == b"%":
+                continue  # a bar: "Steps:   4%|"
             if role == "loss" and word.lower() in (b"loss", b"value"):
                 if evaluation is None:
                     said = _EVALUATION.search(text)
@@ -277,7 +317,7 @@ class TextReader:
         bar = BAR.search(raw) if self._is_drawn else None
         if bar is None and b"%|" in raw:
             return
-        if self._tries == TRIES or len(raw) > 2000 or ("step" not in chosen and point.step is not None and bar is None):
+        if self._tries == TRIES or len(raw) > 2000 or (bar is None and _from_above(point, chosen)):
             return
         self._tries += 1
         offset = len(raw) - len(text)
@@ -364,6 +404,11 @@ class TextReader:
             yield held
         if block is not None and block.values:
             yield block
+
+
+def _from_above(point: Point, chosen: dict[str, int]) -> bool:
+    """Whether the step or the epoch stands somewhere else than in a pair of the line itself."""
+    return ("step" not in chosen and point.step is not None) or ("epoch" not in chosen and point.epoch is not None)
 
 
 def _alone(text: bytes, strong: bool) -> bool:
