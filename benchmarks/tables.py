@@ -264,7 +264,10 @@ def scan_table() -> str:
 def doctor_table() -> str:
     data = load("doctor")
     kinds = [(name, part) for name, part in data.items() if isinstance(part, dict) and "rows" in part]
-    lines = ["| log of 200 MB | `nanproof doctor` | `grep -c nan` | memory, a tenth of it | memory, all |", "|---|---:|---:|---:|---:|"]
+    lines = [
+        "| log of 200 MB | `nanproof doctor` | `grep -c nan` | memory, a tenth of it | memory, all |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for name, part in kinds:
         speeds = [f"{row['MB/s']:.0f} MB/s" for row in part["rows"].values()]
         peaks = [f"{part['peak MiB'][which]:.0f} MiB" for which in ("a tenth", "all")]

@@ -268,7 +268,7 @@ def test_no_record_makes_it_fail(name, tmp_path):
 def test_a_halt_is_told_first(tmp_path):
     """A run that was halted is closed: "has ended" would hide how. One that went on after a resume was not."""
     made.write_run(tmp_path, 1, incidents=[made.incident_line(0, action="halted")])
-    assert told(tmp_path)["summary"].startswith(f"The run {tmp_path.name} was halted at step 0: 1 step recorded, ")
+    assert told(tmp_path)["summary"].startswith("This run was halted at step 0: 1 step recorded, ")
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write(made.step_line(1))
     assert "halted" not in told(tmp_path)["summary"]

@@ -176,3 +176,20 @@ def test_a_step_taken_again_does_not_hide_how_it_was(tmp_path):
     assert rows == [(3, "stepped", False), (4, "skipped", False), (4, "stepped", True), (5, "stepped", False)]
     assert math.isnan(run.given_up[4].loss) and run.near[4].loss == 14 and run.near[3].loss == 13
     assert "| **4** | **14.0** | **0.5** | **0.001** |  | **stepped, again** |" in markdown(run)
+
+
+def test_a_run_begun_anew_in_the_same_folder_is_another_run(tmp_path):
+    """Not resumed, started again from step 0: the one before it, its incidents too, is not shown as steps that were given up."""
+    for bad in (3, 5):
+        data = batches(8)
+        data[bad] = poison(data[bad])
+        with guarded(tmp_path) as guard:
+            for batch in data:
+                guard.train_step(batch)
+    run = Run(tmp_path).read()
+    assert run.earlier == 1 and run.steps == 8 and run.turns == [] and run.counts["skipped"] == 1
+    assert [i.step for i in run.incidents] == [5] and math.isnan(run.near[5].loss) and math.isfinite(run.near[3].loss)
+    live = Run(tmp_path)
+    while live.poll(portion=500):
+        pass
+    assert live.earlier == 1 and live.counts == run.counts and [i.step for i in live.incidents] == [5]

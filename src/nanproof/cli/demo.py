@@ -276,7 +276,7 @@ def picture(unguarded: Result, guarded: Result, report: Path, width: int, ascii_
     lines.append(Text(f"refused by the guard ({guarded.path})", style="bold"))
     lines += [Padding(str(incident), (0, 0, 0, 2)) for incident in guarded.incidents[:1]] or [Text("  nothing")]
     if len(guarded.incidents) > 1:
-        lines.append(Text(f"  and the same at steps {', '.join(str(i.step) for i in guarded.incidents[1:])}"))
+        lines.append(Text(f"  and of the same kind at steps {', '.join(str(i.step) for i in guarded.incidents[1:])}"))
     first = next((i for i in guarded.incidents if i.diagnosis is not None), None)
     if first is not None and first.diagnosis is not None:
         lines += [Text(), Text(f"why, from running step {first.step} again", style="bold")]

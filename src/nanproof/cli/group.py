@@ -49,7 +49,7 @@ class Commands(TyperGroup):
 
     def _tell(self, error: Any) -> None:
         """Click's errors have a message and, mostly, the context they came from."""
-        message = error.format_message().rstrip(".").replace("\n", " ")
+        message = re.sub(r"\.? Did you mean .*", "", error.format_message().replace("\n", " ")).rstrip(".")
         typer.echo(f"error: {message}", err=True)
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "nanproof"

@@ -47,6 +47,8 @@ def watch(
     try:
         if web and (plain or once or as_json):
             raise UsageError("--web serves pages and prints nothing else. Leave out --plain, --once and --json")
+        if (port or open_browser) and not web:
+            raise UsageError("--port and --open are for --web. Add it, or leave them out")
         watched = Watched([_folder(path) for path in runs])
         marks = ASCII if ascii_only else marks_for(sys.stdout.encoding, os.environ.get("TERM", ""))
         if once or as_json:
@@ -115,7 +117,8 @@ def _app(watched: Watched, marks: Marks) -> None:
         if (error.name or "").split(".")[0] != "textual":
             raise
         raise UsageError(
-            'the screen needs textual, which is not installed. Run: pip install "nanproof[watch]", or add --plain or --web'
+            "the screen needs textual, which is not installed. "
+            "pip install textual (the extra is nanproof[watch]), or add --plain or --web"
         ) from error
     app = WatchApp(watched, marks)
     app.run(mouse=False)

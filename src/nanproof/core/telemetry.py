@@ -100,14 +100,14 @@ class Journal:
         self._write("steps", record.to_line())
 
     def incident(self, incident: Incident) -> None:
-        self._write("incidents", line(incident.to_json()))
+        self._write("incidents", line({**incident.to_json(), "time": _now()}))
 
     def forecast(self, forecast: Forecast) -> None:
         """The file is made with the first of them: most runs have none."""
         if "incidents" in self._files and "forecasts" not in self._files:
             with suppress(OSError):
                 self._open("forecasts")
-        self._write("forecasts", line(forecast.to_json()))
+        self._write("forecasts", line({**forecast.to_json(), "time": _now()}))
 
     def close(self) -> None:
         if "steps" in self._files:

@@ -70,7 +70,7 @@ def title(run: Run) -> str:
 
 def summary(run: Run) -> str:
     """The run in a few sentences, for who cannot see the curves."""
-    said = [f"The run {one_line(title(run), 80)} {_how(run)}: {_count(run.steps, 'step')} recorded"]
+    said = [f"This run {_how(run)}: {_count(run.steps, 'step')} recorded"]
     if run.steps:
         said[0] += f", {run.counts['skipped']:,} refused, {run.counts['clipped']:,} clipped"
     means = [x for x in run.curves.mean("loss") if math.isfinite(x)]
@@ -82,6 +82,7 @@ def summary(run: Run) -> str:
     if found:
         named = ", ".join(f"{name} ({count} times)" if count > 1 else name for name, count in found[:6])
         said.append(f"{_count(len(run.incidents), 'incident')}: {named}")
+        said += _first_explained(run)
     elif run.steps:
         said.append("No incidents")
     if run.forecasts:
@@ -90,7 +91,25 @@ def summary(run: Run) -> str:
         )
     if went := _back(run):
         said.append("It went back once" if len(went) == 1 else f"It went back {len(went):,} times")
+    if run.earlier:
+        said.append(f"Not shown: {_count(run.earlier, 'earlier run')} in this folder, not resumed but begun anew")
     return ". ".join(said) + "."
+
+
+def _first_explained(run: Run) -> list[str]:
+    """Where the first known cause is, and what to do about it."""
+    for incident in run.incidents:
+        found = incident.diagnosis
+        if found is not None and found.cause not in ("unknown", "none") and found.fix:
+            place = found.source or found.where
+            where = f", {one_line(place, 80)}" if place else ""
+            sure = "verified on the step itself" if found.verified else "not verified"
+            return [
+                f"Step {incident.step:,}: {one_line(found.cause, 80)}{where}; fix, {sure}: {one_line(found.fix, 300)}".rstrip(
+                    ". "
+                )
+            ]
+    return []
 
 
 def _how(run: Run) -> str:

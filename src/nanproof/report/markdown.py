@@ -107,7 +107,7 @@ def _incident(run: Run, incident: Incident) -> list[str]:
         parts.append(steps)
     bundle = bundle_of(run, incident)
     if bundle is not None:
-        parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`:")
+        parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`, or `trainer`:")
         parts.append(f"```sh\n{_fenced(command(bundle))}\n```")
     return parts
 

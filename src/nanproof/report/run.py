@@ -59,19 +59,32 @@ class Run:
         self._reset()
 
     def _reset(self) -> None:
+        self.earlier = 0
+        """Runs that were begun in this folder before the one that is shown, which was not resumed but started from step 0."""
         self.about: dict[str, Any] = {}
         """Versions, device, optimizer, settings, as of the last time the run was opened; empty for runs of older versions."""
         self.opened: float | None = None
         """When it was opened first, in seconds since 1970."""
         self.closed: float | None = None
         """When it was closed; None while it is open, or if it was killed."""
+        self.incidents: list[Incident] = []
+        self.forecasts: list[Forecast] = []
+        self.broken = 0
+        """Lines that are no record."""
+        self._when: dict[int, float] = {}
+        """When an incident or a forecast, by its identity, was written."""
+        self._names: tuple[str, ...] = ()
+        self._sites: tuple[str, ...] = ()
+        self._reopened: float | None = None
+        self._tails = {name: _Tail(self.folder / f"{name}.jsonl") for name in ("incidents", "forecasts", "steps")}
+        self._no_steps()
+
+    def _no_steps(self) -> None:
         self.curves = Curves(self._buckets)
         self.norms = Heat()
         """Gradient norms of the parameters."""
         self.absmax = Heat()
         """Largest outputs of modules, where the guard observes."""
-        self.incidents: list[Incident] = []
-        self.forecasts: list[Forecast] = []
         self.turns: list[tuple[int, int]] = []
         """(from, to): every time the run went back, or was resumed from an earlier step."""
         self.near: dict[int, Brief] = {}
@@ -84,16 +97,11 @@ class Run:
         """Steps that were recorded."""
         self.seconds = 0.0
         """How long it has been training, without the time between a kill and a resume."""
-        self.broken = 0
-        """Lines that are no record."""
         self._wanted: set[int] = set()
         self._recent: deque[Brief] = deque(maxlen=NEAR)
         self._times: deque[float] = deque(maxlen=NEAR)
-        self._names: tuple[str, ...] = ()
-        self._sites: tuple[str, ...] = ()
         self._last: dict[str, Any] | None = None
         self._next: int | None = None
-        self._tails = {name: _Tail(self.folder / f"{name}.jsonl") for name in ("incidents", "forecasts", "steps")}
 
     def poll(self, portion: int = PORTION) -> bool:
         """Read what is new, at most about so many bytes of it; True if there was anything. A folder that was emptied and written
@@ -102,9 +110,9 @@ class Run:
             self._reset()
         new = False
         for data in self._tails["incidents"].lines(portion):
-            new = self._take(lambda data=data: self._incident(Incident.from_json(data)), data) or new
+            new = self._take(lambda data=data: self._incident(Incident.from_json(data), data), data) or new
         for data in self._tails["forecasts"].lines(portion):
-            new = self._take(lambda data=data: self._forecast(Forecast.from_json(data)), data) or new
+            new = self._take(lambda data=data: self._forecast(Forecast.from_json(data), data), data) or new
         for data in self._tails["steps"].lines(portion):
             new = self._take(lambda data=data: self._line(data), data) or new
         return new
@@ -165,7 +173,8 @@ class Run:
             self._names, self._sites = tuple(map(str, data["names"])), tuple(map(str, data.get("sites", ())))
         elif kind == "opened":
             self.about, self.closed = dict(data["about"]), None
-            self.opened = float(data["time"]) if self.opened is None else self.opened
+            self._reopened = float(data["time"])
+            self.opened = self._reopened if self.opened is None else self.opened
             self._times.clear()
         elif kind == "closed":
             self.closed = float(data["time"])
@@ -177,6 +186,9 @@ class Run:
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
         brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action)
+        if self._reopened is not None and step == 0 and self.steps:
+            self._begin_anew(self._reopened)
+        self._reopened = None
         if self._next is not None and step < self._next:
             self.turns.append((self._next - 1, step))
             for series in (self.curves, self.norms, self.absmax):
@@ -198,18 +210,40 @@ class Run:
             self._times.append(moment)
         self._last = data
 
-    def _forecast(self, forecast: Forecast) -> None:
+    def _begin_anew(self, opened: float) -> None:
+        """A run that was opened again and was not resumed is another one: what came before it is not shown."""
+        self.earlier += 1
+        self.opened = opened
+        self.incidents = [one for one in self.incidents if self._when.get(id(one), opened) >= opened]
+        self.forecasts = [one for one in self.forecasts if self._when.get(id(one), opened) >= opened]
+        self._when = {id(one): self._when[id(one)] for one in (*self.incidents, *self.forecasts) if id(one) in self._when}
+        self._no_steps()
+        for incident in self.incidents[:MOST_NEAR]:
+            self._look_near(incident)
+
+    def _note_when(self, one: Incident | Forecast, data: dict[str, Any]) -> None:
+        moment = data.get("time")
+        if isinstance(moment, (int, float)) and math.isfinite(moment):
+            self._when[id(one)] = moment
+
+    def _forecast(self, forecast: Forecast, data: dict[str, Any]) -> None:
         check_forecast(forecast)
         self.forecasts.append(forecast)
+        self._note_when(forecast, data)
 
-    def _incident(self, incident: Incident) -> None:
+    def _incident(self, incident: Incident, data: dict[str, Any]) -> None:
         check_incident(incident)
         self.incidents.append(incident)
+        self._note_when(incident, data)
         if len(self.incidents) <= MOST_NEAR:
-            self._wanted.update(range(incident.step - NEAR, incident.step + NEAR + 1))
-            for brief in self._recent:
-                if brief.step in self._wanted and brief is not self.near.get(brief.step):
-                    self._keep(brief)
+            self._look_near(incident)
+
+    def _look_near(self, incident: Incident) -> None:
+        """Keep the steps around it one by one."""
+        self._wanted.update(range(incident.step - NEAR, incident.step + NEAR + 1))
+        for brief in self._recent:
+            if brief.step in self._wanted and brief is not self.near.get(brief.step):
+                self._keep(brief)
 
     def _keep(self, brief: Brief) -> None:
         """A step that is taken again after an incident does not hide how it was."""
@@ -272,7 +306,7 @@ def one_run(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise UsageError(f"{folder} {what}. Give the run_dir of a guard, the folder with {STEPS}")
+        raise UsageError(f"{folder} {what}. Give the run_dir of a guard, the folder with {STEPS}; a log is for nanproof doctor")
     runs = runs_in(folder)
     if not runs:
         raise UsageError(f"{folder}: no {STEPS} in it, nor in folders below it. Give the run_dir of a guard")

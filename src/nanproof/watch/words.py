@@ -50,7 +50,7 @@ def summary(event: Event, before: Mapping[str, Incident] | None = None) -> str:
     first = (before or {}).get(event.kind) if isinstance(event, Incident) else None
     if first is None or first.diagnosis is None:
         return str(event.message)
-    return f"like step {first.step} ({first.diagnosis.cause}). {event.message}"
+    return f"not examined; of its kind, step {first.step} was: {first.diagnosis.cause}. {event.message}"
 
 
 def diagnosed(incidents: Iterable[Incident]) -> dict[str, Incident]:
