@@ -9,7 +9,6 @@ import json
 import math
 import os
 import socket
-import stat
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -266,8 +265,6 @@ class _Tail:
         try:
             found = self._path.stat()
         except OSError:
-            return False
-        if not stat.S_ISREG(found.st_mode):
             return False
         before, self._file = self._file, found.st_ino
         return (before is not None and before != found.st_ino) or found.st_size < self._offset
