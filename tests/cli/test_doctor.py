@@ -178,4 +178,4 @@ def test_a_loss_that_never_changes_is_drawn_in_a_line(tmp_path):
     """Four empty lines above a flat one say nothing."""
     (tmp_path / "train.log").write_text("".join(f"step {i}: loss 10.8259\n" for i in range(1, 60)))
     lines = run(tmp_path / "train.log", columns=80).stdout.splitlines()
-    assert "never-learned" in "".join(lines) and all(line.strip() for line in lines[:2])
+    assert "plateau" in "".join(lines) and all(line.strip() for line in lines[:2])

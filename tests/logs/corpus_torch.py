@@ -181,7 +181,7 @@ def _(path):
 @log(
     "torch_foreign_optimizer.log",
     "The optimizer holds the parameters of a copy; key=value lines",
-    "never-learned",
+    "plateau",
     severity="warning",
     step=(0, 0),
 )

@@ -55,6 +55,9 @@ LATER = falling(60)
     ("rows", "expected"),
     [
         (falling(20) + bad(5), ("nan", "failure", 21)),
+        (falling(19) + [{"loss": 1.02, "grad_norm": NAN}] + bad(5), ("nan", "failure", 20)),
+        ([0.0] * 12, ("hidden-nan", "failure", 1)),
+        ([{"loss": 0.0 if i == 9 else 2.6 + i % 3 / 9, "grad_norm": 1.4} for i in range(24)], ("hidden-nan", "warning", 10)),
         (falling(20) + bad(1, INF, INF) + bad(5), ("inf", "failure", 21)),
         (falling(20) + bad(1) + falling(20), ("nan", "warning", 21)),
         (falling(20) + bad(1) + falling(5) + bad(9), ("nan", "failure", 27)),
@@ -74,7 +77,7 @@ LATER = falling(60)
         ([{**row, "lr": 1e-3 if i < 40 else 0.0} for i, row in enumerate(LATER)], ("learning-rate-zero", "warning", 41)),
         (falling(60) + falling(40, 6, 5), ("divergence", "failure", 61)),
         ([*falling(60), 40.0, 30.0, *falling(60, 1.04, 1.0)], ("spike", "note", 61)),
-        ([2.3 + 0.01 * math.sin(7 * i) for i in range(90)], ("never-learned", "warning", 1)),
+        ([2.3 + 0.01 * math.sin(7 * i) for i in range(90)], ("plateau", "warning", 1)),
         ([{"loss": 1.0, "eval_loss": v} for v in (NAN, NAN, NAN)], ("eval-nan", "failure", 1)),
         ([{"loss": 2.0 + i % 2, "scale": 2.0 ** (16 - i)} for i in range(20)], ("scale-collapse", "failure", 2)),
         ([{"loss": 2 - i / 90, "skipped": max(0, i - 40)} for i in range(90)], ("scaler-skipping", "failure", 42)),

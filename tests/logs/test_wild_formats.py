@@ -112,7 +112,7 @@ def test_a_program_that_gave_up_because_of_nan_is_a_failure(tmp_path, end):
 def test_a_loss_that_is_the_same_to_the_last_digit_has_not_moved(tmp_path):
     """Also where the log begins in the middle of the run."""
     told = story(tmp_path, "".join(f"iter {i} step {i // 2}: loss 10.8259, iter time: 197.87ms\n" for i in range(76, 200)))
-    assert [f.kind for f in judge(told)] == ["never-learned"]
+    assert [f.kind for f in judge(told)] == ["plateau"]
 
 
 def test_a_scaler_that_looks_for_its_scale_at_the_start_is_no_warning(tmp_path):

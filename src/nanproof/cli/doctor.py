@@ -249,11 +249,13 @@ def _pictures(each: Read, width: int, ascii_only: bool) -> list[str]:
     flat = len(each.story.segments) == 1 and loss.low == loss.high
     lines = _picture(each, "loss", width, 5 if marked and not flat else 1, ascii_only, marked)
     if marked:
-        lines += _picture(each, "grad_norm", width, 1, ascii_only, None)
+        lines += _picture(each, "grad_norm", width, 1, ascii_only, None, below=True)
     return lines
 
 
-def _picture(each: Read, name: str, width: int, height: int, ascii_only: bool, marked: Finding | None) -> list[str]:
+def _picture(
+    each: Read, name: str, width: int, height: int, ascii_only: bool, marked: Finding | None, below: bool = False
+) -> list[str]:
     from nanproof.report.charts import ASCII, BLOCKS, curve
 
     buckets = [b for segment in each.story.segments for b in segment.track(name).curve.buckets]
@@ -274,6 +276,8 @@ def _picture(each: Read, name: str, width: int, height: int, ascii_only: bool, m
     ends = [_number(10**v if scale else v) for v in (low, high)]
     caption = f"{name} {ends[0]} to {ends[1]}{scale}"
     beside = height == 1 and width >= len(caption) + 24
+    if below and len(values) > width - len(caption) - 4:
+        beside = False  # in line with the curve above
     columns = min(width - 2 - (len(caption) + 2) * beside, max(len(values), 24))
     rows = curve(values, columns, height, top, low, ASCII if ascii_only else BLOCKS)
     if beside:

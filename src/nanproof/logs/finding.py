@@ -27,7 +27,7 @@ KINDS = {
     "exploding-gradient": "The gradient norm explodes",
     "out-of-memory": "Out of memory",
     "crash": "The program ended with an error",
-    "never-learned": "The loss is where it began",
+    "plateau": "The loss is where it began",
     "overfit": "The evaluation loss rises while the training loss falls",
     "spike": "A spike of the loss that went away",
 }
@@ -82,6 +82,8 @@ class Finding:
 SCAN = "nanproof scan CHECKPOINTS    # which checkpoint is the last without NaN"
 PROTECT = "protect(trainer)    # or: nanproof run train.py. Refuses the bad step, and says where it came from"
 RUN = "nanproof run train.py    # refuses the bad step, and says where it came from"
+SLOWER = "a tenth of the learning rate, or a longer warm-up    # the first thing to try"
+OBSERVE = "nanproof run --observe train.py    # which layer grows, and when it will overflow"
 CHECK = "nanproof check train:build    # the first step, looked at before training"
 REPLAY = "nanproof replay {run}/incidents/step-... --entry train:build    # the bad step again, as the guard has recorded it"
 REPORT = "nanproof report {run}    # the whole run as one page: what was refused, and what it came from"

@@ -42,7 +42,7 @@ def _of(segment: Segment) -> Iterator[Finding]:
         still = list(standstill(segment))
         yield from still
         for finding in shapes(segment, None):
-            if not still or finding.kind != "never-learned":
+            if not still or finding.kind != "plateau":
                 yield finding
     yield from crashes(segment)
 

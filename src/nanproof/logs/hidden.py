@@ -12,7 +12,7 @@ from nanproof.logs.story import Segment
 def hidden(segment: Segment) -> Finding | None:
     streak, loss, norm = segment.together["hidden"], segment.track("loss"), segment.track("grad_norm")
     if not streak.count:
-        return _vanished(segment)
+        return _vanished(segment) or _always_zero(segment) or _lone_zeros(segment)
     lasting = streak.since is not None
     first = (norm.bad.since if lasting else None) or streak.since or streak.first
     assert first is not None and streak.last is not None
@@ -97,4 +97,43 @@ def _vanished(segment: Segment) -> Finding | None:
     )
     return Finding(
         kind="hidden-nan", severity="failure", place=loss.zero.since, said=said, causes=causes, commands=(SCAN, UNFILTER, PROTECT)
+    )
+
+
+def _always_zero(segment: Segment) -> Finding | None:
+    """Logs without grad_norm: nothing but 0.0."""
+    loss = segment.track("loss")
+    if segment.track("grad_norm").count or loss.count < 5 or loss.zero.count < loss.count or loss.zero.first is None:
+        return None
+    said = (
+        f"The loss is exactly 0.0 on all {loss.count} lines. It is a NaN that is shown as 0.0, or there is nothing to learn "
+        "from; the log has no grad_norm, which would be NaN or 0.0 and tell them apart."
+    )
+    causes = (
+        Likely("The Trainer's logging_nan_inf_filter shows NaN as 0.0", "nonfinite-batch"),
+        Likely("Every label is ignored: a loss over nothing", "no-supervised-targets"),
+    )
+    place, commands = loss.zero.first, (UNFILTER, CHECK, SCAN)
+    return Finding(kind="hidden-nan", severity="failure", place=place, said=said, causes=causes, commands=commands)
+
+
+def _lone_zeros(segment: Segment) -> Finding | None:
+    """A line or two of exactly 0.0 among losses that are nowhere near 0, with a finite gradient: that loss was NaN."""
+    loss = segment.track("loss")
+    first, middle = loss.zero.first, sorted(b.mean for b in loss.curve.finite() if b.mean)
+    if first is None or first.order == 0 or not 0 < loss.zero.count <= max(1, 0.1 * loss.count) or len(middle) < 8:
+        return None
+    if loss.least < 0.2 * middle[len(middle) // 2] or segment.together["nothing"].count:
+        return None
+    times = "once" if loss.zero.count == 1 else f"on {loss.zero.count} lines"
+    said = (
+        f"The loss is exactly 0.0 {times}, first at {first}; it is never below {number(loss.least)} elsewhere. Most likely the "
+        "loss of that step was NaN, and the Trainer's logging_nan_inf_filter shows it as 0.0."
+    )
+    causes = (
+        Likely("One batch with NaN or Inf, whose step was left out or did no lasting harm", "nonfinite-batch"),
+        Likely("A batch without a supervised token: a mean over nothing is 0/0", "no-supervised-targets"),
+    )
+    return Finding(
+        kind="hidden-nan", severity="warning", place=first, said=said, causes=causes, commands=(PROTECT, UNFILTER, SCAN)
     )

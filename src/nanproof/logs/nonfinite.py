@@ -62,6 +62,12 @@ def _shown(segment: Segment) -> Finding:
         said += f" It was not finite before that, first at {loss.bad.first}, and came back."
     before = loss.curve.finite(first.order)
     rose = rising_before(segment, first)
+    backward = segment.track("grad_norm").bad.since if severity == "failure" else None
+    if backward is not None and backward.order < first.order:
+        said += f" grad_norm is not finite already at {backward}, while the loss there is: the backward pass went first."
+        first = backward
+    else:
+        backward = None
     if before and severity == "failure":
         said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
     if rose:
@@ -73,7 +79,7 @@ def _shown(segment: Segment) -> Finding:
         severity=severity,
         place=first,
         said=said,
-        causes=_of_loss(segment, kind, first, rose),
+        causes=_of_backward(rose) if backward is not None else _of_loss(segment, kind, first, rose),
         commands=(SCAN, RUN, CHECK),
     )
 
@@ -89,6 +95,15 @@ def rising_before(segment: Segment, place: Place) -> str:
         if calm > 0 and top.high > 5 * calm:
             return f"{shown} had risen before: from {number(calm)} to {number(top.high)} at {top.place}."
     return ""
+
+
+def _of_backward(rose: str) -> tuple[Likely, ...]:
+    """A gradient that is NaN while the loss is finite; the step that takes it makes the weights NaN."""
+    causes = [Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient")] if rose else []
+    causes.append(Likely("A root, a norm or a masked branch has no finite slope at 0", "sqrt-at-zero"))
+    causes.append(Likely("torch.where hides the value of a bad branch, not its gradient", "masked-branch-gradient"))
+    causes.append(Likely("The backward pass overflows while the forward is finite", "fp16-gradient-overflow"))
+    return tuple(causes)
 
 
 def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Likely, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from nanproof.logs.curve import Bucket, number
-from nanproof.logs.finding import CHECK, RUN, SCAN, Finding, Likely
+from nanproof.logs.finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
 from nanproof.logs.numbers import level, noise, smooth
 from nanproof.logs.story import Segment
 
@@ -124,7 +124,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         place=place,
         said=said,
         causes=tuple(causes),
-        commands=(RUN, "Guard(model, optimizer, checkpoints=...)    # goes back before the rise", SCAN),
+        commands=(SLOWER, OBSERVE, "Guard(model, optimizer, checkpoints=...)    # goes back before the rise"),
     )
 
 
@@ -149,7 +149,7 @@ def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
     place = buckets[low + 1].place
     said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
     causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
-    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(RUN, CHECK))
+    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE))
 
 
 def _beyond_noise(f: Form, above: float) -> bool:
@@ -236,9 +236,7 @@ def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
         Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
         Likely("Every unit of a ReLU is off", "dead-units"),
     )
-    return Finding(
-        kind="never-learned", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN)
-    )
+    return Finding(kind="plateau", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN))
 
 
 def _late_start(segment: Segment) -> bool:

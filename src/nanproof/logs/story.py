@@ -55,6 +55,8 @@ class Track:
     first_finite: tuple[Place, float] | None = None
     low: float = math.inf
     high: float = -math.inf
+    least: float = math.inf
+    """The lowest but for values of exactly 0."""
 
     def add(self, value: float, place: Place) -> None:
         good = finite(value)
@@ -66,6 +68,7 @@ class Track:
             self.last_finite = (place, value)
             self.first_finite = self.first_finite or (place, value)
             self.low, self.high = min(self.low, value), max(self.high, value)
+            self.least = min(self.least, value) if value else self.least
         self.curve.add(value, place)
 
     @property
