@@ -282,17 +282,17 @@ def test_shares_are_in_plain_digits(tmp_path, refused, steps, share):
 
 def test_many_incidents_are_told_quickly_and_in_little_room(tmp_path):
     """Each of its own cause, and each went back: whatever is done for every one must not look at all others."""
-    count = 20_000
+    count = 40_000
     found = [
         made.incident_line(i, action="rewound", diagnosis=diagnosis_of(i) if i % 2 else None, message="x" * 300)
         for i in range(count)
     ]
     made.write_run(tmp_path, 3, incidents=found)
     run = Run(tmp_path).read()
-    run.turns = [(i, i - 1) for i in range(1, count)]
+    run.turns = [(i, i - 1) for i in reversed(range(1, count))]
     began = time.perf_counter()
     data = contents(run, Tokens())
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 20
     assert len(json.dumps(data)) < 800_000 and data["all_incidents"] == count
     assert len(data["incidents"]) > 50
     numbers = {card["number"] for card in data["incidents"]}

@@ -9,11 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanproof.records import Diagnosis, Incident, encode, few
+from nanproof.records import Incident, encode
 from nanproof.report.catalogue import sentences
 from nanproof.report.run import Brief, Run
 from nanproof.report.samples import samples_of
 from nanproof.report.shown import one_line, shown
+from nanproof.report.text import place
 from nanproof.report.tokens import Tokens
 
 MOST_CARDS = 150
@@ -92,15 +93,6 @@ def without_home(text: str) -> str:
     """Paths of the home folder begin with ~: a report may be shown to others."""
     home = str(Path.home())
     return re.sub(rf"{re.escape(home)}(?=$|[\\/:\s'\"),;])", "~", text) if len(home) > 1 else text
-
-
-def place(diagnosis: Diagnosis) -> str:
-    """Where it happened, in a few words."""
-    parts = [diagnosis.phase or "", " in ".join(x for x in (diagnosis.op, diagnosis.where) if x)]
-    for name, found in (("sample", diagnosis.samples), ("token", diagnosis.tokens)):
-        parts.append(f"{name} {few(found, 8)}" if found else "")
-    parts.append(f"rank {diagnosis.rank}" if diagnosis.rank is not None else "")
-    return ", ".join(part for part in parts if part)
 
 
 def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from nanproof.records import Incident, encode
-from nanproof.report.cards import around, bundle_of, cause, command, place, without_home
+from nanproof.report.cards import around, bundle_of, cause, command, without_home
 from nanproof.report.catalogue import sentences
 from nanproof.report.contents import causes, facts, recoveries, summary, title
 from nanproof.report.run import Brief, Run
 from nanproof.report.shown import one_line
+from nanproof.report.text import place
 
 MOST = 60_000
 """Characters; GitHub takes 65,536."""

@@ -20,7 +20,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     """(heading, text) of everything that is known; a text of None is left out."""
     found: list[Row] = [
         ("cause", f"{diagnosis.cause} (confidence {diagnosis.confidence:.2f})"),
-        ("place", _place(diagnosis) or None),
+        ("place", place(diagnosis) or None),
         ("source", diagnosis.source),
     ]
     found += [("" if i else "evidence", f"- {said}") for i, said in enumerate(diagnosis.evidence)]
@@ -32,7 +32,8 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     return found
 
 
-def _place(diagnosis: Diagnosis) -> str:
+def place(diagnosis: Diagnosis) -> str:
+    """Where it happened, in a few words."""
     parts = [diagnosis.phase, " in ".join(x for x in (diagnosis.op, diagnosis.where) if x)]
     for name, found in (("sample", diagnosis.samples), ("token", diagnosis.tokens)):
         parts.append(f"{name} {few(found, 8)}" if found else "")
