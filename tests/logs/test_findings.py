@@ -55,7 +55,7 @@ LATER = falling(60)
     ("rows", "expected"),
     [
         (falling(20) + bad(5), ("nan", "failure", 21)),
-        (falling(19) + [{"loss": 1.02, "grad_norm": NAN}] + bad(5), ("nan", "failure", 20)),
+        ([*falling(19), {"loss": 1.02, "grad_norm": NAN}, *bad(5)], ("nan", "failure", 20)),
         ([0.0] * 12, ("hidden-nan", "failure", 1)),
         ([{"loss": 0.0 if i == 9 else 2.6 + i % 3 / 9, "grad_norm": 1.4} for i in range(24)], ("hidden-nan", "warning", 10)),
         (falling(20) + bad(1, INF, INF) + bad(5), ("inf", "failure", 21)),
