@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanproof.records import read_incidents
+from nanproof.records import read_incidents, read_steps
 
 ROOT = Path(__file__).parents[2]
 PLAIN = str(ROOT / "examples" / "plain_loop.py")
@@ -77,11 +77,11 @@ def test_a_bad_batch_is_refused_and_explained(tmp_path):
     assert one["refused"] == 1 and one["steps"] == 40
     assert [i.step for i in read_incidents(tmp_path / "records")] == [12]
     assert (tmp_path / "records" / "steps.jsonl").exists() and Path(incident["bundle"]).is_dir()
-    records = [json.loads(line) for line in (tmp_path / "records" / "steps.jsonl").read_text().splitlines()][1:]
+    records = list(read_steps(tmp_path / "records"))
     assert len(records) == 40
     norm = float(re.search(r"step 9: .* gradient norm (\S+)", done.stdout)[1])
-    assert records[9]["grad_norm"] == pytest.approx(norm, abs=1e-4), "the norm before clipping"
-    assert records[9]["clip"] == pytest.approx(max(norm, 1), rel=1e-4)
+    assert records[9].grad_norm == pytest.approx(norm, abs=1e-4), "the norm before clipping"
+    assert records[9].clip == pytest.approx(max(norm, 1), rel=1e-4)
 
 
 def test_the_document_shows_what_is_printed(tmp_path):
