@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nanproof.core.context import RandomState, change_settings
+from nanproof.core.environment import device_name
 from nanproof.core.parameters import clean_name, unwrap
 from nanproof.errors import UsageError
 from nanproof.explain.bundle import Bundle
@@ -27,16 +27,12 @@ def notes_on(bundle: Bundle) -> list[str]:
         notes.append(
             f"recorded on {bundle.device} ({bundle.device_name}), which is not here: it runs on the CPU, and digits differ"
         )
-    elif bundle.device_name != _name_of(nearest(bundle.device)):
-        notes.append(f"recorded on {bundle.device_name}, this is {_name_of(nearest(bundle.device))}: last digits may differ")
+    elif bundle.device_name != device_name(nearest(bundle.device)):
+        notes.append(f"recorded on {bundle.device_name}, this is {device_name(nearest(bundle.device))}: last digits may differ")
     recorded = bundle.versions.get("torch", "?")
     if recorded != torch.__version__:
         notes.append(f"recorded with torch {recorded}, this is {torch.__version__}: last digits may differ")
     return notes
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def load_model(bundle: Bundle, model: nn.Module) -> list[str]:

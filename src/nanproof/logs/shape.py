@@ -81,7 +81,7 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
             spiked = _spike(found)
             if spiked is not None:
                 yield spiked
-        flat = _never_learned(segment, found)
+        flat = _plateau(segment, found)
         if flat is not None:
             yield flat
         turned = _overfit(segment)
@@ -208,7 +208,7 @@ def _spike(f: Form) -> Finding | None:
     )
 
 
-def _never_learned(segment: Segment, f: Form | None) -> Finding | None:
+def _plateau(segment: Segment, f: Form | None) -> Finding | None:
     """The loss is as high as at the start, and that can be said to within a percent."""
     if f is None or f.directionless:
         return None

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,10 @@ class Run:
         if any(tail.replaced() for tail in self._tails.values()):
             self._reset()
         new = False
-        for data in self._tails["incidents"].lines(portion):
-            new = self._take(lambda data=data: self._incident(Incident.from_json(data), data), data) or new
-        for data in self._tails["forecasts"].lines(portion):
-            new = self._take(lambda data=data: self._forecast(Forecast.from_json(data), data), data) or new
-        for data in self._tails["steps"].lines(portion):
-            new = self._take(lambda data=data: self._line(data), data) or new
+        for name, take in (("incidents", self._incident), ("forecasts", self._forecast), ("steps", self._line)):
+            for data in self._tails[name].lines(portion):
+                self._take(take, data)
+                new = True
         return new
 
     def read(self) -> Run:
@@ -154,15 +152,14 @@ class Run:
             return "running" if _age(self.folder / STEPS) < 120 else "unknown"
         return "running" if alive else "stopped"
 
-    def _take(self, act: Any, data: Any) -> bool:
-        """Take in a line, or count it as broken: in any case something was read."""
+    def _take(self, take: Callable[[dict[str, Any]], None], data: Any) -> None:
+        """Take in a line, or count it as broken."""
         try:
             if data is None:
                 raise ValueError("not JSON")
-            act()
+            take(data)
         except _NOT_A_RECORD:
             self.broken += 1
-        return True
 
     def _line(self, data: dict[str, Any]) -> None:
         kind = data["kind"]
@@ -225,12 +222,14 @@ class Run:
         if isinstance(moment, (int, float)) and math.isfinite(moment):
             self._when[id(one)] = moment
 
-    def _forecast(self, forecast: Forecast, data: dict[str, Any]) -> None:
+    def _forecast(self, data: dict[str, Any]) -> None:
+        forecast = Forecast.from_json(data)
         check_forecast(forecast)
         self.forecasts.append(forecast)
         self._note_when(forecast, data)
 
-    def _incident(self, incident: Incident, data: dict[str, Any]) -> None:
+    def _incident(self, data: dict[str, Any]) -> None:
+        incident = Incident.from_json(data)
         check_incident(incident)
         self.incidents.append(incident)
         self._note_when(incident, data)
