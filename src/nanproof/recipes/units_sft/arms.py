@@ -1,0 +1,127 @@
+"""The arms: every way in which this model was, or should have been, trained, as plain settings.
+
+`broken` is the setting of the reports. `patched` differs from it by what one document changed, and by nothing else. `guarded` is
+`broken` again under nanproof with healing on. `fixed` is how it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from nanproof.errors import UsageError
+from nanproof.recipes.units_sft.questions import FORMS, Form
+
+Weights = Literal["fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that decides how one model is trained."""
+
+    arm: str
+    variant: str = ""
+    says: str
+    """What is different in this arm, in one line."""
+    weights: Weights = "fp16"
+    """What the model and its adapters are held in."""
+    precision: str = "as-loaded"
+    """"as-loaded": nothing but the weights decides; "fp16-flag" and "bf16-flag": the Trainer's switch, whatever the weights are;
+    "auto", "bf16", "fp16", "fp32": chosen by nanproof.numerics.precision, over fp32 weights."""
+    optim: str = "adamw_torch"
+    prompt: Literal["plain", "ends-in-tag"] = "plain"
+    patch: Literal["", "000", "002"] = ""
+    protect: bool = False
+    heal: bool = False
+    form: Form = "worked"
+    lr: float = 2e-4
+    batch: int = 32
+    epochs: int = 3
+    warmup: int = 50
+    rank: int = 4
+    alpha: int = 16
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = True
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its row and its folder."""
+        return f"{self.arm}-{self.variant}" if self.variant else self.arm
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+BROKEN = Setting(arm="broken", says="weights and adapters in pure fp16, AdamW as a loop over tensors")
+REPORTED: tuple[Setting, ...] = (
+    BROKEN,
+    replace(
+        BROKEN,
+        variant="double",
+        precision="fp16-flag",
+        says="the same with fp16=True on top",
+    ),
+    replace(
+        BROKEN,
+        variant="prompt",
+        weights="fp32",
+        prompt="ends-in-tag",
+        says="fp32, but the prompt ends in <answer>, so that the reply has no tag to be parsed",
+    ),
+    replace(
+        BROKEN,
+        arm="patched",
+        variant="000",
+        patch="000",
+        precision="bf16-flag",
+        says="a loss of 0 or NaN becomes 1e-6, NaN gradients are zeroed in on_step_end, bf16=True over the fp16 weights",
+    ),
+    replace(BROKEN, arm="patched", variant="001", weights="fp32", says="weights and adapters in fp32, fp16=False, bf16=False"),
+    replace(BROKEN, arm="patched", variant="002", patch="002", says='max_grad_norm=1.0 and label_names=["labels"] written out'),
+    replace(BROKEN, arm="guarded", protect=True, heal=True, says="broken, under nanproof with healing on"),
+)
+FIXED = Setting(
+    arm="fixed",
+    says="fp32 weights, autocast where the device has bf16, a learning rate that suits LoRA, guarded",
+    weights="fp32",
+    precision="auto",
+    optim="adamw_torch_fused",
+    protect=True,
+    lr=2e-3,
+    batch=8,
+)
+SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, FIXED)}
+ARMS = ("broken", "patched", "guarded", "fixed")
+
+
+def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
+    """The setting of an arm. `patched` without a variant is 000. Changes that are None are left out."""
+    variant = variant or ("000" if arm == "patched" else "")
+    found = SETTINGS.get((arm, variant))
+    if found is None:
+        variants = [v for a, v in SETTINGS if a == arm and v]
+        if arm not in ARMS:
+            raise UsageError(f"--arm {arm} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
+        known = f"it has {', '.join(variants)}" if variants else "it has none"
+        raise UsageError(f"--arm {arm} has no variant {variant!r}: {known}")
+    changes = {key: value for key, value in changes.items() if value is not None}
+    unknown = set(changes) - {field.name for field in fields(Setting)}
+    assert not unknown, unknown
+    asked = changes.get("precision", "auto")
+    if asked != "auto" and found.precision not in ("auto", asked):
+        raise UsageError(f"--precision {asked}: the precision is what is broken in --arm {arm}; it is chosen in --arm fixed")
+    if found.precision != "auto":
+        changes.pop("precision", None)
+    _check(changes)
+    return replace(found, **changes)
+
+
+def _check(changes: dict[str, Any]) -> None:
+    least = {"lr": 0.0, "batch": 1, "epochs": 1, "warmup": 0, "rank": 1, "alpha": 1}
+    for key, low in least.items():
+        value = changes.get(key)
+        if value is not None and not (value > low if key == "lr" else value >= low):
+            raise UsageError(f"--{key} {value}: a number {'above' if key == 'lr' else 'of at least'} {low:g} is needed")
+    if changes.get("form", "bare") not in FORMS:
+        raise UsageError(f"--form {changes['form']} is unknown. Choose {', '.join(FORMS)}")

@@ -1,0 +1,208 @@
+"""One arm, trained: the Trainer with the arm's settings, resumable, and a result that says how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from nanproof.core.files import strict_json, write_whole
+from nanproof.errors import NanproofError, TrainingHalted, UsageError
+from nanproof.integrations import protect
+from nanproof.integrations.transformers import GradientMonitorCallback, LossCheckCallback
+from nanproof.numerics.losses import check_supervised
+from nanproof.numerics.precision import cast_trainable, choose
+from nanproof.policy import Policy
+from nanproof.recipes.units_sft.arms import Setting
+from nanproof.recipes.units_sft.models import Language, device, nonfinite_tensors, with_adapters
+from nanproof.recipes.units_sft.patches import InventingLoss, ZeroingCallback, own_checks
+from nanproof.recipes.units_sft.samples import Collator, Example
+
+LOG_EVERY = 5
+Tick = Callable[[int, int, str], None]
+"""Done, of how many, and a word about it."""
+
+
+@dataclass
+class Trained:
+    """A model after its training, and what is known of it."""
+
+    model: Any
+    setting: Setting
+    ending: str = "finished"
+    steps: int = 0
+    seconds: float = 0.0
+    log: list[dict[str, Any]] = field(default_factory=list)
+    """Lines as the Trainer logged them."""
+    skipped: int = 0
+    rolled_back: int = 0
+    incidents: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    precision: str = ""
+
+    def last(self, name: str) -> float:
+        """The last logged value; NaN where there is none."""
+        return next((float(line[name]) for line in reversed(self.log) if name in line), math.nan)
+
+
+def prepare(language: Language, setting: Setting, notes: list[str]) -> tuple[Any, dict[str, bool]]:
+    """The model with adapters, in the arm's precision, and the Trainer's switches for it."""
+    half = setting.weights == "fp16"
+    model = language.model.half() if half else language.model.float()
+    model = with_adapters(model, setting.rank, setting.alpha, own_dtype=half, seed=setting.seed)
+    where = device()
+    if setting.precision == "as-loaded":
+        return model, {"fp16": False, "bf16": False}
+    if setting.precision == "fp16-flag":
+        return model, {"fp16": True, "bf16": False}
+    if setting.precision == "bf16-flag":
+        able = where.type == "cuda" and torch.cuda.is_bf16_supported()
+        return model, {"fp16": where.type == "cuda" and not able, "bf16": able}
+    chosen = choose(model, where, setting.precision)
+    cast_trainable(model)
+    notes.append(f"precision: {chosen.name}. {chosen.reason}")
+    return model, chosen.trainer_arguments()
+
+
+def train(
+    language: Language,
+    rows: Sequence[Example],
+    setting: Setting,
+    folder: Path,
+    *,
+    tick: Tick = lambda done, total, said: None,
+    logging_steps: int = LOG_EVERY,
+    save_every: int | None = None,
+) -> Trained:
+    """Train one arm in its folder. A run that was stopped goes on from its last checkpoint. An arm that ends in an error is a
+    result too: its ending says so."""
+    notes: list[str] = []
+    counted = check_supervised(rows)
+    notes.append(f"data: {counted.samples} samples, every one with supervised tokens (least {counted.least}, most {counted.most})")
+    model, switches = prepare(language, setting, notes)
+    steps = math.ceil(len(rows) / setting.batch) * setting.epochs
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=setting.batch,
+        num_train_epochs=setting.epochs,
+        learning_rate=setting.lr,
+        warmup_steps=min(setting.warmup, steps // 2),
+        optim=setting.optim,
+        gradient_checkpointing=setting.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if setting.gradient_checkpointing else None,
+        logging_steps=logging_steps,
+        logging_first_step=True,
+        save_strategy="steps",
+        save_steps=save_every or max(1, steps // 4),
+        save_total_limit=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=setting.seed,
+        data_seed=setting.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        **switches,
+        **_arguments_of(setting),
+    )
+    trainer = Trainer(model, arguments, train_dataset=list(rows), data_collator=Collator(language.tokenizer.pad_token_id))
+    trainer.remove_callback(PrinterCallback)
+    trained = Trained(model, setting, notes=notes, precision=", ".join(k for k, on in switches.items() if on) or setting.weights)
+    bar = _Bar(tick, steps)
+    trainer.add_callback(bar)
+    patch = _apply_patch(trainer, setting)
+    guard = None
+    if setting.protect:
+        trainer.add_callback(GradientMonitorCallback())
+        trainer.add_callback(LossCheckCallback())
+        guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / "nanproof")
+    begun = time.perf_counter()
+    last = get_last_checkpoint(arguments.output_dir) if os.path.isdir(arguments.output_dir) else None
+    if last is not None:
+        notes.append(f"went on from {Path(last).name}")
+    try:
+        trainer.train(resume_from_checkpoint=last)
+    except TrainingHalted as error:
+        trained.ending = f"halted: {error}"
+    except (ValueError, RuntimeError, NanproofError) as error:
+        trained.ending = f"raised {type(error).__name__}: {error}"
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    trained.seconds = time.perf_counter() - begun
+    trained.steps, trained.log = trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]
+    if guard is not None:
+        trained.incidents = list(guard.incidents)
+        trained.skipped = sum(record.action == "skipped" for record in guard.history)
+        trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
+    if patch is not None:
+        trained.notes += patch.notes(trained.log)
+    return trained
+
+
+def _arguments_of(setting: Setting) -> dict[str, Any]:
+    """What document 002 added is left out elsewhere: the same values are the Trainer's defaults."""
+    if setting.patch == "002":
+        return {"max_grad_norm": 1.0, "label_names": ["labels"]}
+    return {} if setting.max_grad_norm == 1.0 else {"max_grad_norm": setting.max_grad_norm}
+
+
+class _Document000:
+    """Its callback and its loss on one trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.callback, self.loss = ZeroingCallback(), InventingLoss(trainer)
+        trainer.add_callback(self.callback)
+        trainer.compute_loss = self.loss  # type: ignore[method-assign]
+
+    def notes(self, log: list[dict[str, Any]]) -> list[str]:
+        passed = all(own_checks(log[1:]).values())
+        return [
+            f"the loss was replaced by 1e-6 in {self.loss.invented} of {self.loss.asked} steps",
+            f"its callback found {self.callback.seen} gradients to look at in on_step_end",
+            f"the checks that document 000 names {'pass' if passed else 'do not pass'} after the first step",
+        ]
+
+
+def _apply_patch(trainer: Trainer, setting: Setting) -> _Document000 | None:
+    return _Document000(trainer) if setting.patch == "000" else None
+
+
+class _Bar(TrainerCallback):
+    """Tells how far the training is."""
+
+    def __init__(self, tick: Tick, total: int) -> None:
+        self._tick, self._total, self._said = tick, total, ""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._said = f"loss {float(logs['loss']):.3g}, grad_norm {float(logs.get('grad_norm', math.nan)):.3g}"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tick(state.global_step, self._total, self._said)
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """The same numbers for the same seed, on the same machine: torch is asked for its deterministic kernels."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    filled: Any = torch.utils.deterministic
+    fill, filled.fill_uninitialized_memory = filled.fill_uninitialized_memory, False  # it writes every new tensor twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+        filled.fill_uninitialized_memory = fill
