@@ -211,9 +211,7 @@ class _Sum(torch.autograd.Function):
     """The sum of the cross entropies of the rows that are kept. Keeps the logits themselves and one number a row for backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, keep: Tensor, outside: Tensor, smoothing: float
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, keep: Tensor, outside: Tensor, smoothing: float) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         index = torch.where(keep & ~outside, labels, 0)
         norms = torch.empty(len(logits), dtype=wide, device=logits.device)
