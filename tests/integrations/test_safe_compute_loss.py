@@ -6,6 +6,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -138,7 +142,7 @@ def test_without_a_guard_it_is_logged(tmp_path, caplog, check):
     first, last = warnings_of(caplog)
     assert first.startswith("nanproof: step 2: the loss is nan, of the terms aux_loss is nan, loss_dict.z is ")
     assert "nanproof.protect(trainer)" in first
-    assert last == "nanproof: 2 steps had a loss that is not finite, or nothing to learn from"
+    assert last == "nanproof: 2 steps had a loss that is not finite"
     assert not tiny.all_finite(trainer.model)
 
 
@@ -146,7 +150,7 @@ def test_a_sample_without_a_token_among_others_is_said_once(tmp_path, caplog):
     trainer = tiny.make_trainer(tmp_path, tiny.llama(), tiny.token_rows(16, (1, 6, 7)))
     wrapped(trainer, "trainer").train()
     assert warnings_of(caplog) == [
-        "nanproof: step 0: 1 of 4 samples have no supervised token (1); they teach nothing (said once)"
+        "nanproof: step 0: 1 of 4 samples have no supervised token (1); such samples teach nothing (said once)"
     ]
 
 
@@ -196,10 +200,11 @@ def test_the_same_tensor_comes_back(tmp_path, value):
             asked.append((model.training, return_outputs, num_items_in_batch))
             return (loss, outputs) if return_outputs else loss
 
-    class GRPOTrainer(Fixed):
-        """Known by its name: it raises where it is asked for outputs."""
+    class OfTrl(Fixed):
+        """Known by where it comes from."""
 
-    for cls, gives in ((Fixed, True), (GRPOTrainer, False)):
+    OfTrl.__module__ = "trl.trainer.grpo_trainer"
+    for cls, gives in ((Fixed, True), (OfTrl, False)):
         model = tiny.llama()
         safe = safe_compute_loss(tiny.make_trainer(tmp_path, model, tiny.token_rows(8), cls=cls))
         asked.clear()
@@ -249,7 +254,7 @@ def test_facts_by_sample():
         "1 of 4 samples have no supervised token (0), labels out of range in samples 1, 3, "
         "logits that are not finite in samples 1, 2"
     )
-    assert facts.bad and not Facts({"loss": 1.0}, (0, 3)).bad and Facts({"loss": 1.0}, (0, 0)).bad
+    assert facts.bad and not Facts({"loss": 1.0}, (0, 3)).bad and Facts({"loss": NAN}, (1, 1)).bad
     assert Facts({"loss": NAN}).said(alone=False) == "" and Facts({"loss": NAN}).said(alone=True) == "the loss is nan"
     assert "aux_loss is inf" in Facts({"loss": 1.0, "aux_loss": math.inf}).said(alone=True)
 
@@ -262,3 +267,57 @@ def test_what_is_known_of_a_model():
     lora = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     assert vocabulary(lora) == tiny.VOCABULARY and shifts_labels(lora)
     assert vocabulary(nn.Linear(2, 2)) is None and not shifts_labels(nn.Linear(2, 2))
+
+
+RANKS = """
+import os, sys, torch
+import nanproof, tiny
+from test_safe_compute_loss import WithTerms, flagged, wrapped
+trainer = tiny.make_trainer(sys.argv[1] + "/out", WithTerms(), flagged(48, bad=[21]), ddp_backend="gloo")
+guard = nanproof.protect(wrapped(trainer, "trainer"))
+trainer.train()
+[incident] = guard.incidents
+assert (incident.step, incident.rank) == (2, 1), incident
+assert "; rank 1; of the terms aux_loss is nan, loss_dict.z is " in incident.message, incident
+torch.distributed.barrier()
+print("rank", os.environ["RANK"], "done", flush=True)
+os._exit(0)
+"""
+
+
+def test_every_rank_says_what_the_guilty_one_saw(tmp_path):
+    """Batch 5 of 4 rows is rank 1's of step 2. The run's folder is rank 0's, which saw nothing bad itself."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert done.stdout.count("done") == 2
+
+
+def test_trls_trainer(tmp_path, caplog):
+    """SFTTrainer would run a second forward if it were asked for its outputs: it is not. A batch without a label has the loss 0
+    there, which no guard refuses; it is said all the same."""
+    pytest.importorskip("trl")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from integrations import tiny_trl
+
+    forwards = []
+    for name, safe in (("plain", False), ("safe", True)):
+        trainer = tiny_trl.sft(tmp_path / name, bad_row=5)
+        seen = tiny_trl.divide_by_zero_at_bad_tokens(trainer.model)
+        nanproof.protect(wrapped(trainer, "trainer") if safe else trainer)
+        trainer.train()
+        forwards.append(seen)
+    assert forwards[0] == forwards[1] and len(trainer.nanproof.incidents) == 1
+    caplog.clear()
+    trainer = tiny_trl.sft(tmp_path / "empty", max_steps=1)
+    original = trainer.data_collator
+    trainer.data_collator = lambda rows: {**original(rows), "labels": torch.full_like(original(rows)["labels"], -100)}
+    nanproof.protect(wrapped(trainer, "trainer"))
+    trainer.train()
+    assert trainer.nanproof.refused_so_far == 0
+    assert any(
+        "no sample has a supervised token (0, 1, 2, 3); such samples teach nothing" in said for said in warnings_of(caplog)
+    )

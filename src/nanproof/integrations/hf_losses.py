@@ -27,8 +27,6 @@ from nanproof.records import few
 
 log = logging.getLogger("nanproof")
 
-_NO_OUTPUTS = ("GRPOTrainer", "RLOOTrainer", "SDPOTrainer", "SDFTTrainer")
-"""Trainers whose compute_loss raises if it is asked for the outputs."""
 _WAITING = 1000
 """Checks that wait for the trainer's next log at the most; then they are read anyway."""
 
@@ -98,8 +96,8 @@ def safe_compute_loss(compute_loss: Trainer | ComputeLoss, *, check: Literal["lo
 
     Looked at are the labels (in the vocabulary, some token of each sample supervised) and the loss (one number, finite). Terms
     beside it that the model returns (`aux_loss`, `loss_dict`) and logits say which term was bad and in which sample; the logits
-    are read once for that. Where the trainer is protected (`nanproof.protect(trainer)`) the guard refuses the step, and the
-    incident says it. Else it is logged as a warning, once for each row of bad steps.
+    are read once for that. Trainers of TRL return neither. Where the trainer is protected (`nanproof.protect(trainer)`) the
+    guard refuses the step, and the incident says it. Else it is logged as a warning, once for each row of bad steps.
 
     Args:
         check: when the host reads what the device found. "log": when the trainer logs, and has waited for the device anyway;
@@ -138,8 +136,9 @@ class _Looks(TrainerCallback):
         accepts = inspect.signature(original).parameters
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
         self._takes_items = "num_items_in_batch" in accepts or any_keyword
-        names = {cls.__name__ for cls in type(trainer).__mro__}
-        self._gives_outputs = ("return_outputs" in accepts or any_keyword) and not names & set(_NO_OUTPUTS)
+        # Those of TRL raise if they are asked for the outputs, or run a second forward to make the logits.
+        of_trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+        self._gives_outputs = ("return_outputs" in accepts or any_keyword) and not of_trl
         self._first = True
         self._unread: list[tuple[LossCheck, bool]] = []
         """What the device found and nobody has read, and whether a guard knows of it."""
@@ -215,7 +214,7 @@ class _Looks(TrainerCallback):
             self._last_bad = step
         elif facts.without and not facts.bad and not self._told_of_samples:
             self._told_of_samples = True
-            log.warning("nanproof: step %d: %s; they teach nothing (said once)", step, facts.said(alone=True))
+            log.warning("nanproof: step %d: %s; such samples teach nothing (said once)", step, facts.said(alone=True))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._read()
@@ -227,4 +226,4 @@ class _Looks(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._read()
         if self._count > 1:
-            log.warning("nanproof: %d steps had a loss that is not finite, or nothing to learn from", self._count)
+            log.warning("nanproof: %d steps had a loss that is not finite", self._count)

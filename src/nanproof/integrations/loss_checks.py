@@ -36,9 +36,8 @@ class Facts:
 
     @property
     def bad(self) -> bool:
-        """The loss is no number, or was made of nothing, or of labels that do not exist."""
-        nothing = bool(self.tokens) and not any(self.tokens)
-        return nothing or any(self.outside) or not all(map(math.isfinite, self.terms.values()))
+        """The loss or a term of it is no number, or was made of labels that do not exist."""
+        return any(self.outside) or not all(map(math.isfinite, self.terms.values()))
 
     @property
     def without(self) -> list[int]:
