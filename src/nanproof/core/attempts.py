@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ class Attempt:
     """What the model was called with, a backward: for a step that cannot be run again, where somebody noted it."""
     parted: bool = False
     """What is left of a batch after something bad was taken out of it."""
+    remarks: list[Callable[[], str]] = field(default_factory=list)
+    """One a micro-batch, by whoever looked at it: what an incident of this step should say. Asked only then, for it may wait."""
 
     def refused(self) -> bool:
         """Waits. The report can still be read afterwards, which it otherwise can once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
@@ -13,6 +14,25 @@ from nanproof.core.runner import Runner
 from nanproof.core.stepper import Report
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident
+
+log = logging.getLogger("nanproof")
+
+
+def remarked(attempt: Attempt, micro_batch: int | None) -> str:
+    """What was remarked on the step, or on the micro-batch that was bad. A remark that cannot be had is none."""
+    remarks = list(enumerate(attempt.remarks))
+    if micro_batch is not None and micro_batch < len(remarks):
+        remarks = [remarks[micro_batch]]
+    said = []
+    for i, remark in remarks:
+        try:
+            text = remark()
+        except Exception:
+            log.debug("nanproof: a remark on step %d failed", attempt.step, exc_info=True)
+            continue
+        if text:
+            said.append(f"micro-batch {i}: {text}" if len(remarks) > 1 else text)
+    return "; ".join(said)
 
 
 class Inquest:
@@ -31,6 +51,15 @@ class Inquest:
 
     def hold(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
         """What the step was; None for an overflow that only calibrates the loss scale, which is healthy."""
+        incident = self._find(attempt, report, reading, refused_before)
+        if incident is None or not attempt.remarks:
+            return incident
+        said, ranks = remarked(attempt, incident.micro_batch), self._runner.stepper.ranks
+        if ranks.together:  # the rank that was bad knows
+            said = ranks.share_text(said, incident.rank if incident.rank is not None else 0)
+        return replace(incident, message=f"{incident.message}; {said}") if said else incident
+
+    def _find(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
         stepper, again = self._runner.stepper, attempt.batches is not None
         # Every time, also when refusals follow each other: what was written in between is not to be blamed on the data.
         broken = stepper.broken_state()

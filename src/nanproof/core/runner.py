@@ -97,6 +97,8 @@ class Runner:
         self.devices = sorted({p.device for p in stepper.parameters.tensors if p.device.type == "cuda"}, key=str)
         self.finishing: Attempt | None = None
         """A step after which the loop has not advanced its schedule yet."""
+        self.running: Attempt | None = None
+        """A step whose forwards and backwards this runner does."""
         self._afterwards: Afterwards | None = None
         self._modules = list(self.model.modules())
 
@@ -108,6 +110,8 @@ class Runner:
         """Take a step; its record comes later."""
         self.open(attempt)
         self.begin(attempt)
+        self.running = attempt
+        attempt.remarks.clear()
         try:
             self._forward_backward(attempt)
             self.take(attempt, None)
@@ -119,6 +123,8 @@ class Runner:
                 raise
             self.run(attempt)
             return
+        finally:
+            self.running = None
         self.done(attempt)
 
     def open(self, attempt: Attempt, forward_ahead: bool = True) -> None:

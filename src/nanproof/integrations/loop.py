@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -174,6 +174,14 @@ class LoopGuard(Guard):
         self._stepper.drop_loss()
         if self._open is not None:
             del self._open.calls[-1:]
+
+    def remark(self, say: Callable[[], str]) -> bool:
+        """Of the micro-batch under way: what the incident should say if its step is refused; asked only then. False where no
+        step is under way."""
+        attempt = self._open if self._open is not None or not self.started else self._runner.running
+        if attempt is not None:
+            attempt.remarks.append(say)
+        return attempt is not None
 
     def clip_to(self, max_norm: float | None) -> None:
         """The norm to clip to from now on; None or infinity does not clip."""

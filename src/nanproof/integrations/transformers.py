@@ -30,7 +30,7 @@ from nanproof.integrations.hf_callbacks import (
     NanproofCallback,
 )
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
-from nanproof.integrations.hf_losses import HonestLoss
+from nanproof.integrations.hf_losses import HonestLoss, safe_compute_loss
 from nanproof.integrations.hf_replay import Again, micro_batch, replay_loss
 from nanproof.integrations.hf_tokenizer import keep_tokenizer
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
@@ -48,6 +48,7 @@ __all__ = [
     "NanproofCallback",
     "protect_trainer",
     "replay_loss",
+    "safe_compute_loss",
 ]
 
 log = logging.getLogger("nanproof")

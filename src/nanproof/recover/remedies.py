@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.casting import HALF, buffers_beside, cast
 from nanproof.core.parameters import clean_name, unwrap
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the list of interventions)
 from nanproof.explain.interventions import Intervention
 from nanproof.explain.replay import eager
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +138,7 @@ class Fp32Weights(Remedy):
     def apply(self) -> None:
         optimizer: Any = self.patient.optimizer
         members = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.dtype in HALF]
-        wide = {id(p) for p in members}
-        owners = [m for m in unwrap(self.patient.model).modules() if any(id(p) in wide for p in m._parameters.values())]
-        buffers = [b for m in owners for b in m._buffers.values() if b is not None and b.dtype in HALF]
-        self._dtypes = [(t, t.dtype) for t in (*members, *buffers)]
+        self._dtypes = [(t, t.dtype) for t in (*members, *buffers_beside(self.patient.model, members))]
         # The guard switches fp32 weights to the fused optimizer, and would not switch back by itself.
         groups = (*optimizer.param_groups, optimizer.defaults)
         self._flags = [(g, {k: g[k] for k in ("fused", "foreach") if k in g}) for g in groups]
@@ -165,13 +161,8 @@ class Fp32Weights(Remedy):
         self.patient.follow()
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        was = tensor.dtype
-        tensor.data = tensor.data.to(dtype)
-        tensor.grad = None  # of the refused step, in the dtype of before
-        state = self.patient.optimizer.state.get(tensor, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.dtype == was:
-                state[key] = value.to(dtype)
+        tensor.grad = None  # of the refused step
+        cast(tensor, dtype, self.patient.optimizer)
 
     def living(self) -> AbstractContextManager[Any] | None:
         half = next((dtype for tensor, dtype in self._dtypes if tensor.requires_grad), None)
