@@ -38,7 +38,12 @@ def arm(name, loss, accuracy, bad=0, skipped=None, ending="finished", **more):
 def small(folder=None):
     """Five arms. With a folder, the guarded one has a run in it, and a report of that."""
     samples = (
-        {"question": "How many inches are 70 m?", "expected": "2756", "said": "70 * 39.37 = <answer>2756</answer>", "verdict": "right"},
+        {
+            "question": "How many inches are 70 m?",
+            "expected": "2756",
+            "said": "70 * 39.37 = <answer>2756</answer>",
+            "verdict": "right",
+        },
         {"question": "How many feet are 3 km?", "expected": "9843", "said": "<answer>984</answer>", "verdict": "wrong"},
     )
     if folder is not None:
@@ -47,8 +52,8 @@ def small(folder=None):
     arms = (
         arm("broken", 0.0, 0.0, 1_234_567, curves=curves(dies=2, logged=0.0), setting="fp16 weights, AdamW with eps 1e-8",
             story=("Step 1 made 120 of 120 LoRA tensors NaN.", "The trainer logged loss 0.0 from step 2 on, and grad_norm nan.")),
-        arm("patched 000", 1e-6, 0.0, 1_234_567, curves=curves(dies=2, logged=1e-6, seed=1), setting="a loss of 0 or NaN becomes 1e-6",
-            story=("Its own check passed: no loss was NaN.",)),
+        arm("patched 000", 1e-6, 0.0, 1_234_567, setting="a loss of 0 or NaN becomes 1e-6",
+            curves=curves(dies=2, logged=1e-6, seed=1), story=("Its own check passed: no loss was NaN.",)),
         arm("patched 001", math.nan, None, 1_234_567, ending="raised ValueError: Attempting to unscale FP16 gradients.",
             curves=curves(20, dies=12, logged=math.nan, seed=2)),
         arm("guarded", 0.61, 0.5, 0, 3, curves=curves(seed=3), run="runs/guarded", setting="as broken, under nanproof",

@@ -16,7 +16,7 @@ from nanproof import __version__
 from nanproof.report.cards import cards, without_home
 from nanproof.report.comparison import Arm, Check, Comparison
 from nanproof.report.comparison_curves import charts
-from nanproof.report.comparison_text import DASH, cell, facts_of, is_bad, is_numeric
+from nanproof.report.comparison_text import DASH, cell, ended, facts_of, is_bad, is_numeric
 from nanproof.report.contents import summary
 from nanproof.report.html import asset, document
 from nanproof.report.run import Run, runs_in
@@ -120,7 +120,7 @@ def _table(comparison: Comparison) -> str:
             for column in comparison.columns
             for value in (arm.values.get(column.key),)
         )
-        lines.append(f'<tr>{name}{cells}<td class="ending">{_bdi(one_line(arm.ending, 60))}</td></tr>')
+        lines.append(f'<tr>{name}{cells}<td class="ending">{_bdi(ended(arm))}</td></tr>')
     notes = "".join(f"<dt>{_bdi(c.title, 80)}</dt><dd>{_bdi(c.note)}</dd>" for c in comparison.columns if c.note)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Table of the arms"><table class="compared">'

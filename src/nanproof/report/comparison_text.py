@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanproof.report.comparison import Column, Comparison, Value
+from nanproof.report.comparison import Arm, Column, Comparison, Value
 from nanproof.report.contents import fact
 from nanproof.report.markdown import plain
 from nanproof.report.shown import duration, one_line
@@ -19,8 +19,8 @@ DASH = "–"
 ARM, ENDED = "arm", "ended"
 GAP = 2
 """Spaces between the columns in a terminal."""
-MOST_NAME, MOST_ENDING = 60, 60
-"""Characters of a name and of an ending within a table; the ending is told in full below it."""
+MOST_NAME, MOST_ENDING = 60, 40
+"""Characters of a name and of an ending within a table."""
 LEAST_ENDING = 10
 """Columns of a terminal below which an ending is not broken into lines."""
 
@@ -56,7 +56,12 @@ def rows(comparison: Comparison) -> Iterator[list[str]]:
     yield [ARM, *(one_line(column.title, 80) for column in comparison.columns), ENDED]
     for arm in comparison.arms:
         values = [cell(arm.values.get(column.key), column) for column in comparison.columns]
-        yield [one_line(arm.name, MOST_NAME), *values, one_line(arm.ending, MOST_ENDING)]
+        yield [one_line(arm.name, MOST_NAME), *values, ended(arm)]
+
+
+def ended(arm: Arm) -> str:
+    """How it ended, without the message of what it raised, which is told in full below a table."""
+    return one_line(arm.ending.split(": ")[0], MOST_ENDING)
 
 
 def facts_of(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -17,13 +17,16 @@ const Page = (() => {
       button.addEventListener("click", () => act(Plots.toggle, arm));
       button.addEventListener("dblclick", () => act(Plots.only, arm));
       return button;
-    }));
+    }), h("button", { type: "button", id: "all", title: "all arms (a)", hidden: "" }, "All"));
+    id("all").addEventListener("click", () => act(Plots.everyArm));
+    id("readout").className = data.arms.length <= 4 ? "" : data.arms.length <= 8 ? "middle" : "tall"; // its height must not change under the cursor
   }
 
   function act(what, arm) {
     if (arm !== undefined && !(arm in data.arms)) return;
     what(arm);
-    [...id("legend").children].forEach((button, i) => button.setAttribute("aria-pressed", String(!Plots.hidden.has(i))));
+    data.arms.forEach((_, i) => id("legend").children[i].setAttribute("aria-pressed", String(!Plots.hidden.has(i))));
+    id("all").hidden = !Plots.hidden.size;
   }
 
   /* The cards of incidents, each in the section of its arm. */

@@ -23,13 +23,14 @@ const Plots = (() => {
 
   const values = (lines) => lines.flatMap((line) => [...(line.low || line.mean), ...(line.high || [])]).filter((x) => x !== null);
 
-  /* Logarithmic from the start where values lie decades apart. Zeros are drawn too, so below the smallest size it is linear. */
+  /* Logarithmic from the start where values lie decades apart. Zeros are drawn on such an axis too: below the smallest size it is
+     linear. */
   function scaleOf(chart, lines) {
     const known = values(lines);
     if (!known.length) return { how: "none", scale: { range: [0, 1] }, ticks: {} };
     const sizes = known.map(Math.abs).filter((x) => x > 1e-60), low = Math.min(...known), high = Math.max(...known);
     const most = Math.min(1e60, Math.max(...sizes, 0)), least = Math.max(Math.min(...sizes, most), most * 1e-9);
-    if (!logs.has(chart.key)) logs.set(chart.key, sizes.length > 0 && most / least > 1e3);
+    if (!logs.has(chart.key)) logs.set(chart.key, low > 0 ? high / low > 1e3 : most > 1e4);
     if (!logs.get(chart.key) || !sizes.length) return { how: "linear", scale: low === high ? { range: flat(low) } : {}, ticks: {} };
     const filter = (u, at) => at; // uPlot's own would leave some out
     if (low > 1e-60) {
@@ -52,6 +53,7 @@ const Plots = (() => {
     return (u) => {
       const { ctx, bbox } = u, p = uPlot.pxRatio;
       ctx.save();
+      ctx.setLineDash([]); // the last line's own is still set
       ctx.font = `${11 * p}px system-ui, sans-serif`;
       ctx.fillStyle = colours.bad;
       ctx.textAlign = "right";
@@ -81,6 +83,7 @@ const Plots = (() => {
     if (marked === null || marked < view.min || marked > view.max) return;
     const x = u.valToPos(marked, "x", true), { ctx, bbox } = u;
     ctx.save();
+    ctx.setLineDash([]);
     ctx.strokeStyle = colours.bad;
     ctx.lineWidth = uPlot.pxRatio;
     ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
@@ -140,7 +143,7 @@ const Plots = (() => {
     const columns = lines.length ? columnsOf(lines, banded, how === "log") : [[full.min, full.max], [null, null]];
     const opts = options(i ? 170 : 230, lanes, scale, ticks, {
       series: [{}, ...(lines.length ? lines.flatMap((line) => seriesOf(line, banded)) : [{ points: { show: false } }])],
-      bands: banded ? lines.map((line, k) => ({ series: [3 * k + 1, 3 * k + 2], fill: () => `${colour(line.arm)}26` })) : [],
+      bands: banded ? lines.map((line, k) => ({ series: [3 * k + 1, 3 * k + 2], fill: () => `${colour(line.arm)}${lines.length > 4 ? "14" : "2b"}` })) : [],
       hooks: {
         draw: [drawMarked, drawLanes(lanes)],
         setSelect: [(u) => {
@@ -182,7 +185,7 @@ const Plots = (() => {
     const bad = line.bad.filter(([first, last]) => first <= to && last >= from).map((span) => span[3]);
     const mean = line.mean[best];
     if (mean === null) return bad[0] || "not finite";
-    const range = line.low && line.low[best] !== line.high[best] ? ` (${number(line.low[best])} to ${number(line.high[best])})` : "";
+    const range = data.arms.length <= 4 && line.low && line.low[best] !== line.high[best] ? ` (${number(line.low[best])} to ${number(line.high[best])})` : "";
     return `${number(mean)}${range}${bad.length ? `, ${bad[0]}` : ""}`;
   }
 
