@@ -30,6 +30,8 @@ CARDS_BYTES = 300_000
 """Of the incidents of all arms together."""
 SAMPLES_BYTES = 200_000
 """Of the samples of all arms together."""
+MOST_MARKS = 500
+"""Incidents of one arm that are marked under the curves."""
 MOST_STORY = 20
 """Sentences about one arm."""
 
@@ -52,11 +54,12 @@ def page(comparison: Comparison, folder: Path) -> str:
         "v": 1,
         "arms": [one_line(arm.name, 60) for arm in comparison.arms],
         "incidents": [[] if one is None else cards(one.run, find(one.folder), room) for one in runs],
+        "marks": [[] if one is None else [incident.step for incident in one.run.incidents][:MOST_MARKS] for one in runs],
         **charts(comparison.arms),
     }
     parts = {
         "title": _text(comparison.title, 200),
-        "lead": _text(comparison.lead, 4000),
+        "lead": _bdi(comparison.lead, 4000),
         "checks": _checks(comparison.checks),
         "table": _table(comparison),
         "arms": "".join(
@@ -158,7 +161,7 @@ def _of_the_run(number: int, arm: Arm, guarded: Guarded | None) -> str:
     """What its guard recorded; the scripts put the incidents there."""
     if guarded is None:
         return "" if arm.run is None else '<h3>Its guard</h3><p class="soft">The folder of its run is not here.</p>'
-    told = f'<h3>Its guard</h3><p dir="auto">{_text(summary(guarded.run), 2000)}</p>'
+    told = f'<h3>Its guard</h3><p dir="auto">{_bdi(summary(guarded.run), 2000)}</p>'
     if (guarded.folder / REPORT).is_file():
         told += f'<p><a href="./{guarded.place}/{REPORT}">Its own report</a>: every step, layer by layer</p>'
     there = f'<h3>Incidents</h3><div id="arm-{number}-cards" data-all="{len(guarded.run.incidents)}"></div>'

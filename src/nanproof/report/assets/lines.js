@@ -1,5 +1,5 @@
 /* The curves of a comparison: a chart for every name, a line for every arm, one x axis, cursor and zoom for all. Where an arm logged
-   NaN or Inf there is no point to draw, so a row of crosses stands under the chart, a row an arm. */
+   NaN or Inf there is no point to draw, so crosses stand under the chart, a row an arm; under the first chart the incidents of guards too. */
 "use strict";
 const Plots = (() => {
   const { text: number, drawable, powers } = Numbers;
@@ -26,10 +26,10 @@ const Plots = (() => {
   /* Logarithmic from the start where values lie decades apart. Zeros are drawn on such an axis too: below the smallest size it is
      linear. */
   function scaleOf(chart, lines) {
-    const known = values(lines);
+    const known = values(lines).map((x) => drawable(x));
     if (!known.length) return { how: "none", scale: { range: [0, 1] }, ticks: {} };
     const sizes = known.map(Math.abs).filter((x) => x > 1e-60), low = Math.min(...known), high = Math.max(...known);
-    const most = Math.min(1e60, Math.max(...sizes, 0)), least = Math.max(Math.min(...sizes, most), most * 1e-9);
+    const most = Math.max(...sizes, 0), least = Math.max(Math.min(...sizes, most), most * 1e-9);
     if (!logs.has(chart.key)) logs.set(chart.key, low > 0 ? high / low > 1e3 : most > 1e4);
     if (!logs.get(chart.key) || !sizes.length) return { how: "linear", scale: low === high ? { range: flat(low) } : {}, ticks: {} };
     const filter = (u, at) => at; // uPlot's own would leave some out
@@ -48,33 +48,52 @@ const Plots = (() => {
 
   /* -- drawing ------------------------------------------------------------------------------------------------------------- */
 
-  /* Bars with a cross at either end, for values in a row that are not finite. */
+  /* The rows under a chart, from the top: what each is of, and what is drawn in it. */
+  function lanesOf(lines, first) {
+    const lanes = lines.filter((line) => line.bad.length).map((line) => ({ name: kinds(line), draw: (u, y) => drawSpans(u, y, line) }));
+    if (!first) return lanes;
+    const arms = data.arms.map((_, arm) => arm).filter((arm) => data.marks[arm].length && !hidden.has(arm));
+    return [...lanes, ...arms.map((arm) => ({ name: "incidents", draw: (u, y) => drawIncidents(u, y, arm) }))];
+  }
+
   function drawLanes(lanes) {
     return (u) => {
-      const { ctx, bbox } = u, p = uPlot.pxRatio;
+      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (i) => bbox.top + bbox.height + (6 + (i + 0.5) * LANE) * p;
       ctx.save();
       ctx.setLineDash([]); // the last line's own is still set
-      ctx.font = `${11 * p}px system-ui, sans-serif`;
-      ctx.fillStyle = colours.bad;
+      ctx.font = `${(narrow() ? 9 : 11) * p}px system-ui, sans-serif`;
+      ctx.fillStyle = colours.soft;
       ctx.textAlign = "right";
       ctx.textBaseline = "middle";
-      if (lanes.length) ctx.fillText(kinds(lanes), bbox.left - 8 * p, bbox.top + bbox.height + (6 + (lanes.length * LANE) / 2) * p);
-      lanes.forEach((line, i) => {
-        const y = bbox.top + bbox.height + (6 + (i + 0.5) * LANE) * p;
-        const at = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(x, "x", true)));
-        for (const [first, last] of line.bad) {
-          if (last < view.min || first > view.max) continue;
-          const [from, to] = [at(first), at(last)];
-          if (to - from > 3 * p) Shapes.draw(ctx, from, y, colour(line.arm), [[[0, 0], [(to - from) / p, 0]]], { width: 2.5 });
-          for (const end of new Set([from, to])) Shapes.cross(ctx, end, y, colour(line.arm));
-        }
-      });
+      for (const name of new Set(lanes.map((lane) => lane.name))) { // once for all rows of a kind, in the middle of them
+        const rows = lanes.map((lane, i) => (lane.name === name ? i : -1)).filter((i) => i >= 0);
+        ctx.fillText(name, bbox.left - 8 * p, (y(rows[0]) + y(rows[rows.length - 1])) / 2);
+      }
+      lanes.forEach((lane, i) => lane.draw(u, y(i)));
       ctx.restore();
     };
   }
 
-  function kinds(lanes) {
-    const found = new Set(lanes.flatMap((line) => line.bad.map((span) => span[3])));
+  /* Bars with a cross at either end, for values in a row that are not finite. */
+  function drawSpans(u, y, line) {
+    const { ctx, bbox } = u, p = uPlot.pxRatio;
+    const at = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(x, "x", true)));
+    for (const [first, last] of line.bad) {
+      if (last < view.min || first > view.max) continue;
+      const [from, to] = [at(first), at(last)];
+      if (to - from > 3 * p) Shapes.draw(ctx, from, y, colour(line.arm), [[[0, 0], [(to - from) / p, 0]]], { width: 2.5 });
+      for (const end of new Set([from, to])) Shapes.cross(ctx, end, y, colour(line.arm));
+    }
+  }
+
+  function drawIncidents(u, y, arm) {
+    for (const step of data.marks[arm]) {
+      if (step >= view.min && step <= view.max) Shapes.draw(u.ctx, u.valToPos(step, "x", true), y, colour(arm), [[[0, -4], [4, 0], [0, 4], [-4, 0]]], { solid: true });
+    }
+  }
+
+  function kinds(line) {
+    const found = new Set(line.bad.map((span) => span[3]));
     return found.size > 1 ? "NaN, Inf" : found.has("nan") ? "NaN" : "Inf";
   }
 
@@ -133,7 +152,7 @@ const Plots = (() => {
   }
 
   function drawChart(chart, i, parent) {
-    const lines = chart.lines.filter((line) => !hidden.has(line.arm)), lanes = lines.filter((line) => line.bad.length);
+    const lines = chart.lines.filter((line) => !hidden.has(line.arm)), lanes = lanesOf(lines, i === 0);
     const { how, scale, ticks } = scaleOf(chart, lines), banded = data.width > 1;
     const button = Dom.h("button", { type: "button", "aria-pressed": String(how === "log" || how === "asinh"), title: "linear or logarithmic" }, "log");
     button.addEventListener("click", () => { logs.set(chart.key, !logs.get(chart.key)); draw(); document.querySelector(`#chart-${i} button`).focus(); });
@@ -207,12 +226,13 @@ const Plots = (() => {
     let min = Infinity, max = -Infinity;
     for (const { lines } of data.charts) {
       for (const { x, bad } of lines) {
-        for (const step of [...x.map((one) => one), ...x.map((one) => one + data.width - 1), ...bad.flatMap(([a, b]) => [a, b])]) {
+        for (const step of [...x, ...x.map((one) => one + data.width - 1), ...bad.flatMap(([a, b]) => [a, b])]) {
           if (step < min) min = step;
           if (step > max) max = step;
         }
       }
     }
+    for (const step of data.marks.flat()) { if (step > max) max = step; }
     if (min > max) { min = 0; max = 1; }
     full.min = view.min = min - 0.5; full.max = view.max = max + 0.5;
   }
