@@ -22,7 +22,7 @@ PRESSED = (
 )
 LANE = """([chart, row, step]) => {
   const u = Plots.all[chart], p = uPlot.pxRatio, { left, top, height } = u.bbox;
-  const x = Math.round(u.valToPos(step, "x", true)), y = Math.round(top + height + (6 + (row + 0.5) * 9) * p);
+  const x = Math.round(u.valToPos(step, "x", true)), y = Math.round(top + height + u.lanes[row].below * p);
   const spot = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   spot.drawImage(u.ctx.canvas, -x, -y);
   const [r, g, b, a] = spot.getImageData(0, 0, 1, 1).data;

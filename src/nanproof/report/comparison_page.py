@@ -75,7 +75,8 @@ def page(comparison: Comparison, folder: Path) -> str:
 
 def _text(said: Any, most: int = 1000) -> str:
     """Text from anywhere: shown, cut, escaped."""
-    return html.escape(shown(without_home(str(said)[: 2 * most]), most))
+    said = str(said)
+    return html.escape(shown(without_home(said) if len(said) < 100_000 else said, most))
 
 
 def _bdi(said: Any, most: int = 1000) -> str:

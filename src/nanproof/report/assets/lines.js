@@ -3,7 +3,7 @@
 "use strict";
 const Plots = (() => {
   const { text: number, drawable, powers } = Numbers;
-  const LANE = 9, COLOURS = 6, DASHES = [[], [6, 4], [2, 3]];
+  const LANE = 10, COLOURS = 6, DASHES = [[], [6, 4], [2, 3]];
   const all = [], full = { min: 0, max: 1 }, view = { min: 0, max: 1 }, colours = {}, hidden = new Set(), logs = new Map();
   let data = null, marked = null;
 
@@ -48,17 +48,18 @@ const Plots = (() => {
 
   /* -- drawing ------------------------------------------------------------------------------------------------------------- */
 
-  /* The rows under a chart, from the top: what each is of, and what is drawn in it. */
+  /* The rows under a chart: what each is of, how far below the chart it is, and what is drawn in it. */
   function lanesOf(lines, first) {
-    const lanes = lines.filter((line) => line.bad.length).map((line) => ({ name: kinds(line), draw: (u, y) => drawSpans(u, y, line) }));
-    if (!first) return lanes;
-    const arms = data.arms.map((_, arm) => arm).filter((arm) => data.marks[arm].length && !hidden.has(arm));
-    return [...lanes, ...arms.map((arm) => ({ name: "incidents", draw: (u, y) => drawIncidents(u, y, arm) }))];
+    const bad = lines.filter((line) => line.bad.length), top = 14; // clear of the lowest number of the axis
+    const lanes = bad.map((line, i) => ({ name: kinds(line), below: top + i * LANE, draw: (u, y) => drawSpans(u, y, line) }));
+    const arms = data.arms.map((_, arm) => arm).filter((arm) => first && data.marks[arm].length && !hidden.has(arm));
+    const next = top + bad.length * LANE + (bad.length ? 4 : 0);
+    return [...lanes, ...arms.map((arm, i) => ({ name: "incidents", below: next + i * LANE, draw: (u, y) => drawIncidents(u, y, arm) }))];
   }
 
   function drawLanes(lanes) {
     return (u) => {
-      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (i) => bbox.top + bbox.height + (6 + (i + 0.5) * LANE) * p;
+      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (lane) => bbox.top + bbox.height + lane.below * p;
       ctx.save();
       ctx.setLineDash([]); // the last line's own is still set
       ctx.font = `${(narrow() ? 9 : 11) * p}px system-ui, sans-serif`;
@@ -66,10 +67,10 @@ const Plots = (() => {
       ctx.textAlign = "right";
       ctx.textBaseline = "middle";
       for (const name of new Set(lanes.map((lane) => lane.name))) { // once for all rows of a kind, in the middle of them
-        const rows = lanes.map((lane, i) => (lane.name === name ? i : -1)).filter((i) => i >= 0);
+        const rows = lanes.filter((lane) => lane.name === name);
         ctx.fillText(name, bbox.left - 8 * p, (y(rows[0]) + y(rows[rows.length - 1])) / 2);
       }
-      lanes.forEach((lane, i) => lane.draw(u, y(i)));
+      for (const lane of lanes) lane.draw(u, y(lane));
       ctx.restore();
     };
   }
@@ -126,7 +127,7 @@ const Plots = (() => {
   function options(height, lanes, scale, ticks, extra) {
     const grid = { stroke: () => colours.grid, width: 1 };
     const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid };
-    const room = lanes.length ? lanes.length * LANE + 8 : 0;
+    const room = lanes.length ? lanes[lanes.length - 1].below + 6 : 0;
     return {
       width: 600, height: height + room + 34, padding: [8, narrow() ? 14 : 26, 0, 0], legend: { show: false }, pxAlign: 0,
       scales: { x: { time: false, range: () => [view.min, view.max] }, y: scale },
@@ -176,6 +177,7 @@ const Plots = (() => {
     const plot = new uPlot({ ...opts, width: Math.max(200, figure.clientWidth) }, columns, figure);
     plot.root.setAttribute("role", "img");
     plot.root.setAttribute("aria-label", label(chart, lines));
+    plot.lanes = lanes;
     all.push(plot);
     Touch.listen(plot);
   }
