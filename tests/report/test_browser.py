@@ -1,6 +1,6 @@
 """The page in a real browser: what it draws, how it answers to mouse, keys and fingers, and that hostile strings do nothing.
 
-Needs playwright and chromium; left out where they are missing.
+Needs playwright and chromium (`browser` in conftest.py); left out where they are missing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import http.server
 import json
 import math
 import os
-import shutil
 import threading
 import time
 
@@ -20,63 +19,9 @@ from nanproof.report import html
 from nanproof.report.run import Run
 from nanproof.report.tokens import Tokens
 from report import made
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser installs it")
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-if BROWSER is None:
-    pytest.skip("there is no chromium: make browser installs it", allow_module_level=True)
+from report.looked import Looked
 
 pytestmark = pytest.mark.browser
-VIEWS = "Plots.all.map(plot => [plot.scales.x.min, plot.scales.x.max])"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-class Looked:
-    """A page that is open, and all that went on in it."""
-
-    def __init__(self, browser, address, **options):
-        options.setdefault("viewport", {"width": 1200, "height": 900})
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.said, self.asked = [], []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.said.append("dialog"), dialog.dismiss()))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(address)
-
-    def ask(self, script):
-        return self.page.evaluate(script)
-
-    def views(self):
-        """The steps that all plots show: they must be the same."""
-        views = self.ask(VIEWS)
-        assert len({tuple(round(x, 6) for x in view) for view in views}) == 1
-        return views[0]
-
-    def box(self, plot):
-        box = self.page.locator(f"#{plot} .u-over").bounding_box()
-        return box["x"], box["y"], box["width"], box["height"]
-
-    def drag(self, plot, start, end):
-        x, y, width, height = self.box(plot)
-        self.page.mouse.move(x + start * width, y + height / 2)
-        self.page.mouse.down()
-        self.page.mouse.move(x + end * width, y + height / 2, steps=4)
-        self.page.mouse.up()
-
-    def close(self, asked=1):
-        """Nothing was complained about, and nothing but the page itself was asked for."""
-        assert self.ask("window.hacked") is None
-        assert self.said == [] and len(self.asked) == asked, (self.said, self.asked)
-        self.context.close()
 
 
 @pytest.fixture(scope="module")

@@ -48,10 +48,10 @@ def chosen(incidents: list[Incident], most: int = MOST_CARDS) -> list[int]:
     return [*first, *rest][:most]
 
 
-def cards(run: Run, tokens: Tokens) -> list[dict[str, Any]]:
+def cards(run: Run, tokens: Tokens, most_bytes: int = MOST_BYTES) -> list[dict[str, Any]]:
     """The incidents that are shown, oldest first. `number` counts all of them from 1."""
     made: dict[int, dict[str, Any]] = {}
-    left = MOST_BYTES
+    left = most_bytes
     order = chosen(run.incidents)
     for i in order:
         card = {"number": i + 1, **_card(run, run.incidents[i], tokens)}

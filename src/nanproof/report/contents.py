@@ -206,12 +206,13 @@ def facts(run: Run) -> list[tuple[str, str]]:
     found = []
     if run.opened is not None and 0 <= run.opened < 1e11:
         found.append(("started", datetime.fromtimestamp(run.opened, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")))
-    return found + [(key.replace("_", " "), text) for key in _FACTS if (text := _fact(about.get(key)))]
+    return found + [(key.replace("_", " "), text) for key in _FACTS if (text := fact(about.get(key)))]
 
 
-def _fact(value: Any) -> str:
+def fact(value: Any) -> str:
+    """A setting, or a few of them, as a text."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{one_line(key, 60)} {_fact(item) or item}" for key, item in list(value.items())[:40])[:2000]
+        return ", ".join(f"{one_line(key, 60)} {fact(item) or item}" for key, item in list(value.items())[:40])[:2000]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -31,8 +31,14 @@ def page(run: Run, *, tokens: Tokens | None = None, live: str | None = None) -> 
     """The page. With `live`, the address it fetches its newest data from every two seconds, relative to its own; without, it
     fetches nothing."""
     told = data(run, tokens)
-    styles = [_asset(name) for name in STYLES]
-    scripts = [_asset(name) for name in SCRIPTS]
+    return document(f"{told['name']}: nanproof report", _body(told), {**told, "live": live}, STYLES, SCRIPTS, live=live)
+
+
+def document(
+    title: str, body: str, told: dict[str, Any], styled: tuple[str, ...], scripted: tuple[str, ...], *, live: str | None = None
+) -> str:
+    """A whole file around a body that is safe already: its data, and styles and scripts of the package, the only ones allowed."""
+    styles, scripts = [asset(name) for name in styled], [asset(name) for name in scripted]
     allowed = {
         "default-src": "'none'",
         "script-src": " ".join(map(_checksum, scripts)),
@@ -47,11 +53,11 @@ def page(run: Run, *, tokens: Tokens | None = None, live: str | None = None) -> 
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="referrer" content="no-referrer">',
-        f"<title>{html.escape(told['name'])}: nanproof report</title>",
+        f"<title>{html.escape(title)}</title>",
         *(f"<style>{style}</style>" for style in styles),
         "</head>",
-        _body(told),
-        f'<script type="application/json" id="data">{embedded({**told, "live": live})}</script>',
+        body,
+        f'<script type="application/json" id="data">{embedded(told)}</script>',
         *(f"<script>{script}</script>" for script in scripts),
         "</body>\n</html>\n",
     ]
@@ -67,11 +73,12 @@ def embedded(value: Any) -> str:
 def _body(told: dict[str, Any]) -> str:
     """The places that the scripts fill. What is written here is all that is seen without them."""
     name, summary = html.escape(told["name"]), html.escape(told["summary"])
-    return _asset("body.html").replace("{{name}}", name).replace("{{summary}}", summary)
+    return asset("body.html").replace("{{name}}", name).replace("{{summary}}", summary)
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the package's `assets`."""
     return (files("nanproof.report") / "assets" / name).read_text(encoding="utf-8")
 
 

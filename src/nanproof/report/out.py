@@ -10,10 +10,16 @@ from nanproof.errors import UsageError
 
 
 def put(path: Path, text: str, run: Path) -> None:
-    """There with all of its text, or as it was before. A link is followed; a device or a pipe is written to, not replaced."""
+    """There with all of its text, or as it was before; never one of the run's records."""
     path = Path(os.path.realpath(path))
     if _evidence(path, Path(os.path.realpath(run))):
         raise UsageError(f"{path} belongs to the run: a report is not written over its records. Name another file with --out")
+    replace(path, text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Another text in place of what is there, all of it or none. A link is followed; a device or a pipe is written to."""
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_text(text, encoding="utf-8", newline="\n")
         return

@@ -1,4 +1,5 @@
-/* What the other files share: making elements (text is only ever set as text), signs on a canvas, fingers on a plot. */
+/* What the other files share: making elements (text is only ever set as text), numbers and axes, signs on a canvas, fingers on a
+   plot. */
 "use strict";
 const Dom = {
   h(tag, attributes, ...children) {
@@ -16,6 +17,29 @@ const Dom = {
       box.append(more);
     }
     return box;
+  },
+};
+
+const Numbers = {
+  text(x) {
+    if (x === null || x === undefined) return "\u2013";
+    if (typeof x === "string" || x === 0) return String(x);
+    const size = Math.abs(x);
+    return size < 1e-3 || size >= 1e5 ? x.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e") : String(+x.toPrecision(4));
+  },
+  /* What a plot can be drawn of: axes of more than a hundred decades have no end of ticks. The cursor tells the number itself. */
+  drawable(x, positive) {
+    if (x === null || (positive && x < 1e-60)) return null;
+    return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
+  },
+  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens. */
+  powers(base, low, high) {
+    const logs = Math.log(high / low) / Math.log(base), every = Math.max(1, Math.ceil(logs / 5));
+    const leads = base === 10 && logs < 2.1 ? [1, 2, 5] : [1], found = [];
+    for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
+      for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
+    }
+    return found;
   },
 };
 

@@ -2,7 +2,7 @@
 "use strict";
 const Cards = (() => {
   const { h, text } = Dom;
-  const cards = new Map(); // number: {element, told}
+  const cards = new Map(); // number: {card, told, element, fill}
   let data = null, current = 0;
 
   const DONE = {
@@ -100,7 +100,8 @@ const Cards = (() => {
     return h("div", {}, command(card.command), soft("train:build stands for a function of yours that returns model and loss_fn."));
   }
 
-  function body(card) {
+  /* What is in a card. On a page with several runs the ids of each begin with a prefix of its own. */
+  function body(card, prefix, choose) {
     const numbers = [`loss ${Plots.number(card.loss)}`, `gradient norm ${Plots.number(card.grad_norm)}`];
     if (card.rank !== null) numbers.push(`rank ${card.rank}`);
     if (card.micro_batch !== null) numbers.push(`micro-batch ${card.micro_batch}`);
@@ -108,12 +109,12 @@ const Cards = (() => {
     const show = h("button", { type: "button" }, "Show in the curves");
     show.addEventListener("click", () => {
       Plots.setView(card.step - 50, card.step + 50);
-      Plots.choose(card.number);
+      choose(card.number);
       document.getElementById("curves").scrollIntoView();
     });
     const parts = [
       ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`)],
-      ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
+      ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#${prefix}incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
       ["Steps around it", card.around.length && around(card)],
       ["Gradients to blame", card.culprits.length && culprits(card), card.more_culprits && soft(`and ${whole(card.more_culprits)} more`)],
       ["The batch", ...samples(card.samples)],
@@ -123,24 +124,27 @@ const Cards = (() => {
     return h("div", { class: "body" }, ...given.flatMap(([title, said]) => [h("h3", {}, title), ...said]), h("p", {}), show);
   }
 
-  function make(card) {
+  /* What is in it is made when it is first opened. */
+  function make(there, prefix = "", choose = Plots.choose) {
+    const { card } = there;
     const known = card.diagnosis && card.diagnosis.cause !== "unknown" ? card.diagnosis : null;
     const act = `${known ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`;
     const tag = known ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : "";
-    const element = h("details", { id: `incident-${card.number}` }, h("summary", {}, h("span", { class: "step" }, `Step ${whole(card.step)}`),
+    const element = h("details", { id: `${prefix}incident-${card.number}` }, h("summary", {}, h("span", { class: "step" }, `Step ${whole(card.step)}`),
       h("span", { class: "kind" }, known ? text(known.cause, 80) : card.kind), h("span", { class: "act" }, act), tag));
-    element.firstChild.addEventListener("click", () => { current = card.number; fill(cards.get(card.number)); });
+    there.fill = (anew) => {
+      const [, old] = element.children;
+      if (old && anew) old.replaceWith(body(there.card, prefix, choose));
+      else if (!old && !anew) element.append(body(there.card, prefix, choose));
+    };
+    element.firstChild.addEventListener("click", () => { current = card.number; there.fill(); });
     element.addEventListener("toggle", () => {
       if (!element.open) return;
-      fill(cards.get(card.number));
-      Plots.choose(card.number);
+      there.fill();
+      choose(card.number);
     });
+    there.element = element;
     return element;
-  }
-
-  /* What is in a card is made when it is first opened. */
-  function fill(there) {
-    if (there.element.children.length < 2) there.element.append(body(there.card));
   }
 
   function update(given) {
@@ -151,10 +155,10 @@ const Cards = (() => {
       if (there && there.told === told) continue;
       if (there) { // what is open stays open
         there.card = card; there.told = told;
-        if (there.element.children.length > 1) there.element.lastChild.replaceWith(body(card));
+        there.fill(true);
       } else {
-        cards.set(card.number, { card, told, element: make(card) });
-        parent.append(cards.get(card.number).element);
+        cards.set(card.number, { card, told });
+        parent.append(make(cards.get(card.number)));
       }
     }
     document.getElementById("no-cards").hidden = data.all_incidents > 0;
@@ -167,7 +171,7 @@ const Cards = (() => {
     const there = cards.get(number) || [...cards].filter(([other]) => other >= number).map((pair) => pair[1])[0];
     if (!there) return;
     current = there.card.number;
-    fill(there);
+    there.fill();
     there.element.open = true;
     Plots.choose(number);
     if (scroll) { there.element.scrollIntoView({ block: "start" }); there.element.firstChild.focus({ preventScroll: true }); }
@@ -181,5 +185,5 @@ const Cards = (() => {
     open(numbers[place < 0 ? (by > 0 ? 0 : numbers.length - 1) : Math.max(0, Math.min(numbers.length - 1, place + by))], true);
   }
 
-  return { update, open, step };
+  return { make, update, open, step };
 })();

@@ -2,6 +2,7 @@
    highest value with the mean as a line; zoomed in around an incident every step is there. */
 "use strict";
 const Plots = (() => {
+  const { text: number, drawable, powers } = Numbers;
   const METRICS = {
     loss: { title: "Loss", height: 220 },
     grad_norm: { title: "Gradient norm", height: 150, log: 10 },
@@ -18,13 +19,6 @@ const Plots = (() => {
   const gutter = () => (narrow() ? 54 : 150);
   const seen = (step) => step >= view.min && step <= view.max;
   const zoomed = () => view.min > full.min || view.max < full.max;
-
-  function number(x) {
-    if (x === null || x === undefined) return "\u2013";
-    if (typeof x === "string" || x === 0) return String(x);
-    const size = Math.abs(x);
-    return size < 1e-3 || size >= 1e5 ? x.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e") : String(+x.toPrecision(4));
-  }
 
   function readColours() {
     const style = getComputedStyle(document.documentElement);
@@ -120,12 +114,6 @@ const Plots = (() => {
 
   const count = (action, point) => (point.near !== undefined ? data.near[action][point.near] : data.curves[action][point.bucket]);
 
-  /* What a plot can be drawn of: axes of more than a hundred decades have no end of ticks. The cursor tells the number itself. */
-  function drawable(x, positive) {
-    if (x === null || (positive && x < 1e-60)) return null;
-    return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
-  }
-
   function series(metric, list, positive) {
     const column = (which) => list.map((point) => drawable(value(metric, point, which), positive));
     return [list.map((point) => point.x), column("high"), column("low"), column("mean")];
@@ -156,16 +144,6 @@ const Plots = (() => {
         if (seen(point.x) && nonfinite(metric, point)) Shapes.cross(u.ctx, u.valToPos(point.x, "x", true), y, colours.bad);
       }
     };
-  }
-
-  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens. */
-  function powers(base, low, high) {
-    const logs = Math.log(high / low) / Math.log(base), every = Math.max(1, Math.ceil(logs / 5));
-    const leads = base === 10 && logs < 2.1 ? [1, 2, 5] : [1], found = [];
-    for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
-      for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
-    }
-    return found;
   }
 
   function ticksOf(metric, how) {
