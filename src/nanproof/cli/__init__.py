@@ -11,6 +11,7 @@ from nanproof.cli.check import check
 from nanproof.cli.demo import demo
 from nanproof.cli.doctor import doctor
 from nanproof.cli.group import Commands
+from nanproof.cli.recipe import recipe
 from nanproof.cli.replay import replay
 from nanproof.cli.report import report
 from nanproof.cli.run import run
@@ -26,6 +27,7 @@ app.command()(replay)
 app.command()(scan)
 app.command()(report)
 app.command()(watch)
+app.add_typer(recipe, name="recipe")
 
 
 def _version(asked: bool) -> None:

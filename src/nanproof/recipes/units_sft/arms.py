@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanproof.errors import UsageError
@@ -88,10 +88,18 @@ FIXED = Setting(
     precision="auto",
     optim="adamw_torch_fused",
     protect=True,
-    lr=2e-3,
+    lr=4e-3,
     batch=8,
 )
-SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, FIXED)}
+GUARDED = next(s for s in REPORTED if s.arm == "guarded")
+TUNED = replace(
+    GUARDED, variant="tuned", lr=FIXED.lr, batch=FIXED.batch, says="guarded, with the learning rate and batch of fixed"
+)
+AS_REPORTED = replace(
+    FIXED, variant="reported", lr=BROKEN.lr, batch=BROKEN.batch, says="fixed, with the reported learning rate and batch"
+)
+RFT = replace(FIXED, arm="rft", says="fixed again, on its own right answers to new questions too")
+SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, TUNED, AS_REPORTED, FIXED)}
 ARMS = ("broken", "patched", "guarded", "fixed")
 
 
@@ -105,14 +113,20 @@ def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
             raise UsageError(f"--arm {arm} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
         known = f"it has {', '.join(variants)}" if variants else "it has none"
         raise UsageError(f"--arm {arm} has no variant {variant!r}: {known}")
+    return changed(found, **changes)
+
+
+def changed(found: Setting, **changes: Any) -> Setting:
+    """With other values for some settings; those that are None are left out."""
     changes = {key: value for key, value in changes.items() if value is not None}
-    unknown = set(changes) - {field.name for field in fields(Setting)}
-    assert not unknown, unknown
     asked = changes.get("precision", "auto")
-    if asked != "auto" and found.precision not in ("auto", asked):
-        raise UsageError(f"--precision {asked}: the precision is what is broken in --arm {arm}; it is chosen in --arm fixed")
+    if asked not in ("auto", "bf16", "fp16", "fp32"):
+        raise UsageError(f"--precision {asked} is unknown. Choose auto, bf16, fp16 or fp32")
     if found.precision != "auto":
-        changes.pop("precision", None)
+        if changes.pop("precision", "auto") != "auto":
+            raise UsageError(
+                f"--precision {asked}: what --arm {found.arm} is held in is what the arm is about. Choose it with --arm fixed"
+            )
     _check(changes)
     return replace(found, **changes)
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanproof.numerics.losses import masked_cross_entropy, supervised_tokens
 from nanproof.recipes.units_sft.models import Language
+from nanproof.recipes.units_sft.samples import Collator, Example
 
 LONGEST = 64
 """Tokens of a reply at the most; a worked answer has about 30."""
@@ -24,7 +26,7 @@ def replies(
     longest: int = LONGEST,
     samples: int = 1,
     temperature: float | None = None,
-    tick: Callable[[int], None] = lambda done: None,
+    tick: Callable[[int, str], None] = lambda done, said: None,
 ) -> list[list[str]]:
     """`samples` replies for each prompt. Without a temperature the likeliest token is taken every time."""
     tokenizer, asked = language.tokenizer, list(prompts)
@@ -39,15 +41,22 @@ def replies(
     try:
         for begin in range(0, len(order), batch):
             chosen = order[begin : begin + batch]
-            given = _left_padded([tokenizer(asked[i], add_special_tokens=False)["input_ids"] for i in chosen], tokenizer.pad_token_id)
+            given = _left_padded(
+                [tokenizer(asked[i], add_special_tokens=False)["input_ids"] for i in chosen], tokenizer.pad_token_id
+            )
             given = {name: tensor.to(where) for name, tensor in given.items()}
             out: Any = model.generate(  # type: ignore[operator]
-                **given, max_new_tokens=longest, pad_token_id=tokenizer.pad_token_id, eos_token_id=language.ends, use_cache=True, **sampling
+                **given,
+                max_new_tokens=longest,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=language.ends,
+                use_cache=True,
+                **sampling,
             )
             texts = tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
             for place, i in enumerate(chosen):
                 found[i] = texts[place * samples : (place + 1) * samples]
-            tick(len(chosen))
+            tick(begin + len(chosen), "")
     finally:
         model.train(training)
     return found
@@ -58,3 +67,21 @@ def _left_padded(rows: Sequence[list[int]], padding: int) -> dict[str, torch.Ten
     ids = torch.tensor([[padding] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def measured_loss(model: nn.Module, rows: Sequence[Example], padding: int, batch: int) -> float:
+    """The loss on answers that were not trained on: the mean over all supervised tokens."""
+    collate, where, training = Collator(padding), next(model.parameters()).device, model.training
+    total = torch.zeros((), dtype=torch.float64, device=where)
+    items = 0
+    model.eval()
+    try:
+        for begin in range(0, len(rows), batch):
+            given = {name: tensor.to(where) for name, tensor in collate(rows[begin : begin + batch]).items()}
+            labels = given.pop("labels")
+            items += int(supervised_tokens(labels).sum())
+            total += masked_cross_entropy(model(**given).logits, labels, num_items=1).double()
+    finally:
+        model.train(training)
+    return float(total / items)

@@ -74,7 +74,9 @@ def load_language(source: str = REAL, seed: int = 0) -> Language:
 def _from(place: Path | str) -> Language:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where, options = (str(place.parent), {"gguf_file": place.name}) if isinstance(place, Path) and place.is_file() else (str(place), {})
+    where, options = (
+        (str(place.parent), {"gguf_file": place.name}) if isinstance(place, Path) and place.is_file() else (str(place), {})
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
@@ -165,7 +167,10 @@ def _tiny_weights(seed: int, steps: int = 200) -> dict[str, Any]:
         model = _tiny_model(tokenizer)
         language, collate = Language(model, tokenizer, TINY), Collator(tokenizer.pad_token_id)
         texts = questions.make(1000, 0, seed=10_000 + seed)["train"]
-        rows = [example(language, prompt(language, q.text), q.answer("worked").replace("<answer>", "").replace("</answer>", "")) for q in texts]
+        rows = [
+            example(language, prompt(language, q.text), q.answer("worked").replace("<answer>", "").replace("</answer>", ""))
+            for q in texts
+        ]
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for step in range(steps):
             batch = collate([rows[(step * 32 + i) % len(rows)] for i in range(32)])
@@ -173,7 +178,8 @@ def _tiny_weights(seed: int, steps: int = 200) -> dict[str, Any]:
             model(**batch).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    return model.state_dict()
+    weights_now: dict[str, Any] = model.state_dict()
+    return weights_now
 
 
 def with_adapters(model: nn.Module, rank: int, alpha: int, *, own_dtype: bool, seed: int) -> Any:

@@ -83,7 +83,7 @@ class Question:
 
 
 def worked(amount: str, times: str, digits: int) -> str:
-    """The product as it is done by hand: one digit of the amount at a time, then added up. 47 * 39.37 = 1575 + 275.6 = """
+    """The product as it is done by hand: one digit of the amount at a time, then added up. 47 * 39.37 = 1575 + 275.6 ="""
     whole = f"{amount} * {times} = "
     parts = [part for part in _places(amount) if part]
     if len(parts) < 2:
@@ -164,5 +164,7 @@ def _read(path: Path, number: int, line: str) -> Question:
         question = Question(fields["text"], str(fields["amount"]), fields["of"], fields["to"])
         _ = question.exact
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise UsageError(f"{path}, line {number}: not a question with text, amount, of and to that this recipe knows ({error!r})") from None
+        raise UsageError(
+            f"{path}, line {number}: not a question with text, amount, of and to that this recipe knows ({error!r})"
+        ) from None
     return question

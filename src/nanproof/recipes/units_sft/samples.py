@@ -16,7 +16,9 @@ TAG = "<answer>"
 Example = dict[str, list[int]]
 
 
-def prompt(language: Language, question: str, style: Literal["plain", "ends-in-tag"] = "plain", shots: Sequence[tuple[str, str]] = ()) -> str:
+def prompt(
+    language: Language, question: str, style: Literal["plain", "ends-in-tag"] = "plain", shots: Sequence[tuple[str, str]] = ()
+) -> str:
     """The text that the model goes on from, as its chat template has it. `shots`: questions with answers that come before."""
     messages = [{"role": "system", "content": SYSTEM}]
     for asked, answered in shots:

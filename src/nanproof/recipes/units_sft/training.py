@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from nanproof.core.files import strict_json, write_whole
-from nanproof.errors import NanproofError, TrainingHalted, UsageError
+from nanproof.errors import NanproofError, TrainingHalted
 from nanproof.integrations import protect
 from nanproof.integrations.transformers import GradientMonitorCallback, LossCheckCallback
 from nanproof.numerics.losses import check_supervised
-from nanproof.numerics.precision import cast_trainable, choose
+from nanproof.numerics.precision import Ask, cast_trainable, choose
 from nanproof.policy import Policy
 from nanproof.recipes.units_sft.arms import Setting
-from nanproof.recipes.units_sft.models import Language, device, nonfinite_tensors, with_adapters
+from nanproof.recipes.units_sft.models import Language, device, with_adapters
 from nanproof.recipes.units_sft.patches import InventingLoss, ZeroingCallback, own_checks
 from nanproof.recipes.units_sft.samples import Collator, Example
 
 LOG_EVERY = 5
-Tick = Callable[[int, int, str], None]
-"""Done, of how many, and a word about it."""
+Tick = Callable[[int, str], None]
+"""Steps done, and a word about the last."""
 
 
 @dataclass
@@ -72,7 +67,7 @@ def prepare(language: Language, setting: Setting, notes: list[str]) -> tuple[Any
     if setting.precision == "bf16-flag":
         able = where.type == "cuda" and torch.cuda.is_bf16_supported()
         return model, {"fp16": where.type == "cuda" and not able, "bf16": able}
-    chosen = choose(model, where, setting.precision)
+    chosen = choose(model, where, cast(Ask, setting.precision))
     cast_trainable(model)
     notes.append(f"precision: {chosen.name}. {chosen.reason}")
     return model, chosen.trainer_arguments()
@@ -84,7 +79,7 @@ def train(
     setting: Setting,
     folder: Path,
     *,
-    tick: Tick = lambda done, total, said: None,
+    tick: Tick = lambda done, said: None,
     logging_steps: int = LOG_EVERY,
     save_every: int | None = None,
 ) -> Trained:
@@ -92,7 +87,9 @@ def train(
     result too: its ending says so."""
     notes: list[str] = []
     counted = check_supervised(rows)
-    notes.append(f"data: {counted.samples} samples, every one with supervised tokens (least {counted.least}, most {counted.most})")
+    notes.append(
+        f"data: {counted.samples} samples, every one with supervised tokens (least {counted.least}, most {counted.most})"
+    )
     model, switches = prepare(language, setting, notes)
     steps = math.ceil(len(rows) / setting.batch) * setting.epochs
     arguments = TrainingArguments(
@@ -110,18 +107,17 @@ def train(
         save_steps=save_every or max(1, steps // 4),
         save_total_limit=1,
         report_to=[],
+        use_cpu=device().type == "cpu",
         disable_tqdm=True,
         seed=setting.seed,
         data_seed=setting.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
-        **switches,
-        **_arguments_of(setting),
+        **_arguments_of(setting, switches),
     )
     trainer = Trainer(model, arguments, train_dataset=list(rows), data_collator=Collator(language.tokenizer.pad_token_id))
     trainer.remove_callback(PrinterCallback)
     trained = Trained(model, setting, notes=notes, precision=", ".join(k for k, on in switches.items() if on) or setting.weights)
-    bar = _Bar(tick, steps)
-    trainer.add_callback(bar)
+    trainer.add_callback(_Bar(tick))
     patch = _apply_patch(trainer, setting)
     guard = None
     if setting.protect:
@@ -129,7 +125,7 @@ def train(
         trainer.add_callback(LossCheckCallback())
         guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / "nanproof")
     begun = time.perf_counter()
-    last = get_last_checkpoint(arguments.output_dir) if os.path.isdir(arguments.output_dir) else None
+    last = get_last_checkpoint(str(folder / "trainer")) if (folder / "trainer").is_dir() else None
     if last is not None:
         notes.append(f"went on from {Path(last).name}")
     try:
@@ -151,11 +147,11 @@ def train(
     return trained
 
 
-def _arguments_of(setting: Setting) -> dict[str, Any]:
+def _arguments_of(setting: Setting, switches: dict[str, bool]) -> dict[str, Any]:
     """What document 002 added is left out elsewhere: the same values are the Trainer's defaults."""
     if setting.patch == "002":
-        return {"max_grad_norm": 1.0, "label_names": ["labels"]}
-    return {} if setting.max_grad_norm == 1.0 else {"max_grad_norm": setting.max_grad_norm}
+        return {**switches, "max_grad_norm": 1.0, "label_names": ["labels"]}
+    return {**switches, **({} if setting.max_grad_norm == 1.0 else {"max_grad_norm": setting.max_grad_norm})}
 
 
 class _Document000:
@@ -164,7 +160,7 @@ class _Document000:
     def __init__(self, trainer: Trainer) -> None:
         self.callback, self.loss = ZeroingCallback(), InventingLoss(trainer)
         trainer.add_callback(self.callback)
-        trainer.compute_loss = self.loss  # type: ignore[method-assign]
+        trainer.compute_loss = self.loss  # type: ignore[method-assign, assignment]
 
     def notes(self, log: list[dict[str, Any]]) -> list[str]:
         passed = all(own_checks(log[1:]).values())
@@ -182,15 +178,15 @@ def _apply_patch(trainer: Trainer, setting: Setting) -> _Document000 | None:
 class _Bar(TrainerCallback):
     """Tells how far the training is."""
 
-    def __init__(self, tick: Tick, total: int) -> None:
-        self._tick, self._total, self._said = tick, total, ""
+    def __init__(self, tick: Tick) -> None:
+        self._tick, self._said = tick, ""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self._said = f"loss {float(logs['loss']):.3g}, grad_norm {float(logs.get('grad_norm', math.nan)):.3g}"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tick(state.global_step, self._total, self._said)
+        self._tick(state.global_step, self._said)
 
 
 @contextmanager

@@ -1,0 +1,186 @@
+"""Every arm, one table: what was reported, what people tried, what nanproof makes of it, and how it is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanproof.core.environment import device_name, versions_now
+from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting
+from nanproof.recipes.units_sft.models import REAL, device
+from nanproof.recipes.units_sft.rejection import Sampling, new_questions, rows_of, sample
+from nanproof.recipes.units_sft.results import Result
+from nanproof.recipes.units_sft.workshop import Workshop
+from nanproof.report.comparison import Arm, Check, Column, Comparison
+
+NEAR = 0.05
+"""How far the accuracy of a healed run may be from one that was right from the beginning."""
+COLUMNS = (
+    Column("loss", "logged loss", note="The last that the Trainer logged. It shows a NaN as 0."),
+    Column("valid_loss", "held-out loss", note="Measured after training, on answers that were not trained on."),
+    Column("grad_norm", "grad_norm", note="The last that was logged."),
+    Column("accuracy", "accuracy", "share", note="Within 5 % of the correct value, of all held-out questions."),
+    Column("answer_rate", "answer rate", "share", note="Replies that parse to a number."),
+    Column("nonfinite", "NaN tensors", "text", note="Trainable tensors that are not finite at the end, of all."),
+    Column("skipped", "skipped", "count", note="Steps that were refused and not taken."),
+    Column("rolled_back", "rolled back", "count"),
+    Column("seconds", "seconds", "seconds", note="Training alone."),
+)
+LEAD = (
+    "A small language model is to learn unit conversion with LoRA. As reported it ended with grad_norm nan and an accuracy of 0. "
+    "Three documents each named a cause and a fix; they are run here as they were written, beside the same setting under nanproof "
+    "and beside the right one. Everything else is equal."
+)
+
+
+def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = None, again: bool = False) -> Result:
+    """Sample from the model of `fixed`, keep what is right, and train a new one on that."""
+    sampling = sampling if sampling is not None else Sampling()
+    told = {name: getattr(sampling, name) for name in ("more", "samples", "temperature", "keep")}
+    done = workshop.done(setting, again=again, sampling=told)
+    if done is not None:
+        return done
+    language = workshop.load(FIXED.name)
+    train, valid = workshop.sets["train"], workshop.sets["valid"]
+    asked = [*train, *new_questions(sampling.more, [*train, *valid], setting.seed)]
+    at_once = max(1, 4 * workshop.ask_at_once // sampling.samples)
+    with workshop.progress.of("sample fixed", len(asked)) as advance:
+        kept = sample(language, asked, sampling, seed=setting.seed, batch=at_once, tick=advance)
+    workshop.progress.say(f"  {kept}")
+    rows = rows_of(language, train, kept, setting)
+    return workshop.arm(setting, rows=rows, notes=(str(kept),), sampling=told)
+
+
+def compare(workshop: Workshop, changes: Mapping[str, Any], sampling: Sampling, *, with_rft: bool = True) -> Comparison:
+    """All arms. `changes` are the settings that every arm shares: epochs, rank, seed, form; the learning rate is the arm's own."""
+    results = [workshop.unmodified(), workshop.unmodified(shots=3)]
+    for setting in (*REPORTED, AS_REPORTED, TUNED, FIXED):
+        results.append(workshop.arm(replace(setting, **changes)))
+    if with_rft:
+        results.append(rft(workshop, replace(RFT, **changes), sampling))
+    return told(workshop, results)
+
+
+def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
+    """The comparison of results that are there."""
+    results = list(results)
+    return Comparison(
+        recipe="units-sft",
+        title="units-sft: the fine-tuning that learned nothing",
+        lead=LEAD,
+        columns=COLUMNS,
+        arms=tuple(_arm(workshop.out, result) for result in results),
+        checks=tuple(checks({result.name: result for result in results}, real=workshop.model_name == REAL)),
+        settings=_shared(results),
+        environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
+    )
+
+
+def _arm(out: Path, result: Result) -> Arm:
+    known = {setting.name: setting.says for setting in (*SETTINGS.values(), RFT)}
+    run = f"{result.name}/nanproof"
+    return Arm(
+        name=result.name,
+        setting=known.get(
+            result.name, "the model as it was loaded" + (", after three worked questions" if "shot" in result.name else "")
+        ),
+        ending=result.ending,
+        values={
+            "loss": result.loss,
+            "valid_loss": result.valid_loss,
+            "grad_norm": result.grad_norm,
+            "accuracy": result.accuracy,
+            "answer_rate": result.answer_rate,
+            "nonfinite": None if result.tensors is None else f"{result.nonfinite} of {result.tensors}",
+            "skipped": None if result.tensors is None else result.skipped,
+            "rolled_back": None if result.tensors is None else result.rolled_back,
+            "seconds": result.seconds,
+        },
+        story=tuple(result.notes),
+        curves=dict(result.curves),
+        run=run if (out / run).is_dir() else None,
+        samples=tuple(result.samples),
+    )
+
+
+def _shared(results: list[Result]) -> dict[str, Any]:
+    """What has one value in every arm that was trained."""
+    trained = [result.setting for result in results if result.tensors is not None]
+    first = trained[0] if trained else {}
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in trained)}
+
+
+# -- what it was to show -------------------------------------------------------------------------------------------------------
+
+
+def checks(by_name: Mapping[str, Result], real: bool) -> Iterable[Check]:
+    """Each claim with what was measured. How well a model answers is claimed of the real one alone."""
+    yield from _failures(by_name)
+    yield from _healing(by_name)
+    if real and "fixed" in by_name:
+        fixed = by_name["fixed"]
+        measured = f"accuracy {fixed.accuracy:.3f}, answer rate {fixed.answer_rate:.3f} on {fixed.questions} questions"
+        yield Check(
+            "fixed: accuracy of at least 0.60 and answer rate of at least 0.95",
+            measured,
+            fixed.accuracy >= 0.60 and fixed.answer_rate >= 0.95,
+        )
+        if "rft" in by_name:
+            better = by_name["rft"]
+            yield Check(
+                "rft is above fixed",
+                f"accuracy {better.accuracy:.3f} after {fixed.accuracy:.3f}",
+                better.accuracy > fixed.accuracy,
+            )
+
+
+def _failures(by_name: Mapping[str, Result]) -> Iterable[Check]:
+    for name in ("broken", "patched-002"):
+        if name in by_name:
+            r = by_name[name]
+            lost = r.grad_norm is not None and not math.isfinite(r.grad_norm) and r.nonfinite == r.tensors
+            yield Check(f"{name}: grad_norm nan, every adapter NaN, accuracy 0", _said(r), lost and r.accuracy == 0)
+    if "patched-000" in by_name:
+        r = by_name["patched-000"]
+        passes = any(note.endswith("pass after the first step") for note in r.notes)
+        hidden = passes and r.nonfinite == r.tensors and r.accuracy == 0
+        yield Check("patched-000: passes its own checks and has learned nothing", _said(r), hidden)
+    if "patched-001" in by_name:
+        r = by_name["patched-001"]
+        yield Check("patched-001: fp32 weights train", _said(r), r.nonfinite == 0 and math.isfinite(r.valid_loss or math.nan))
+    if "broken-prompt" in by_name:
+        r = by_name["broken-prompt"]
+        healthy = r.nonfinite == 0 and math.isfinite(r.valid_loss or math.nan)
+        yield Check(
+            "broken-prompt: a second cause of answer rate 0, with healthy numbers", _said(r), healthy and r.answer_rate == 0
+        )
+
+
+def _healing(by_name: Mapping[str, Result]) -> Iterable[Check]:
+    for name, twin in (("guarded", "fixed-reported"), ("guarded-tuned", "fixed")):
+        if name not in by_name or twin not in by_name:
+            continue
+        r, other = by_name[name], by_name[twin]
+        healed = [i for i in r.incidents if "healed: " in i["message"]]
+        found = [i["diagnosis"]["cause"] for i in healed if i["diagnosis"] and i["diagnosis"]["verified"]]
+        yield Check(
+            f"{name}: names the cause, verifies the fix and applies it; no NaN in the weights",
+            f"{', '.join(dict.fromkeys(found)) or 'no cause'}; {_said(r)}",
+            bool(found) and r.nonfinite == 0,
+        )
+        yield Check(
+            f"{name}: accuracy within {NEAR} of {twin}",
+            f"{r.accuracy:.3f} and {other.accuracy:.3f}",
+            abs(r.accuracy - other.accuracy) <= NEAR,
+        )
+
+
+def _said(r: Result) -> str:
+    norm = "none" if r.grad_norm is None else f"{r.grad_norm:.3g}"
+    return (
+        f"grad_norm {norm}, {r.nonfinite} of {r.tensors} adapters not finite, accuracy {r.accuracy:.3f}, "
+        f"answer rate {r.answer_rate:.3f}"
+    )

@@ -1,0 +1,94 @@
+"""Rejection sampling: the model answers many times, what is right is kept, and a new model learns from that.
+
+Half of the point is that no answer has to be written by hand: the questions are new, and the metric tells right from wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanproof.errors import UsageError
+from nanproof.recipes.units_sft import questions
+from nanproof.recipes.units_sft.arms import Setting
+from nanproof.recipes.units_sft.asking import replies
+from nanproof.recipes.units_sft.models import Language, nonfinite_tensors
+from nanproof.recipes.units_sft.questions import Question
+from nanproof.recipes.units_sft.samples import Example, example, examples, prompt
+from nanproof.recipes.units_sft.scoring import is_right, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn."""
+
+    more: int = 2000
+    """New questions; none of them is one to train on or to be tested with."""
+    samples: int = 4
+    temperature: float = 0.8
+    keep: int = 1
+    """Different right answers that are kept of one question."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("more", 0), ("samples", 1), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} {getattr(self, name)}: a number of at least {least} is needed")
+        if not 0 < self.temperature < 10:
+            raise UsageError(f"--temperature {self.temperature}: a number above 0 is needed, such as 0.8")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What sampling came to."""
+
+    asked: int
+    solved: int
+    """Questions with a right answer among the samples."""
+    pairs: list[tuple[Question, str]]
+
+    def __str__(self) -> str:
+        return f"sampling: {self.solved} of {self.asked} questions have a right answer; {len(self.pairs)} answers are kept"
+
+
+def new_questions(count: int, known: Sequence[Question], seed: int) -> list[Question]:
+    """Questions that are none of those that are known."""
+    seen = {q.key for q in known}
+    found = [q for q in questions.make(0, 0, seed=seed + 20_000, more=count + 2 * len(seen))["more"] if q.key not in seen]
+    return found[:count]
+
+
+def sample(
+    language: Language,
+    asked: Sequence[Question],
+    sampling: Sampling,
+    *,
+    seed: int,
+    batch: int,
+    tick: Any = lambda done, said: None,
+) -> Kept:
+    """Right answers of the model itself, at most `keep` different ones for each question."""
+    bad, tensors = nonfinite_tensors(language.model)
+    if bad:
+        raise UsageError(f"{bad} of {tensors} trainable tensors of this model are not finite: nothing can be sampled from it")
+    torch.manual_seed(seed)
+    said = replies(
+        language.model,
+        language,
+        [prompt(language, q.text) for q in asked],
+        batch=batch,
+        samples=sampling.samples,
+        temperature=sampling.temperature,
+        tick=tick,
+    )
+    right = [[r for r in dict.fromkeys(rs) if is_right(parse(r), q.correct)] for q, rs in zip(asked, said, strict=True)]
+    pairs = [(q, r) for q, rs in zip(asked, right, strict=True) for r in rs[: sampling.keep]]
+    return Kept(len(asked), sum(bool(rs) for rs in right), pairs)
+
+
+def rows_of(language: Language, train: Sequence[Question], kept: Kept, setting: Setting) -> list[Example]:
+    """The answers that were there from the beginning, and the model's own."""
+    own = [example(language, prompt(language, q.text), reply) for q, reply in kept.pairs]
+    return [*examples(language, train, setting), *own]

@@ -1,0 +1,95 @@
+"""What one arm came to: written beside its model, and read again instead of training twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nanproof.core.files import strict_json, write_whole
+from nanproof.errors import UsageError
+from nanproof.records import decode, encode
+
+FILE = "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The measured end of one arm."""
+
+    name: str
+    setting: Mapping[str, Any]
+    """All that decided it: a folder with another setting is another run."""
+    ending: str = "finished"
+    steps: int = 0
+    loss: float | None = None
+    """As logged last: a NaN may be shown as 0.0 there."""
+    valid_loss: float | None = None
+    """Measured on held-out answers after training."""
+    grad_norm: float | None = None
+    accuracy: float = 0.0
+    answer_rate: float = 0.0
+    questions: int = 0
+    nonfinite: int | None = None
+    """Trainable tensors with a value that is not finite, of `tensors`."""
+    tensors: int | None = None
+    skipped: int = 0
+    rolled_back: int = 0
+    seconds: float | None = None
+    notes: Sequence[str] = ()
+    curves: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, str]] = ()
+    incidents: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def standard_error(self) -> float:
+        """Of the accuracy, from the number of questions alone."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(self.questions, 1))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"v": 1, **{name: _out(value) for name, value in asdict(self).items()}}
+
+    def save(self, folder: Path) -> None:
+        write_whole(folder / FILE, strict_json(self.to_json()))
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        told = [f"{self.name}: {self.ending}"]
+        if self.tensors is not None:
+            told.append(
+                f"  logged loss {_few(self.loss)}, held-out loss {_few(self.valid_loss)}, grad_norm {_few(self.grad_norm)}"
+            )
+            told.append(
+                f"  {self.nonfinite} of {self.tensors} trainable tensors not finite, {self.skipped} steps skipped, {self.seconds or 0:.1f} s"
+            )
+        told.append(f"  accuracy {self.accuracy:.3f}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions")
+        return told
+
+    @classmethod
+    def load(cls, folder: Path) -> Result:
+        path = folder / FILE
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            known = {f.name for f in fields(cls)}
+            found = {name: value for name, value in data.items() if name in known}
+            for name in ("loss", "valid_loss", "grad_norm"):
+                found[name] = None if found.get(name) is None else decode(found[name])
+            found["curves"] = {k: [None if x is None else decode(x) for x in v] for k, v in found.get("curves", {}).items()}
+            return cls(**found)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is not a result of this recipe ({error}): delete it, or choose another --out") from error
+
+
+def _few(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _out(value: Any) -> Any:
+    if isinstance(value, float):
+        return encode(value)
+    if isinstance(value, Mapping):
+        return {str(key): _out(item) for key, item in value.items()}
+    return [_out(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,275 @@
+"""Workshop: what every command of the recipe shares. The model is loaded once, the questions are made once, and each arm has a
+folder of its own that is not worked on twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanproof.core.files import write_whole
+from nanproof.errors import UsageError
+from nanproof.logs.findings import judge
+from nanproof.logs.sources import find, read
+from nanproof.logs.story import Story
+from nanproof.recipes.progress import Progress
+from nanproof.recipes.units_sft import questions
+from nanproof.recipes.units_sft.arms import Setting
+from nanproof.recipes.units_sft.asking import measured_loss, replies
+from nanproof.recipes.units_sft.models import Language, device, load_language, nonfinite_tensors
+from nanproof.recipes.units_sft.questions import Question
+from nanproof.recipes.units_sft.results import FILE, Result
+from nanproof.recipes.units_sft.samples import Example, examples, prompt
+from nanproof.recipes.units_sft.scoring import is_right, parse, score
+from nanproof.recipes.units_sft.training import Trained, reproducible, train
+
+ADAPTER, STATE, BEGUN = "adapter", "trainer_state.json", "setting.json"
+SHOWN = 8
+"""Questions with replies that a result keeps for people to look at."""
+
+
+class Workshop:
+    """One model, one set of questions, one folder."""
+
+    def __init__(
+        self,
+        out: Path,
+        model: str,
+        *,
+        train: int = 1000,
+        valid: int = 1000,
+        data_seed: int = 0,
+        batch: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.out, self.model_name = out, model
+        self.progress = progress if progress is not None else Progress()
+        self._counts = {"train": train, "valid": valid, "seed": data_seed}
+        self._language: Language | None = None
+        self._sets: dict[str, list[Question]] | None = None
+        self.ask_at_once = batch or (256 if device().type == "cuda" else 32)
+
+    # -- what is shared --------------------------------------------------------------------------------------------------------
+
+    @property
+    def language(self) -> Language:
+        """As it was loaded; arms get copies."""
+        if self._language is None:
+            self.progress.say(f"loading {self.model_name}")
+            self._language = load_language(self.model_name)
+        return self._language
+
+    def fresh(self) -> Language:
+        """A copy that an arm may cast and train."""
+        return replace(self.language, model=deepcopy(self.language.model))
+
+    @property
+    def sets(self) -> dict[str, list[Question]]:
+        """Questions "train" and "valid": those in the folder, made now if there are none."""
+        if self._sets is None:
+            folder = self.out / "data"
+            if not (folder / "train.jsonl").exists():
+                self.make_data()
+            found = {name: questions.load(folder / f"{name}.jsonl") for name in ("train", "valid")}
+            wanted = self._counts["train"], self._counts["valid"]
+            if len(found["train"]) < wanted[0] or len(found["valid"]) < wanted[1]:
+                raise UsageError(
+                    f"{folder} has {len(found['train'])} questions to train on and {len(found['valid'])} to ask, not {wanted[0]} "
+                    f"and {wanted[1]}. `nanproof recipe units-sft data --out {self.out}` makes them anew, or choose another --out"
+                )
+            self._sets = {"train": found["train"][: wanted[0]], "valid": found["valid"][: wanted[1]]}
+        return self._sets
+
+    def make_data(self) -> dict[str, list[Question]]:
+        """Make the questions and write them into the folder."""
+        made = questions.make(self._counts["train"], self._counts["valid"], self._counts["seed"])
+        for name in ("train", "valid"):
+            questions.save(self.out / "data" / f"{name}.jsonl", made[name])
+        self._sets = None
+        return made
+
+    # -- one arm ---------------------------------------------------------------------------------------------------------------
+
+    def done(self, setting: Setting, *, again: bool = False, **more: Any) -> Result | None:
+        """The result of an arm that is there already, made with the same settings. `again` clears the arm's folder."""
+        folder, told = self.out / setting.name, self._told(setting, **more)
+        if again and (folder / BEGUN).exists():
+            shutil.rmtree(folder)
+        if (folder / FILE).exists():
+            there = Result.load(folder)
+            _refuse_another(folder, there.setting, told)
+            self.progress.say(f"{setting.name}: done already, {folder / FILE}")
+            return there
+        if (folder / BEGUN).exists():
+            _refuse_another(folder, json.loads((folder / BEGUN).read_text(encoding="utf-8")), told)
+        elif folder.exists() and any(folder.iterdir()):
+            raise UsageError(f"{folder} holds something that is not of this recipe. Choose another --out")
+        return None
+
+    def arm(
+        self,
+        setting: Setting,
+        *,
+        again: bool = False,
+        rows: Sequence[Example] | None = None,
+        notes: Sequence[str] = (),
+        **more: Any,
+    ) -> Result:
+        """Train an arm and ask its model. One that is done is not done again; one that was stopped goes on."""
+        there = self.done(setting, again=again, **more)
+        if there is not None:
+            return there
+        folder, told = self.out / setting.name, self._told(setting, **more)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / BEGUN, json.dumps(told, indent=1) + "\n")
+        language = self.fresh()
+        with reproducible():
+            given = rows if rows is not None else examples(language, self.sets["train"], setting)
+            trained = self._train(language, given, setting, folder)
+            trained.notes[:0] = notes
+            result = self._measure(language, trained, told, folder)
+        trained.model.save_pretrained(folder / ADAPTER)
+        result.save(folder)
+        shutil.rmtree(folder / "trainer", ignore_errors=True)
+        return result
+
+    def _train(self, language: Language, rows: Sequence[Example], setting: Setting, folder: Path) -> Trained:
+        total = -(-len(rows) // setting.batch) * setting.epochs
+        with self.progress.of(f"train {setting.name}", total) as advance:
+            trained = train(language, rows, setting, folder, tick=advance)
+        for note in trained.notes:
+            self.progress.say(f"  {note}")
+        return trained
+
+    def _measure(self, language: Language, trained: Trained, told: dict[str, Any], folder: Path) -> Result:
+        setting, model = trained.setting, trained.model.to(device())
+        valid = self.sets["valid"]
+        said = self.ask(replace(language, model=model), setting.prompt, setting.name)
+        marks = score(said, [q.correct for q in valid])
+        held_out = measured_loss(model, examples(language, valid, setting), language.tokenizer.pad_token_id, self.ask_at_once)
+        bad, tensors = nonfinite_tensors(model)
+        write_whole(folder / STATE, json.dumps({"global_step": trained.steps, "log_history": trained.log}) + "\n")
+        return Result(
+            name=setting.name,
+            setting=told,
+            ending=trained.ending,
+            steps=trained.steps,
+            loss=trained.last("loss"),
+            valid_loss=held_out,
+            grad_norm=trained.last("grad_norm"),
+            accuracy=marks.accuracy,
+            answer_rate=marks.answer_rate,
+            questions=marks.questions,
+            nonfinite=bad,
+            tensors=tensors,
+            skipped=trained.skipped,
+            rolled_back=trained.rolled_back,
+            seconds=trained.seconds,
+            notes=[*trained.notes, *doctors_word(folder / STATE)],
+            curves=_curves(trained.log),
+            samples=_shown(valid, said),
+            incidents=[incident.to_json() for incident in trained.incidents],
+        )
+
+    # -- asking ----------------------------------------------------------------------------------------------------------------
+
+    def ask(self, language: Language, style: Any = "plain", name: str = "", shots: Sequence[tuple[str, str]] = ()) -> list[str]:
+        """The likeliest reply to every held-out question."""
+        asked = [prompt(language, q.text, style, shots) for q in self.sets["valid"]]
+        with self.progress.of(f"ask   {name}", len(asked)) as advance:
+            found = replies(language.model, language, asked, batch=self.ask_at_once, tick=advance)
+        return [each[0] for each in found]
+
+    def unmodified(self, shots: int = 0) -> Result:
+        """The score of the model as it was loaded, without or with some questions and answers before each."""
+        name = f"unmodified-{shots}-shot" if shots else "unmodified"
+        told = {"model": self.model_name, "questions": self._counts, "shots": shots}
+        folder = self.out / name
+        if (folder / FILE).exists():
+            done = Result.load(folder)
+            _refuse_another(folder, done.setting, told)
+            return done
+        language = self.fresh()
+        language.model.to(device())
+        given = [(q.text, q.answer("worked")) for q in self.sets["train"][:shots]]
+        with reproducible():
+            said = self.ask(language, name=name, shots=given)
+        valid = self.sets["valid"]
+        marks = score(said, [q.correct for q in valid])
+        result = Result(
+            name=name,
+            setting=told,
+            ending="not trained",
+            accuracy=marks.accuracy,
+            answer_rate=marks.answer_rate,
+            questions=marks.questions,
+            samples=_shown(valid, said),
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        result.save(folder)
+        return result
+
+    def test(self, name: str) -> Result:
+        """The model of an arm asked again; its result file stays as it is."""
+        folder = self.out / name
+        language = self.load(name)
+        there = Result.load(folder)
+        with reproducible():
+            said = self.ask(language, there.setting.get("prompt", "plain"), name)
+        marks = score(said, [q.correct for q in self.sets["valid"]])
+        shown = _shown(self.sets["valid"], said)
+        return replace(there, accuracy=marks.accuracy, answer_rate=marks.answer_rate, questions=marks.questions, samples=shown)
+
+    def load(self, name: str) -> Language:
+        """The model of an arm that was trained in this folder, with its adapters, ready to be asked."""
+        folder = self.out / name / ADAPTER
+        if not (folder / "adapter_config.json").exists():
+            raise UsageError(
+                f"{folder} has no adapters. `nanproof recipe units-sft train --arm {name.split('-')[0]}` trains them"
+            )
+        from peft import PeftModel
+
+        language = self.fresh()
+        return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
+
+    def _told(self, setting: Setting, **more: Any) -> dict[str, Any]:
+        return {**setting.to_json(), "model": self.model_name, "questions": self._counts, **more}
+
+
+def doctors_word(log: Path) -> list[str]:
+    """What `nanproof doctor` says about the log of an arm."""
+    story = Story()
+    for item in (item for source in find([log]) for item in read(source)):
+        story.add(item)
+    found = judge(story)
+    return [f"doctor on its log: {f.kind}. {f.said}" for f in found[:2]] or ["doctor on its log: nothing wrong"]
+
+
+def _refuse_another(folder: Path, there: Any, wanted: dict[str, Any]) -> None:
+    if there != json.loads(json.dumps(wanted)):
+        differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
+        raise UsageError(
+            f"{folder} was made with other settings ({', '.join(differ)}). --again does it anew with these, or choose another --out"
+        )
+
+
+def _curves(log: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return {name: [float(line[name]) if name in line else None for line in log] for name in names}
+
+
+def _shown(valid: Sequence[Question], said: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {
+            "question": q.text,
+            "correct": f"{q.correct:.4g}",
+            "said": reply,
+            "verdict": "right" if is_right(answer := parse(reply), q.correct) else "no answer" if answer is None else "wrong",
+        }
+        for q, reply in list(zip(valid, said, strict=True))[:SHOWN]
+    ]
