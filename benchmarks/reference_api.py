@@ -66,12 +66,27 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             for name in ("log_ratio", "ratio", "Ratio", "kl", "masked_mean", "group_advantages", "Advantages", "Signals")
         ],
     ),
+    "Precision": (
+        "From `nanproof.numerics.precision`: [numerics.md](../numerics.md#precision).",
+        [("nanproof.numerics.precision", name) for name in ("choose", "Precision", "problems", "Problem", "cast_trainable")],
+    ),
+    "Losses": (
+        "From `nanproof.numerics.losses`: [numerics.md](../numerics.md#the-loss).",
+        [
+            ("nanproof.numerics.losses", name)
+            for name in ("masked_cross_entropy", "supervised_tokens", "check_supervised", "Supervision")
+        ],
+    ),
+    "Losses of transformers": (
+        "From `nanproof.integrations.transformers`: [numerics.md](../numerics.md#losses-of-a-trainer).",
+        [("nanproof.integrations.hf_losses", "safe_compute_loss")],
+    ),
     "Checkpoints, looked into": (
         "[scan.md](../scan.md).",
         [("nanproof.recover.scan", "scan"), ("nanproof.recover.scan", "first_bad"), ("nanproof.recover.dcp", "load")],
     ),
 }
-SHOWN_AS = {"nanproof.integrations.hf_callbacks": "nanproof.integrations.transformers"}
+SHOWN_AS = {f"nanproof.integrations.{name}": "nanproof.integrations.transformers" for name in ("hf_callbacks", "hf_losses")}
 """Where users import from, if not from where it is written."""
 Node = ast.ClassDef | ast.FunctionDef
 

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import Trainer
 
 import nanproof
+from nanproof.core.attempts import Attempt
+from nanproof.core.inquest import remarked
 from nanproof.errors import UsageError
 from nanproof.integrations.loss_checks import Facts, LossCheck, shifts_labels, vocabulary
 from nanproof.integrations.transformers import NanproofCallback, safe_compute_loss
@@ -235,6 +237,13 @@ def test_evaluation_is_left_alone(tmp_path, caplog):
     trainer = tiny.make_trainer(tmp_path, tiny.llama(), tiny.token_rows(8), eval_rows=tiny.token_rows(8, range(4)))
     wrapped(trainer, "trainer").evaluate()
     assert warnings_of(caplog) == []
+
+
+def test_a_remark_that_fails_is_none():
+    """And of an accumulated step without a guilty micro-batch each says which it is of."""
+    attempt = Attempt(0, None, remarks=[lambda: "a", lambda: 1 / 0, lambda: "", lambda: "b"])
+    assert remarked(attempt, None) == "micro-batch 0: a; micro-batch 3: b"
+    assert remarked(attempt, 3) == "b" and remarked(attempt, 1) == ""
 
 
 def test_facts_by_sample():

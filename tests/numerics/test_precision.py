@@ -98,11 +98,15 @@ def test_a_scaler_is_made_where_it_is_needed():
 
 def test_the_trainer_ignores_fp16_on_a_cpu(tmp_path):
     """What `choose(ask="fp16")` says of a CPU: no autocast, no scaler, no word. In torch itself both are there."""
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, report_to=[])
-    accelerator = Trainer(model=nn.Linear(2, 2), args=args).accelerator
-    assert accelerator.scaler is None and not accelerator.native_amp
+    try:
+        args = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, report_to=[])
+        accelerator = Trainer(model=nn.Linear(2, 2), args=args).accelerator
+        assert accelerator.scaler is None and not accelerator.native_amp
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # one for the whole process, with fp16 in it
     with torch.autocast("cpu", dtype=torch.float16):
         assert nn.Linear(4, 4)(torch.ones(2, 4)).dtype == torch.float16
     assert torch.amp.GradScaler("cpu").is_enabled()

@@ -147,9 +147,9 @@ def _no_fp16(kind: str) -> str:
     if kind != "cpu":
         return f'choose(ask="fp16"): scaled fp16 is known to work on CUDA only, not on {kind}. Ask for "fp32", or "bf16"'
     return (
-        'choose(ask="fp16"): on a CPU Trainer(fp16=True) trains in fp32 without saying so, and fp16 is slower than fp32 on most '
-        'CPUs. Ask for "bf16" or "fp32". In a loop of your own torch.autocast("cpu", torch.float16) and '
-        'torch.amp.GradScaler("cpu") do work'
+        'choose(ask="fp16"): on a CPU Trainer(fp16=True) trains in fp32 without saying so, and fp16 is slower than fp32 where '
+        'the CPU has no instructions for it. Ask for "bf16" or "fp32". In a loop of your own torch.autocast("cpu", '
+        'torch.float16) and torch.amp.GradScaler("cpu") do work'
     )
 
 
@@ -189,8 +189,8 @@ def problems(
     found: list[Problem] = []
     if half and (fp16 or (scaler is not None and scaler.is_enabled())):
         said = (
-            f"{len(half)} parameters that learn are fp16 ({listed(half)}), and the loss is to be scaled: GradScaler refuses "
-            'their gradients, "Attempting to unscale FP16 gradients."'
+            f"{len(half)} parameters that learn are fp16 ({listed(half)}), and the loss is to be scaled: GradScaler raises "
+            '"Attempting to unscale FP16 gradients." at their gradients'
         )
         found.append(Problem(Fp16WeightsWithGradScaler.slug, said, f"{Fp16WeightsWithGradScaler.fix} {_CAST}"))
     if half and optimizer is not None and (eps := _eps_in_fp16(optimizer)) is not None:
