@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -123,8 +123,8 @@ def train(
             raise typer.Exit(1)
 
 
-@units_sft.command()
-def test(
+@units_sft.command("test")
+def ask(
     arm: Annotated[str, typer.Option(help="An arm that was trained in --out, or unmodified.")] = "fixed",
     variant: Variant = "",
     model: Model = REAL,
@@ -137,11 +137,8 @@ def test(
     """Ask a model the held-out questions and score what it says."""
     with _told():
         workshop = _workshop(out, model, train, valid)
-        if arm == "unmodified":
-            result = workshop.unmodified(shots)
-        else:
-            result = workshop.test(f"{arm}-{variant}" if variant else arm)
-        _show(result, as_json)
+        name = f"{arm}-{variant}" if variant else arm
+        _show(workshop.unmodified(shots) if arm == "unmodified" else workshop.test(name), as_json)
 
 
 @units_sft.command()
@@ -267,6 +264,3 @@ def _told() -> Iterator[None]:
     except NanproofError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-
-
-__all__: list[Any] = ["recipe"]

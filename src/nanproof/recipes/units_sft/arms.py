@@ -122,11 +122,10 @@ def changed(found: Setting, **changes: Any) -> Setting:
     asked = changes.get("precision", "auto")
     if asked not in ("auto", "bf16", "fp16", "fp32"):
         raise UsageError(f"--precision {asked} is unknown. Choose auto, bf16, fp16 or fp32")
-    if found.precision != "auto":
-        if changes.pop("precision", "auto") != "auto":
-            raise UsageError(
-                f"--precision {asked}: what --arm {found.arm} is held in is what the arm is about. Choose it with --arm fixed"
-            )
+    if found.precision != "auto" and changes.pop("precision", "auto") != "auto":
+        raise UsageError(
+            f"--precision {asked}: what --arm {found.arm} is held in is what the arm is about. Choose it with --arm fixed"
+        )
     _check(changes)
     return replace(found, **changes)
 

@@ -31,8 +31,8 @@ COLUMNS = (
 )
 LEAD = (
     "A small language model is to learn unit conversion with LoRA. As reported it ended with grad_norm nan and an accuracy of 0. "
-    "Three documents each named a cause and a fix; they are run here as they were written, beside the same setting under nanproof "
-    "and beside the right one. Everything else is equal."
+    "Three documents each named a cause and a fix; they are run here as they were written, beside the same setting under "
+    "nanproof and beside the right one. Everything else is equal."
 )
 
 
@@ -55,10 +55,9 @@ def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = 
 
 
 def compare(workshop: Workshop, changes: Mapping[str, Any], sampling: Sampling, *, with_rft: bool = True) -> Comparison:
-    """All arms. `changes` are the settings that every arm shares: epochs, rank, seed, form; the learning rate is the arm's own."""
-    results = [workshop.unmodified(), workshop.unmodified(shots=3)]
-    for setting in (*REPORTED, AS_REPORTED, TUNED, FIXED):
-        results.append(workshop.arm(replace(setting, **changes)))
+    """All arms. `changes` are settings that every arm shares: epochs, rank, seed, form; the learning rate is the arm's own."""
+    settings = [replace(setting, **changes) for setting in (*REPORTED, AS_REPORTED, TUNED, FIXED)]
+    results = [workshop.unmodified(), workshop.unmodified(shots=3), *(workshop.arm(setting) for setting in settings)]
     if with_rft:
         results.append(rft(workshop, replace(RFT, **changes), sampling))
     return told(workshop, results)

@@ -62,9 +62,8 @@ class Result:
             told.append(
                 f"  logged loss {_few(self.loss)}, held-out loss {_few(self.valid_loss)}, grad_norm {_few(self.grad_norm)}"
             )
-            told.append(
-                f"  {self.nonfinite} of {self.tensors} trainable tensors not finite, {self.skipped} steps skipped, {self.seconds or 0:.1f} s"
-            )
+            bad = f"{self.nonfinite} of {self.tensors} trainable tensors not finite"
+            told.append(f"  {bad}, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
         told.append(f"  accuracy {self.accuracy:.3f}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions")
         return told
 

@@ -254,7 +254,7 @@ def _refuse_another(folder: Path, there: Any, wanted: dict[str, Any]) -> None:
     if there != json.loads(json.dumps(wanted)):
         differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
         raise UsageError(
-            f"{folder} was made with other settings ({', '.join(differ)}). --again does it anew with these, or choose another --out"
+            f"{folder} was made with other settings ({', '.join(differ)}). --again does it anew, or choose another --out"
         )
 
 
