@@ -66,6 +66,13 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             for name in ("log_ratio", "ratio", "Ratio", "kl", "masked_mean", "group_advantages", "Advantages", "Signals")
         ],
     ),
+    "Comparing runs": (
+        "From `nanproof.report.comparison`, without torch: [report.md](../report.md#comparing-runs).",
+        [
+            ("nanproof.report.comparison", name)
+            for name in ("Comparison", "Column", "Arm", "Check", "write", "read", "rich_table")
+        ],
+    ),
     "Checkpoints, looked into": (
         "[scan.md](../scan.md).",
         [("nanproof.recover.scan", "scan"), ("nanproof.recover.scan", "first_bad"), ("nanproof.recover.dcp", "load")],
