@@ -24,7 +24,7 @@ const Plots = (() => {
   const values = (lines) => lines.flatMap((line) => [...(line.low || line.mean), ...(line.high || [])]).filter((x) => x !== null);
 
   /* The y axis of a chart: how a value becomes a height and a height a value, its range and its ticks. uPlot gets heights and a plain
-     axis, as its own axes have no ticks beyond 17 digits. Logarithmic from the start where values lie decades apart. Zeros are drawn
+     axis, as its own have no ticks above 1e32. Logarithmic from the start where values lie decades apart. Zeros are drawn
      on such an axis too: below the smallest size it is linear. */
   function axisOf(chart, lines) {
     const known = values(lines).map((x) => drawable(x)), same = (x) => x, plain = { to: same, from: same, scale: {}, ticks: {} };
