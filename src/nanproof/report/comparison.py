@@ -174,7 +174,7 @@ def read(folder: str | Path) -> Comparison:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The table for a terminal: a row an arm where that fits, else one value below the other."""
+    """The table for a terminal of any width: a row an arm, in several pieces where not all columns fit."""
     from nanproof.report.comparison_text import terminal_table
 
     return terminal_table(comparison)
