@@ -81,6 +81,13 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "From `nanproof.integrations.transformers`: [numerics.md](../numerics.md#losses-of-a-trainer).",
         [("nanproof.integrations.hf_losses", "safe_compute_loss")],
     ),
+    "Comparing runs": (
+        "From `nanproof.report.comparison`, without torch: [report.md](../report.md#comparing-runs).",
+        [
+            ("nanproof.report.comparison", name)
+            for name in ("Comparison", "Column", "Arm", "Check", "write", "read", "rich_table")
+        ],
+    ),
     "Checkpoints, looked into": (
         "[scan.md](../scan.md).",
         [("nanproof.recover.scan", "scan"), ("nanproof.recover.scan", "first_bad"), ("nanproof.recover.dcp", "load")],

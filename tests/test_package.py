@@ -28,6 +28,7 @@ LAYERS = [
     "integrations",
     "report",
     "watch",
+    "recipes",
     "cli",
 ]
 """A module imports from its own layer or an earlier one."""

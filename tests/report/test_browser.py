@@ -316,6 +316,22 @@ def test_extreme_numbers_are_drawn(browser, tmp_path, what):
     seen.close()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_axis_has_numbers_up_to_the_largest_float32(browser, tmp_path, sign):
+    """Logarithmic and linear."""
+    lines = [json.dumps({"v": 1, "kind": "header", "names": ["a"]}) + "\n"]
+    lines += [made.step_line(i, sign * 10.0**i, 10.0**i, norms=[1.0]) for i in range(39)]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path).read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    for _ in range(2):
+        loss, norm = seen.ask("Plots.all.slice(0, 2).map((plot) => plot.axes[1]._values)")
+        assert 3 <= len(loss) <= 12 and 3 <= len(norm) <= 12
+        seen.page.keyboard.press("l")
+    seen.close()
+
+
 def test_an_incident_after_the_last_step_has_its_mark(browser, tmp_path):
     """An exception comes before its step is recorded; at a step that was taken again, both records are told."""
     lines = [

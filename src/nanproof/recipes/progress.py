@@ -16,10 +16,6 @@ Advance = Callable[[int, str], None]
 """How much is done in all, and a word about it."""
 
 
-def _silent(done: int, said: str = "") -> None:
-    """Nobody listens."""
-
-
 class Progress:
     """Says what is done and how far it is."""
 
@@ -34,9 +30,7 @@ class Progress:
     @contextmanager
     def of(self, name: str, total: int) -> Iterator[Advance]:
         """A piece of work of so many parts."""
-        if self._console is None:
-            yield _silent
-        elif self._console.is_terminal:
+        if self._console is not None and self._console.is_terminal:
             yield from self._bar(name, total)
         else:
             yield from self._lines(name, total)

@@ -35,7 +35,7 @@ class Column:
     key: str
     title: str
     form: Form = "number"
-    """How a value is written: "share" is a part of 1, shown in percent."""
+    """How a value is written: "text", "count", "number", "share" (a part of 1, shown in percent) or "seconds"."""
     note: str = ""
     """What it is, in a sentence; shown under the table."""
 
@@ -174,7 +174,7 @@ def read(folder: str | Path) -> Comparison:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The table for a terminal: a row an arm where that fits, else one value below the other."""
+    """The table for a terminal of any width: a row an arm, in several pieces where not all columns fit."""
     from nanproof.report.comparison_text import terminal_table
 
     return terminal_table(comparison)
@@ -199,7 +199,7 @@ def _arm_in(data: Any, forms: Mapping[str, Form]) -> Arm:
         **_texts(data, "name", "setting", "ending"),
         values={key: _value(x, forms.get(key, "number")) for key, x in _mapping(data["values"]).items()},
         story=tuple(_text(said) for said in data["story"]),
-        curves={key: [None if x is None else float(x) for x in values] for key, values in _mapping(data["curves"]).items()},
+        curves={key: [_point(x) for x in values] for key, values in _mapping(data["curves"]).items()},
         run=None if run is None else _text(run),
         samples=tuple({key: _text(said) for key, said in _mapping(sample).items()} for sample in data["samples"]),
     )
@@ -225,6 +225,13 @@ def _value(x: Any, form: Form) -> Value:
     if x is None or isinstance(x, (str, int, float)):
         return x
     raise ValueError("a value that is neither a number nor a text")
+
+
+def _point(x: Any) -> float | None:
+    value = _value(x, "number")
+    if isinstance(value, str):
+        raise ValueError(f"{one_line(value, 80)} where a number of a curve should be")
+    return value
 
 
 def _texts(data: Any, *names: str) -> dict[str, Any]:

@@ -107,45 +107,66 @@ def markdown(comparison: Comparison) -> str:
 
 
 def terminal_table(comparison: Comparison) -> Table:
-    """A table that looks at the width it is given: a row an arm where all fit, else one value below the other."""
+    """A table that looks at the width it is given: a row an arm, in as many pieces as it takes, each of which names the arms; one
+    value below the other where there is no room for that."""
     from rich.table import Table
 
-    wide, needed = _wide(comparison)
-    narrow = _narrow(comparison)
+    widths = _widths(comparison)
 
     class Fitting(Table):
-        """Both forms, of which one is drawn."""
+        """Drawn when the width is known."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-            yield wide if needed <= options.max_width else narrow
+            pieces = _pieces(widths, options.max_width)
+            if pieces is None:
+                yield _narrow(comparison)
+            for i, piece in enumerate(pieces or ()):
+                if i:
+                    yield ""
+                yield _wide(comparison, piece, widths)
 
     return Fitting()
 
 
-def _wide(comparison: Comparison) -> tuple[Table, int]:
-    """A row an arm, and how many columns of a terminal that takes. Heads are broken between words, values are not."""
+def _widths(comparison: Comparison) -> list[int]:
+    """What each column takes at least. Heads are broken between words, values are not; an ending may take several lines."""
+    heads, *told = rows(comparison)
+    least = [
+        max([_width(word) for word in head.split()] + [_width(row[i]) for row in told], default=0) for i, head in enumerate(heads)
+    ]
+    words = [_width(word) for row in told for word in row[-1].split()]
+    return [*least[:-1], min(least[-1], max([LEAST_ENDING, *words]))]
+
+
+def _pieces(widths: Sequence[int], room: int) -> list[list[int]] | None:
+    """The columns of each piece, besides the first, which is in all; None where one does not fit. rich leaves a gap after the
+    last column too."""
+    found: list[list[int]] = [[]]
+    left = room - widths[0] - GAP
+    for i, width in enumerate(widths[1:], start=1):
+        if left < GAP + width and found[-1]:
+            found.append([])
+            left = room - widths[0] - GAP
+        if left < GAP + width:
+            return None
+        found[-1].append(i)
+        left -= GAP + width
+    return found
+
+
+def _wide(comparison: Comparison, columns: Sequence[int], widths: Sequence[int]) -> Table:
+    """A row an arm: its name, and some of the columns."""
     from rich.table import Table
 
     heads, *told = rows(comparison)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    needed = GAP * (len(heads) - 1)
-    for i, head in enumerate(heads):
-        last = i == len(heads) - 1
-        words = [_width(word) for word in head.split()] + [_width(row[i]) for row in told]
-        least = max(words, default=0)
-        if last:  # it comes last and may take several lines
-            least = min(
-                least, max([LEAST_ENDING, *(_width(word) for row in told for word in row[i].split() if _width(word) < 30)])
-            )
-        needed += least
-        right = i > 0 and not last and is_numeric(comparison.columns[i - 1])
-        table.add_column(
-            _styled(head), justify="right" if right else "left", no_wrap=False, min_width=least or None, overflow="fold"
-        )
+    for i in (0, *columns):
+        right = 0 < i <= len(comparison.columns) and is_numeric(comparison.columns[i - 1])
+        table.add_column(_styled(heads[i]), justify="right" if right else "left", min_width=widths[i] or None, overflow="fold")
     for arm, row in zip(comparison.arms, told, strict=True):
         bad = [False, *(is_bad(arm.values.get(column.key)) for column in comparison.columns), False]
-        table.add_row(*(_styled(text, "bold red" if wrong else "") for text, wrong in zip(row, bad, strict=True)))
-    return table, needed
+        table.add_row(*(_styled(row[i], "bold red" if bad[i] else "") for i in (0, *columns)))
+    return table
 
 
 def _narrow(comparison: Comparison) -> Table:

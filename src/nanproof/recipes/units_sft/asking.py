@@ -70,7 +70,7 @@ def _left_padded(rows: Sequence[list[int]], padding: int) -> dict[str, torch.Ten
 
 
 @torch.no_grad()
-def measured_loss(model: nn.Module, rows: Sequence[Example], padding: int, batch: int) -> float:
+def measured_loss(model: nn.Module, rows: Sequence[Example], padding: int, batch: int = 32) -> float:
     """The loss on answers that were not trained on: the mean over all supervised tokens."""
     collate, where, training = Collator(padding), next(model.parameters()).device, model.training
     total = torch.zeros((), dtype=torch.float64, device=where)

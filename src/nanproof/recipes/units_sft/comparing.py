@@ -25,7 +25,8 @@ COLUMNS = (
     Column("accuracy", "accuracy", "share", note="Within 5 % of the correct value, of all held-out questions."),
     Column("answer_rate", "answer rate", "share", note="Replies that parse to a number."),
     Column("nonfinite", "NaN tensors", "text", note="Trainable tensors that are not finite at the end, of all."),
-    Column("skipped", "skipped", "count", note="Steps that were refused and not taken."),
+    Column("refused", "refused", "count", note="Attempts at a step that the guard refused; a healed one is run again."),
+    Column("skipped", "skipped", "count", note="Steps that were not taken in the end."),
     Column("rolled_back", "rolled back", "count"),
     Column("seconds", "seconds", "seconds", note="Training alone."),
 )
@@ -50,6 +51,8 @@ def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = 
     with workshop.progress.of("sample fixed", len(asked)) as advance:
         kept = sample(language, asked, sampling, seed=setting.seed, batch=at_once, tick=advance)
     workshop.progress.say(f"  {kept}")
+    if not kept.pairs:
+        return Result(name=setting.name, setting={}, ending=f"not trained: {kept}")
     rows = rows_of(language, train, kept, setting)
     return workshop.arm(setting, rows=rows, notes=(str(kept),), sampling=told)
 
@@ -94,6 +97,7 @@ def _arm(out: Path, result: Result) -> Arm:
             "accuracy": result.accuracy,
             "answer_rate": result.answer_rate,
             "nonfinite": None if result.tensors is None else f"{result.nonfinite} of {result.tensors}",
+            "refused": None if result.tensors is None else result.refused,
             "skipped": None if result.tensors is None else result.skipped,
             "rolled_back": None if result.tensors is None else result.rolled_back,
             "seconds": result.seconds,

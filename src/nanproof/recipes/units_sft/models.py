@@ -183,7 +183,7 @@ def _tiny_weights(seed: int, steps: int = 200) -> dict[str, Any]:
 
 
 def with_adapters(model: nn.Module, rank: int, alpha: int, *, own_dtype: bool, seed: int) -> Any:
-    """LoRA on every linear layer but the head. `own_dtype`: adapters in the dtype of the model, even fp16; PEFT makes them fp32."""
+    """LoRA on every linear layer but the head. `own_dtype`: adapters in the dtype of the model, fp16 too; PEFT makes fp32."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanproof.core.files import strict_json, write_whole
 from nanproof.errors import UsageError
-from nanproof.records import decode, encode
+from nanproof.records import decode
 
 FILE = "result.json"
 
@@ -36,7 +36,10 @@ class Result:
     nonfinite: int | None = None
     """Trainable tensors with a value that is not finite, of `tensors`."""
     tensors: int | None = None
+    refused: int = 0
+    """Attempts at a step that the guard refused."""
     skipped: int = 0
+    """Steps that were not taken in the end."""
     rolled_back: int = 0
     seconds: float | None = None
     notes: Sequence[str] = ()
@@ -63,7 +66,7 @@ class Result:
                 f"  logged loss {_few(self.loss)}, held-out loss {_few(self.valid_loss)}, grad_norm {_few(self.grad_norm)}"
             )
             bad = f"{self.nonfinite} of {self.tensors} trainable tensors not finite"
-            told.append(f"  {bad}, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
+            told.append(f"  {bad}, {self.refused} attempts refused, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
         told.append(f"  accuracy {self.accuracy:.3f}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions")
         return told
 
@@ -88,7 +91,7 @@ def _few(value: float | None) -> str:
 
 def _out(value: Any) -> Any:
     if isinstance(value, float):
-        return encode(value)
+        return value if math.isfinite(value) else str(value)  # all digits: two runs are compared by them
     if isinstance(value, Mapping):
         return {str(key): _out(item) for key, item in value.items()}
     return [_out(item) for item in value] if isinstance(value, (list, tuple)) else value

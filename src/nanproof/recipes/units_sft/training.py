@@ -43,7 +43,10 @@ class Trained:
     seconds: float = 0.0
     log: list[dict[str, Any]] = field(default_factory=list)
     """Lines as the Trainer logged them."""
+    refused: int = 0
+    """Attempts at a step that the guard refused; a step that was healed was run again."""
     skipped: int = 0
+    """Steps that were not taken in the end."""
     rolled_back: int = 0
     incidents: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -126,7 +129,9 @@ def train(
         guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / "nanproof")
     begun = time.perf_counter()
     last = get_last_checkpoint(str(folder / "trainer")) if (folder / "trainer").is_dir() else None
+    begun_at = 0
     if last is not None:
+        begun_at = int(Path(last).name.rpartition("-")[2])
         notes.append(f"went on from {Path(last).name}")
     try:
         trainer.train(resume_from_checkpoint=last)
@@ -140,7 +145,8 @@ def train(
     trained.steps, trained.log = trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]
     if guard is not None:
         trained.incidents = list(guard.incidents)
-        trained.skipped = sum(record.action == "skipped" for record in guard.history)
+        trained.refused = guard.refused_in_all
+        trained.skipped = trained.steps - begun_at - guard.accepted_so_far
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
     if patch is not None:
         trained.notes += patch.notes(trained.log)

@@ -151,7 +151,7 @@ class Workshop:
         valid = self.sets["valid"]
         said = self.ask(replace(language, model=model), setting.prompt, setting.name)
         marks = score(said, [q.correct for q in valid])
-        held_out = measured_loss(model, examples(language, valid, setting), language.tokenizer.pad_token_id, self.ask_at_once)
+        held_out = measured_loss(model, examples(language, valid, setting), language.tokenizer.pad_token_id)
         bad, tensors = nonfinite_tensors(model)
         write_whole(folder / STATE, json.dumps({"global_step": trained.steps, "log_history": trained.log}) + "\n")
         return Result(
@@ -167,6 +167,7 @@ class Workshop:
             questions=marks.questions,
             nonfinite=bad,
             tensors=tensors,
+            refused=trained.refused,
             skipped=trained.skipped,
             rolled_back=trained.rolled_back,
             seconds=trained.seconds,

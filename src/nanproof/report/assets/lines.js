@@ -23,28 +23,31 @@ const Plots = (() => {
 
   const values = (lines) => lines.flatMap((line) => [...(line.low || line.mean), ...(line.high || [])]).filter((x) => x !== null);
 
-  /* Logarithmic from the start where values lie decades apart. Zeros are drawn on such an axis too: below the smallest size it is
-     linear. */
-  function scaleOf(chart, lines) {
-    const known = values(lines).map((x) => drawable(x));
-    if (!known.length) return { how: "none", scale: { range: [0, 1] }, ticks: {} };
-    const sizes = known.map(Math.abs).filter((x) => x > 1e-60), low = Math.min(...known), high = Math.max(...known);
+  /* The y axis of a chart: how a value becomes a height and a height a value, its range and its ticks. uPlot gets heights and a plain
+     axis, as its own have no ticks above 1e32. Logarithmic from the start where values lie decades apart. Zeros are drawn
+     on such an axis too: below the smallest size it is linear. */
+  function axisOf(chart, lines) {
+    const known = values(lines).map((x) => drawable(x)), same = (x) => x, plain = { to: same, from: same, scale: {}, ticks: {} };
+    if (!known.length) return { ...plain, how: "none", scale: { range: [0, 1] }, ticks: { values: (u, at) => at.map(() => "") } };
+    const sizes = known.map(Math.abs).filter((x) => x > 0), low = Math.min(...known), high = Math.max(...known);
     const most = Math.max(...sizes, 0), least = Math.max(Math.min(...sizes, most), most * 1e-9);
     if (!logs.has(chart.key)) logs.set(chart.key, low > 0 ? high / low > 1e3 : most > 1e4);
-    if (!logs.get(chart.key) || !sizes.length) return { how: "linear", scale: low === high ? { range: flat(low) } : {}, ticks: {} };
-    const filter = (u, at) => at; // uPlot's own would leave some out
-    if (low > 1e-60) {
-      const range = (u, from, to) => (from > 0 ? [from / 1.25, to * 1.25] : [0.1, 10]);
-      return { how: "log", scale: { distr: 3, log: 10, range }, ticks: { filter, splits: (u, axis, from, to) => powers(10, from, to) } };
+    if (!logs.get(chart.key) || !sizes.length) {
+      const unit = most > 1e12 || (most > 0 && most < 1e-9) ? 10 ** Math.floor(Math.log10(most)) : 1;
+      const flat = low === 0 ? [-1, 1] : [(low - Math.abs(low)) / unit, (low + Math.abs(low)) / unit]; // one that never moves
+      return { how: "linear", to: (x) => x / unit, from: (y) => y * unit, scale: low === high ? { range: flat } : {}, ticks: {} };
     }
-    const side = (limit) => (limit >= least ? powers(10, least, limit * 1.0001) : []);
-    const splits = (u, axis, from, to) => [...side(-from).map((x) => -x).reverse(), 0, ...side(to)];
-    const range = () => [low < 0 ? low * 1.25 : 0, high > 0 ? high * 1.25 : 0];
-    return { how: "asinh", scale: { distr: 4, asinh: least, range }, ticks: { filter, splits } };
+    const filter = (u, at) => at; // uPlot's own would leave some out
+    if (low > 0) {
+      const range = () => [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
+      const splits = (u, axis, from, to) => powers(10, 10 ** from, 10 ** to).map(Math.log10);
+      return { how: "log", to: Math.log10, from: (y) => 10 ** y, scale: { range }, ticks: { filter, splits } };
+    }
+    const to = (x) => Math.asinh(x / least), side = (limit) => (limit >= least ? powers(10, least, limit * 1.0001) : []);
+    const splits = () => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)].map(to);
+    const range = () => [low < 0 ? to(low) - 0.2 : 0, high > 0 ? to(high) + 0.2 : 0];
+    return { how: "asinh", to, from: (y) => Math.sinh(y) * least, scale: { range }, ticks: { filter, splits } };
   }
-
-  /* A curve that never moves lies in the middle. */
-  const flat = (x) => (x === 0 ? [-1, 1] : [drawable(x - Math.abs(x)), drawable(x + Math.abs(x))]);
 
   /* -- drawing ------------------------------------------------------------------------------------------------------------- */
 
@@ -118,13 +121,13 @@ const Plots = (() => {
   }
 
   /* One list of steps for all lines; what a line does not have at a step of another one is no gap in it. */
-  function columnsOf(lines, banded, positive) {
-    const shown = (list) => list.map((x) => drawable(x, positive));
+  function columnsOf(lines, banded, to) {
+    const shown = (list) => list.map((x) => (x === null ? null : to(drawable(x))));
     const tables = lines.map((line) => [line.x.map(middle), ...(banded ? [shown(line.high), shown(line.low)] : []), shown(line.mean)]);
     return tables.length > 1 ? uPlot.join(tables, tables.map((table) => table.map(() => 2))) : tables[0];
   }
 
-  function options(height, lanes, scale, ticks, extra) {
+  function options(height, lanes, { from, scale, ticks }, extra) {
     const grid = { stroke: () => colours.grid, width: 1 };
     const axis = { stroke: () => colours.soft, font: "11px system-ui, sans-serif", ticks: { show: false }, grid };
     const room = lanes.length ? lanes[lanes.length - 1].below + 6 : 0;
@@ -133,7 +136,7 @@ const Plots = (() => {
       scales: { x: { time: false, range: () => [view.min, view.max] }, y: scale },
       axes: [
         { ...axis, size: 26 + room, gap: 5 + room, values: (u, at) => at.map((x) => (Number.isInteger(x) ? x.toLocaleString("en") : "")) },
-        { ...axis, size: gutter, gap: 8, values: (u, at) => at.map(number), ...ticks },
+        { ...axis, size: gutter, gap: 8, values: (u, at) => at.map((y) => number(from(y))), ...ticks },
       ],
       cursor: {
         y: false, points: { show: false }, drag: { x: true, y: false, setScale: false, dist: 4 },
@@ -154,14 +157,14 @@ const Plots = (() => {
 
   function drawChart(chart, i, parent) {
     const lines = chart.lines.filter((line) => !hidden.has(line.arm)), lanes = lanesOf(lines, i === 0);
-    const { how, scale, ticks } = scaleOf(chart, lines), banded = data.width > 1;
-    const button = Dom.h("button", { type: "button", "aria-pressed": String(how === "log" || how === "asinh"), title: "linear or logarithmic" }, "log");
+    const axis = axisOf(chart, lines), banded = data.width > 1, isLog = axis.how === "log" || axis.how === "asinh";
+    const button = Dom.h("button", { type: "button", "aria-pressed": String(isLog), title: "linear or logarithmic" }, "log");
     button.addEventListener("click", () => { logs.set(chart.key, !logs.get(chart.key)); draw(); document.querySelector(`#chart-${i} button`).focus(); });
     const caption = Dom.h("figcaption", {}, Dom.h("bdi", {}, chart.title), narrow() ? "" : Dom.h("br"), button);
     const figure = Dom.h("figure", { id: `chart-${i}` }, caption);
     parent.append(figure);
-    const columns = lines.length ? columnsOf(lines, banded, how === "log") : [[full.min, full.max], [null, null]];
-    const opts = options(i ? 170 : 230, lanes, scale, ticks, {
+    const columns = lines.length ? columnsOf(lines, banded, axis.to) : [[full.min, full.max], [null, null]];
+    const opts = options(i ? 170 : 230, lanes, axis, {
       series: [{}, ...(lines.length ? lines.flatMap((line) => seriesOf(line, banded)) : [{ points: { show: false } }])],
       bands: banded ? lines.map((line, k) => ({ series: [3 * k + 1, 3 * k + 2], fill: () => `${colour(line.arm)}${lines.length > 4 ? "14" : "2b"}` })) : [],
       hooks: {
@@ -177,7 +180,7 @@ const Plots = (() => {
     const plot = new uPlot({ ...opts, width: Math.max(200, figure.clientWidth) }, columns, figure);
     plot.root.setAttribute("role", "img");
     plot.root.setAttribute("aria-label", label(chart, lines));
-    plot.lanes = lanes;
+    Object.assign(plot, { lanes, how: axis.how });
     all.push(plot);
     Touch.listen(plot);
   }

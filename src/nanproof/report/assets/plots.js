@@ -146,11 +146,15 @@ const Plots = (() => {
     };
   }
 
+  /* uPlot knows no distance of ticks above 1e32, and draws none then; float32 goes to 3e38. */
+  const LARGE = Array.from({ length: 61 }, (_, i) => [1, 2, 5].map((lead) => lead * 10 ** (i + 1))).flat();
+
   function ticksOf(metric, how) {
     const filter = (u, at) => at; // uPlot's own would leave some out
-    if (how === "log") return { filter, splits: (u, axis, low, high) => powers(metric === "scale" ? 2 : 10, low, high) };
+    const incrs = extent(metric).some((x) => Math.abs(x) > 1e30) ? { incrs: LARGE } : {};
+    if (how === "log") return { ...incrs, filter, splits: (u, axis, low, high) => powers(metric === "scale" ? 2 : 10, low, high) };
     const side = (limit) => (limit > 10 ? powers(10, 10, limit) : []);
-    return how === "asinh" ? { filter, splits: (u, axis, low, high) => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)] } : {};
+    return how === "asinh" ? { ...incrs, filter, splits: (u, axis, low, high) => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)] } : incrs;
   }
 
   function scaleOf(metric, how) {
@@ -255,11 +259,16 @@ const Plots = (() => {
     if (follow) { view.min = full.min; view.max = full.max; }
   }
 
-  function chooseScale(metric) {
+  /* The lowest and the highest value; nothing where there is none. */
+  function extent(metric) {
     const curve = data.curves[metric];
     const values = [...(curve.low || curve.mean), ...(curve.high || [])].filter((x) => x !== null);
-    const low = Math.min(...values), high = Math.max(...values);
-    if (!values.length) return "none";
+    return values.length ? [Math.min(...values), Math.max(...values)] : [];
+  }
+
+  function chooseScale(metric) {
+    const [low, high] = extent(metric);
+    if (low === undefined) return "none";
     if (metric !== "loss") return METRICS[metric].log && high > 0 ? "log" : "linear";
     const wanted = logLoss === null ? (low > 0 ? high / low > 1e3 : Math.max(high, -low) > 1e4) : logLoss;
     logLoss = wanted;
