@@ -17,8 +17,8 @@ import torch
 
 from nanproof.core.environment import device_name
 from nanproof.recipes.progress import Progress
-from nanproof.recipes.units_sft.arms import FIXED
-from nanproof.recipes.units_sft.comparing import compare
+from nanproof.recipes.units_sft.arms import FIXED, SETTINGS, Setting
+from nanproof.recipes.units_sft.comparing import compare, rft
 from nanproof.recipes.units_sft.models import device
 from nanproof.recipes.units_sft.rejection import Sampling
 from nanproof.recipes.units_sft.workshop import Workshop
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--valid", type=int, default=1000)
     parser.add_argument("--more", type=int, default=2000)
     parser.add_argument("--ask", type=int, default=None, help="questions asked at once")
+    parser.add_argument("--arms", default="", help="these alone (of guarded-tuned, fixed, rft), without the comparison")
     parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results/")
     asked = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -56,6 +57,10 @@ def main() -> None:
         return Workshop(out, asked.model, train=asked.train, valid=asked.valid, batch=asked.ask, progress=_Said())
 
     first = workshop(asked.out)
+    if asked.arms:
+        for name in asked.arms.split(","):
+            _ = rft(first, sampling=Sampling(more=asked.more)) if name == "rft" else first.arm(_named(name))
+        return
     found = compare(first, {}, Sampling(more=asked.more))
     for arm in found.arms:
         if arm.run is not None:
@@ -73,6 +78,10 @@ def main() -> None:
         name = "h200" if "H200" in device_name(device()) else "cpu"
         told = {"date": date.today().isoformat(), "torch": torch.__version__, "comparison": found.to_json(), "twice": same}
         (RESULTS / f"units_sft_{name}.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _named(name: str) -> Setting:
+    return next(setting for setting in SETTINGS.values() if setting.name == name)
 
 
 if __name__ == "__main__":

@@ -90,15 +90,26 @@ FIXED = Setting(
     protect=True,
     lr=4e-3,
     batch=8,
+    gradient_checkpointing=False,
 )
 GUARDED = next(s for s in REPORTED if s.arm == "guarded")
 TUNED = replace(
-    GUARDED, variant="tuned", lr=FIXED.lr, batch=FIXED.batch, says="guarded, with the learning rate and batch of fixed"
+    GUARDED,
+    variant="tuned",
+    lr=FIXED.lr,
+    batch=FIXED.batch,
+    gradient_checkpointing=FIXED.gradient_checkpointing,
+    says="guarded, with the learning rate and batch of fixed",
 )
 AS_REPORTED = replace(
-    FIXED, variant="reported", lr=BROKEN.lr, batch=BROKEN.batch, says="fixed, with the reported learning rate and batch"
+    FIXED,
+    variant="reported",
+    lr=BROKEN.lr,
+    batch=BROKEN.batch,
+    gradient_checkpointing=BROKEN.gradient_checkpointing,
+    says="fixed, with the reported learning rate and batch",
 )
-RFT = replace(FIXED, arm="rft", says="fixed again, on its own right answers to new questions too")
+RFT = replace(FIXED, arm="rft", batch=32, says="fixed again, on its own right answers to new questions too")
 SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, TUNED, AS_REPORTED, FIXED)}
 ARMS = ("broken", "patched", "guarded", "fixed")
 
