@@ -144,7 +144,7 @@ def ask(
 @units_sft.command()
 def rft(
     model: Model = REAL,
-    more: Annotated[int, typer.Option(min=0, help="New questions to sample answers for, beside those of the training.")] = 2000,
+    more: Annotated[int, typer.Option(min=1, help="New questions to draw answers for.")] = 2000,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question.")] = 4,
     temperature: Annotated[float, typer.Option(help="Of the drawing.")] = 0.8,
     keep: Annotated[int, typer.Option(min=1, help="Different right answers kept for each question.")] = 1,
@@ -179,7 +179,7 @@ def compare(
     seed: Seed = 0,
     train: Train = 1000,
     valid: Valid = 1000,
-    more: Annotated[int, typer.Option(min=0, help="New questions for rejection sampling.")] = 2000,
+    more: Annotated[int, typer.Option(min=1, help="New questions for rejection sampling.")] = 2000,
     without_rft: Annotated[bool, typer.Option("--without-rft", help="Leave rejection sampling out.")] = False,
     out: Out = OUT,
     as_json: AsJson = False,

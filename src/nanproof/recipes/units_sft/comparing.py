@@ -46,7 +46,7 @@ def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = 
         return done
     language = workshop.load(FIXED.name)
     train, valid = workshop.sets["train"], workshop.sets["valid"]
-    asked = [*train, *new_questions(sampling.more, [*train, *valid], setting.seed)]
+    asked = new_questions(sampling.more, [*train, *valid], setting.seed)
     at_once = max(1, 4 * workshop.ask_at_once // sampling.samples)
     with workshop.progress.of("sample fixed", len(asked)) as advance:
         kept = sample(language, asked, sampling, seed=setting.seed, batch=at_once, tick=advance)

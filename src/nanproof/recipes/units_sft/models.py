@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -78,8 +80,10 @@ def _from(place: Path | str) -> Language:
         (str(place.parent), {"gguf_file": place.name}) if isinstance(place, Path) and place.is_file() else (str(place), {})
     )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+        # transformers shows a bar while it unpacks a .gguf file, whatever it is told about bars
+        with contextlib.redirect_stderr(io.StringIO()) if options else contextlib.nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanproof.errors import UsageError
+from nanproof.numerics.precision import choose
 from nanproof.recipes.units_sft import questions
 from nanproof.recipes.units_sft.arms import Setting
 from nanproof.recipes.units_sft.asking import replies
@@ -26,14 +27,14 @@ class Sampling:
     """How answers are drawn."""
 
     more: int = 2000
-    """New questions; none of them is one to train on or to be tested with."""
+    """New questions to be answered; none of them is one to train on or to be tested with."""
     samples: int = 4
     temperature: float = 0.8
     keep: int = 1
     """Different right answers that are kept of one question."""
 
     def __post_init__(self) -> None:
-        for name, least in (("more", 0), ("samples", 1), ("keep", 1)):
+        for name, least in (("more", 1), ("samples", 1), ("keep", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: a number of at least {least} is needed")
         if not 0 < self.temperature < 10:
@@ -69,13 +70,15 @@ def sample(
     batch: int,
     tick: Any = lambda done, said: None,
 ) -> Kept:
-    """Right answers of the model itself, at most `keep` different ones for each question."""
+    """Right answers of the model itself, at most `keep` different ones for each question. Its adapters are merged into it."""
     bad, tensors = nonfinite_tensors(language.model)
     if bad:
         raise UsageError(f"{bad} of {tensors} trainable tensors of this model are not finite: nothing can be sampled from it")
+    model: Any = language.model.merge_and_unload()  # half of the time, and in half precision where the device has it
+    model.to(choose(device=next(model.parameters()).device).compute or torch.float32)
     torch.manual_seed(seed)
     said = replies(
-        language.model,
+        model,
         language,
         [prompt(language, q.text) for q in asked],
         batch=batch,
