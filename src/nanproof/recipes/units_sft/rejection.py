@@ -5,14 +5,16 @@ Half of the point is that no answer has to be written by hand: the questions are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
-from nanproof.numerics.precision import choose
 from nanproof.recipes.units_sft import questions
 from nanproof.recipes.units_sft.arms import Setting
 from nanproof.recipes.units_sft.asking import replies
@@ -50,6 +52,17 @@ class Kept:
     """Questions with a right answer among the samples."""
     pairs: list[tuple[Question, str]]
 
+    def save(self, path: Path) -> None:
+        """One JSON object a line: what sampling came to, then every answer that is kept."""
+        lines = [{"asked": self.asked, "solved": self.solved}, *({**asdict(q), "reply": reply} for q, reply in self.pairs)]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    @classmethod
+    def load(cls, path: Path) -> Kept:
+        first, *rest = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        pairs = [(Question(line["text"], line["amount"], line["of"], line["to"]), line["reply"]) for line in rest]
+        return cls(first["asked"], first["solved"], pairs)
+
     def __str__(self) -> str:
         return f"sampling: {self.solved} of {self.asked} questions have a right answer; {len(self.pairs)} answers are kept"
 
@@ -74,8 +87,7 @@ def sample(
     bad, tensors = nonfinite_tensors(language.model)
     if bad:
         raise UsageError(f"{bad} of {tensors} trainable tensors of this model are not finite: nothing can be sampled from it")
-    model: Any = language.model.merge_and_unload()  # half of the time, and in half precision where the device has it
-    model.to(choose(device=next(model.parameters()).device).compute or torch.float32)
+    model: Any = language.model.merge_and_unload()  # half of the operations
     torch.manual_seed(seed)
     said = replies(
         model,

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nanproof.core.environment import device_name
 from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
 from nanproof.logs.findings import judge
@@ -171,7 +174,7 @@ class Workshop:
             skipped=trained.skipped,
             rolled_back=trained.rolled_back,
             seconds=trained.seconds,
-            notes=[*trained.notes, *doctors_word(folder / STATE)],
+            notes=[*trained.notes, *doctors_word(folder / STATE), ran_on()],
             curves=_curves(trained.log),
             samples=_shown(valid, said),
             incidents=[incident.to_json() for incident in trained.incidents],
@@ -209,6 +212,7 @@ class Workshop:
             accuracy=marks.accuracy,
             answer_rate=marks.answer_rate,
             questions=marks.questions,
+            notes=[ran_on()],
             samples=_shown(valid, said),
         )
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,6 +244,11 @@ class Workshop:
 
     def _told(self, setting: Setting, **more: Any) -> dict[str, Any]:
         return {**setting.to_json(), "model": self.model_name, "questions": self._counts, **more}
+
+
+def ran_on() -> str:
+    """A score without this cannot be compared."""
+    return f"ran on {device_name(device())}, torch {torch.__version__}"
 
 
 def doctors_word(log: Path) -> list[str]:
