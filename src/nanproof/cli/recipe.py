@@ -159,7 +159,7 @@ def rft(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rejection sampling: draw answers from the model of `fixed`, keep the right ones, train a new one on them."""
+    """Rejection sampling: draw answers from the model of `fixed`, keep the right ones, and train on with them."""
     with _told():
         from nanproof.recipes.units_sft.arms import RFT, changed
         from nanproof.recipes.units_sft.comparing import rft as run

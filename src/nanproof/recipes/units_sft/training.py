@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -57,11 +58,14 @@ class Trained:
         return next((float(line[name]) for line in reversed(self.log) if name in line), math.nan)
 
 
-def prepare(language: Language, setting: Setting, notes: list[str]) -> tuple[Any, dict[str, bool]]:
-    """The model with adapters, in the arm's precision, and the Trainer's switches for it."""
+def prepare(language: Language, setting: Setting, notes: list[str], start: Path | None = None) -> tuple[Any, dict[str, bool]]:
+    """The model with adapters, new ones or those in `start`, in the arm's precision, and the Trainer's switches for it."""
     half = setting.weights == "fp16"
     model = language.model.half() if half else language.model.float()
-    model = with_adapters(model, setting.rank, setting.alpha, own_dtype=half, seed=setting.seed)
+    if start is not None:
+        model = PeftModel.from_pretrained(model, start, is_trainable=True)
+    else:
+        model = with_adapters(model, setting.rank, setting.alpha, own_dtype=half, seed=setting.seed)
     where = device()
     if setting.precision == "as-loaded":
         return model, {"fp16": False, "bf16": False}
@@ -82,6 +86,7 @@ def train(
     setting: Setting,
     folder: Path,
     *,
+    start: Path | None = None,
     tick: Tick = lambda done, said: None,
     logging_steps: int = LOG_EVERY,
     save_every: int | None = None,
@@ -93,7 +98,7 @@ def train(
     notes.append(
         f"data: {counted.samples} samples, every one with supervised tokens (least {counted.least}, most {counted.most})"
     )
-    model, switches = prepare(language, setting, notes)
+    model, switches = prepare(language, setting, notes, start)
     steps = math.ceil(len(rows) / setting.batch) * setting.epochs
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),

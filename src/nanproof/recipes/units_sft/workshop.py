@@ -127,9 +127,7 @@ class Workshop:
         there = self.done(setting, again=again, **more)
         if there is not None:
             return there
-        folder, told = self.out / setting.name, self._told(setting, **more)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / BEGUN, json.dumps(told, indent=1) + "\n")
+        folder, told = self.begin(setting, **more), self._told(setting, **more)
         language = self.fresh()
         with reproducible():
             given = rows if rows is not None else examples(language, self.sets["train"], setting)
@@ -141,10 +139,18 @@ class Workshop:
         shutil.rmtree(folder / "trainer", ignore_errors=True)
         return result
 
+    def begin(self, setting: Setting, **more: Any) -> Path:
+        """The arm's folder, with its settings in it."""
+        folder = self.out / setting.name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / BEGUN, json.dumps(self._told(setting, **more), indent=1) + "\n")
+        return folder
+
     def _train(self, language: Language, rows: Sequence[Example], setting: Setting, folder: Path) -> Trained:
         total = -(-len(rows) // setting.batch) * setting.epochs
         with self.progress.of(f"train {setting.name}", total) as advance:
-            trained = train(language, rows, setting, folder, tick=advance)
+            start = self._adapters(setting.start) if setting.start else None
+            trained = train(language, rows, setting, folder, start=start, tick=advance)
         for note in trained.notes:
             self.progress.say(f"  {note}")
         return trained
@@ -232,15 +238,19 @@ class Workshop:
 
     def load(self, name: str) -> Language:
         """The model of an arm that was trained in this folder, with its adapters, ready to be asked."""
+        from peft import PeftModel
+
+        folder = self._adapters(name)
+        language = self.fresh()
+        return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
+
+    def _adapters(self, name: str) -> Path:
         folder = self.out / name / ADAPTER
         if not (folder / "adapter_config.json").exists():
             raise UsageError(
                 f"{folder} has no adapters. `nanproof recipe units-sft train --arm {name.split('-')[0]}` trains them"
             )
-        from peft import PeftModel
-
-        language = self.fresh()
-        return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
+        return folder
 
     def _told(self, setting: Setting, **more: Any) -> dict[str, Any]:
         return {**setting.to_json(), "model": self.model_name, "questions": self._counts, **more}
