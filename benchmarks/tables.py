@@ -398,7 +398,45 @@ def trainer_table() -> str:
     return "\n".join([*lines, "", "; ".join(facts) + ". Medians of alternating runs; `benchmarks/trainer.py`."])
 
 
+def units_table() -> str:
+    """The recipe's arms, as they were measured on the real model."""
+    from nanproof.report.comparison import Comparison
+
+    data = load("units_sft_h200")
+    found = Comparison.from_json(data["comparison"])
+    same = all(first == second for first, second in data["twice"].values())
+    lines = [found.table(), ""]
+    lines += [f"- {column.title}: {column.note}" for column in found.columns if column.note]
+    lines += ["", "What this was to show:", ""]
+    lines += [f"- {'Seen' if c.holds else '**Not seen**'}: {c.claim}. Measured: {c.measured}." for c in found.checks]
+    lines += ["", f"{data['notes']} `fixed`, run twice with one seed: {'the same to the last digit' if same else 'different'}."]
+    return "\n".join(lines)
+
+
+def units_search() -> str:
+    data = load("units_sft_search")
+    lines = ["| answer | digits | learning rate | batch | accuracy | answer rate |", "|---|---:|---:|---:|---:|---:|"]
+    for row in data["rows"]:
+        numbers = f"{row['digits']} | {row['lr']:g} | {row['batch']} | {row['accuracy']:.3f} | {row['answer_rate']:.3f}"
+        lines.append(f"| {row['form']} | {numbers} |")
+    return "\n".join([*lines, "", f"{data['notes']} {data['device']}, torch {data['torch']}, {data['date']}."])
+
+
+def units_line() -> str:
+    data = load("units_sft_h200")
+    arms = {arm["name"]: arm["values"] for arm in data["comparison"]["arms"]}
+    said = ", ".join(
+        f"`{name}` {arms[name]['accuracy']:.3f}"
+        for name in ("unmodified", "broken", "patched-000", "patched-002", "patched-001", "guarded-tuned", "fixed", "rft")
+        if name in arms
+    )
+    return f"Accuracy on 1,000 held-out questions: {said}."
+
+
 BLOCKS = {
+    "units-sft": units_table,
+    "units-sft-search": units_search,
+    "units-sft-line": units_line,
     "trainer": trainer_table,
     "observe-cost": observe_table,
     "forecast": forecast_table,

@@ -34,7 +34,7 @@ COLUMNS = (
 LEAD = (
     "A small language model is to learn unit conversion with LoRA. As reported it ended with grad_norm nan and an accuracy of 0. "
     "Three documents each named a cause and a fix; they are run here as they were written, beside the same setting under "
-    "nanproof and beside the right one. Everything else is equal."
+    "nanproof and beside the right one. What else differs is said with each arm."
 )
 
 
@@ -105,7 +105,7 @@ def _arm(out: Path, result: Result) -> Arm:
             "grad_norm": result.grad_norm,
             "accuracy": result.accuracy,
             "answer_rate": result.answer_rate,
-            "nonfinite": None if result.tensors is None else f"{result.nonfinite} of {result.tensors}",
+            "nonfinite": None if result.tensors is None else f"{result.nonfinite}/{result.tensors}",
             "refused": None if result.tensors is None else result.refused,
             "skipped": None if result.tensors is None else result.skipped,
             "rolled_back": None if result.tensors is None else result.rolled_back,

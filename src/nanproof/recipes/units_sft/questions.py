@@ -22,8 +22,7 @@ FORMS: tuple[Form, ...] = ("bare", "factor", "worked")
 """How an answer is written: the number alone; the factor before it; every product and sum on the way."""
 
 DIGITS = 3
-"""Significant digits of factors and answers. An answer counts within 5 %, and every digit is one more to get wrong: with 4
-of them the real model has six points less."""
+"""Significant digits of factors and answers: an answer counts within 5 %, and every digit more is one more to get wrong."""
 
 PHRASES = (
     "How many {to} are in {amount} {of}?",

@@ -53,9 +53,9 @@ class Trained:
     notes: list[str] = field(default_factory=list)
     precision: str = ""
 
-    def last(self, name: str) -> float:
-        """The last logged value; NaN where there is none."""
-        return next((float(line[name]) for line in reversed(self.log) if name in line), math.nan)
+    def last(self, name: str) -> float | None:
+        """The value that was logged last."""
+        return next((float(line[name]) for line in reversed(self.log) if name in line), None)
 
 
 def prepare(language: Language, setting: Setting, notes: list[str], start: Path | None = None) -> tuple[Any, dict[str, bool]]:
