@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from nanproof.errors import NanproofError, TrainingHalted
+from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations import protect
 from nanproof.integrations.transformers import GradientMonitorCallback, LossCheckCallback
 from nanproof.numerics.losses import check_supervised
@@ -27,6 +27,7 @@ from nanproof.recipes.units_sft.arms import Setting
 from nanproof.recipes.units_sft.models import Language, device, with_adapters
 from nanproof.recipes.units_sft.patches import InventingLoss, ZeroingCallback, own_checks
 from nanproof.recipes.units_sft.samples import Collator, Example
+from nanproof.records import read_incidents
 
 LOG_EVERY = 5
 Tick = Callable[[int, str], None]
@@ -51,7 +52,6 @@ class Trained:
     rolled_back: int = 0
     incidents: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    precision: str = ""
 
     def last(self, name: str) -> float | None:
         """The value that was logged last."""
@@ -91,8 +91,8 @@ def train(
     logging_steps: int = LOG_EVERY,
     save_every: int | None = None,
 ) -> Trained:
-    """Train one arm in its folder. A run that was stopped goes on from its last checkpoint. An arm that ends in an error is a
-    result too: its ending says so."""
+    """Train one arm in its folder. A run that was stopped goes on from its last checkpoint. That an arm is halted, or raises an
+    error that its setting is known for, is a result too: its ending says so."""
     notes: list[str] = []
     counted = check_supervised(rows)
     notes.append(
@@ -124,7 +124,7 @@ def train(
     )
     trainer = Trainer(model, arguments, train_dataset=list(rows), data_collator=Collator(language.tokenizer.pad_token_id))
     trainer.remove_callback(PrinterCallback)
-    trained = Trained(model, setting, notes=notes, precision=", ".join(k for k, on in switches.items() if on) or setting.weights)
+    trained = Trained(model, setting, notes=notes)
     trainer.add_callback(_Bar(tick))
     patch = _apply_patch(trainer, setting)
     guard = None
@@ -137,19 +137,24 @@ def train(
     begun_at = 0
     if last is not None:
         begun_at = int(Path(last).name.rpartition("-")[2])
-        notes.append(f"went on from {Path(last).name}")
+        notes.append(f"went on from {Path(last).name}; seconds are counted from there")
     try:
         trainer.train(resume_from_checkpoint=last)
     except TrainingHalted as error:
         trained.ending = f"halted: {error}"
-    except (ValueError, RuntimeError, NanproofError) as error:
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"{setting.name}: out of memory at batches of {setting.batch}. A smaller --batch needs less") from error
+    except ValueError as error:
+        if setting.precision != "fp16-flag":
+            raise
         trained.ending = f"raised {type(error).__name__}: {error}"
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     trained.seconds = time.perf_counter() - begun
     trained.steps, trained.log = trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]
     if guard is not None:
-        trained.incidents = list(guard.incidents)
+        told = folder / "nanproof" / "incidents.jsonl"  # those of before a stop too
+        trained.incidents = list(read_incidents(told)) if told.exists() else []
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - begun_at - guard.accepted_so_far
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
