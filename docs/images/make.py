@@ -86,6 +86,24 @@ def report(folder: Path) -> None:
         browser.close()
 
 
+def compared() -> None:
+    """The curves of the recipe's comparison, as it was measured on the real model."""
+    from playwright.sync_api import sync_playwright
+
+    page_of = ROOT / "docs" / "recipes" / "units-sft-comparison.html"
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page: Any = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme="light")
+        page.goto(page_of.as_uri())
+        page.wait_for_timeout(400)
+        page.evaluate("document.getElementById('legend').scrollIntoView()")
+        page.evaluate("window.scrollBy(0, -40)")
+        page.wait_for_timeout(200)
+        page.screenshot(path=FOLDER / "units-sft.png")
+        print(FOLDER / "units-sft.png")
+        browser.close()
+
+
 def watch() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs(Path(folder))
@@ -100,3 +118,4 @@ if __name__ == "__main__":
         report(kept)
     doctor()
     watch()
+    compared()

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanproof.core.files import strict_json, write_whole
 from nanproof.errors import UsageError
-from nanproof.records import decode
+from nanproof.records import Incident, decode
 
 FILE = "result.json"
 
@@ -67,6 +67,7 @@ class Result:
             )
             bad = f"{self.nonfinite} of {self.tensors} trainable tensors not finite"
             told.append(f"  {bad}, {self.refused} attempts refused, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
+        told += [f"  {Incident.from_json(dict(incident))}" for incident in self.incidents[:3]]
         told.append(f"  accuracy {self.accuracy:.3f}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions")
         return told
 

@@ -11,9 +11,11 @@ const Page = (() => {
   /* -- arms ---------------------------------------------------------------------------------------------------------------- */
 
   function legend() {
+    const drawn = new Set(data.charts.flatMap((chart) => chart.lines.map((line) => line.arm)));
     id("legend").replaceChildren(...data.arms.map((name, arm) => {
       const key = arm < 9 ? ` (${arm + 1})` : "";
       const button = h("button", { type: "button", "aria-pressed": "true", title: `on or off${key}; double click: this one alone` }, swatch(arm), h("bdi", {}, name));
+      button.hidden = !drawn.has(arm) && !data.marks[arm].length; // an arm that was not trained has no curve
       button.addEventListener("click", () => act(Plots.toggle, arm));
       button.addEventListener("dblclick", () => act(Plots.only, arm));
       return button;

@@ -237,7 +237,7 @@ const Plots = (() => {
         }
       }
     }
-    for (const step of data.marks.flat()) { if (step > max) max = step; }
+    for (const step of data.marks.flat()) { if (step < min) min = step; if (step > max) max = step; }
     if (min > max) { min = 0; max = 1; }
     full.min = view.min = min - 0.5; full.max = view.max = max + 0.5;
   }
