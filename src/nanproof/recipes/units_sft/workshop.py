@@ -30,6 +30,7 @@ from nanproof.recipes.units_sft.results import FILE, Result
 from nanproof.recipes.units_sft.samples import Example, examples, prompt
 from nanproof.recipes.units_sft.scoring import is_right, parse, score
 from nanproof.recipes.units_sft.training import Trained, reproducible, train
+from nanproof.recipes.units_sft.units import written
 
 ADAPTER, STATE, BEGUN = "adapter", "trainer_state.json", "setting.json"
 SHOWN = 8
@@ -287,7 +288,7 @@ def _shown(valid: Sequence[Question], said: Sequence[str]) -> list[dict[str, str
     return [
         {
             "question": q.text,
-            "correct": f"{q.correct:.4g}",
+            "correct": written(q.exact, 5),
             "said": reply,
             "verdict": "right" if is_right(answer := parse(reply), q.correct) else "no answer" if answer is None else "wrong",
         }
