@@ -110,6 +110,15 @@ class TrainerCheckpoints:
         return None
 
     @staticmethod
+    def was_healed(folder: str | Path) -> bool:
+        """Whether remedies were in force in the run that saved this checkpoint."""
+        try:
+            state = torch.load(Path(folder) / _STATE, map_location="cpu", weights_only=True)
+            return bool(state["heal"]["applied"])
+        except Exception:  # no guard, or a file that cannot be read: said where it is loaded
+            return False
+
+    @staticmethod
     def load_guard(guard: LoopGuard, folder: str | Path) -> None:
         """What the guard knew when this checkpoint was saved, if it was there."""
         path = Path(folder) / _STATE

@@ -32,6 +32,7 @@ from nanproof.integrations.hf_callbacks import (
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
 from nanproof.integrations.hf_losses import HonestLoss, safe_compute_loss
 from nanproof.integrations.hf_replay import Again, micro_batch, replay_loss
+from nanproof.integrations.hf_resume import HealedResume
 from nanproof.integrations.hf_tokenizer import keep_tokenizer
 from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
@@ -98,6 +99,7 @@ class _Watch(TrainerCallback):
         self._losses = HonestLoss(0, 0)
         self._checkpoints: TrainerCheckpoints | None = None
         self._resumed_from: str | Path | None = None
+        self._healed = HealedResume(trainer, guard, self._begin)
         self._norm: Tensor | None = None
         self._again = Again(trainer)
         self._num_items: Any = None
@@ -130,7 +132,8 @@ class _Watch(TrainerCallback):
             resume_from_checkpoint = TrainerCheckpoints.newest_usable(self.trainer.args.output_dir) or True
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
-            result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
+            with self._healed.remedies_first(self._resumed_from):
+                result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._end(error)
             raise
@@ -145,23 +148,12 @@ class _Watch(TrainerCallback):
         self._arguments = {}
         self._unknown, self._refused, self._written = False, self.guard.refused_for_good, None
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
-        optimizer = trainer.optimizer
-        assert optimizer is not None
-        _refuse_a_second_guard(trainer)
-        self._refuse_what_cannot_be_guarded()
-        schedule = self._take_schedule()
-        if self._ask_monitor:
-            monitors = (view for view in self._views if isinstance(view, ActivationMonitorCallback))
-            guard.observe = next((monitor.settings for monitor in monitors), None)
-        guard.start(
-            trainer.model_wrapped,
-            optimizer,
-            loss_fn=self._again.loss_fn,
-            max_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
-            scaler=getattr(accelerator, "scaler", None),
-            scheduler=schedule,
-            step=state.global_step,
-        )
+        if not self._healed.begun():
+            self._begin()
+        if guard.scheduler is not None:
+            waits = _Waits(guard.scheduler, self._schedule_is_due)
+            self._patches.set(trainer, "lr_scheduler", waits)
+            self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
         keep_tokenizer(trainer, guard._run_dir)
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
@@ -176,9 +168,28 @@ class _Watch(TrainerCallback):
         wrap(trainer, "evaluate", self._settled)
         wrap(accelerator, "backward", self._backward)
         wrap(accelerator, "clip_grad_norm_", self._clip)
-        wrap(optimizer, "step", self._optimizer_step)
+        wrap(trainer.optimizer, "step", self._optimizer_step)
         for view in self._views:
             view.guard = guard
+
+    def _begin(self) -> None:
+        """The guard begins: with the training, or where a healed run resumes, before the optimizer's state is loaded."""
+        trainer, guard, limit = self.trainer, self.guard, self.trainer.args.max_grad_norm
+        assert trainer.optimizer is not None
+        _refuse_a_second_guard(trainer)
+        self._refuse_what_cannot_be_guarded()
+        if self._ask_monitor:
+            monitors = (view for view in self._views if isinstance(view, ActivationMonitorCallback))
+            guard.observe = next((monitor.settings for monitor in monitors), None)
+        guard.start(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            loss_fn=self._again.loss_fn,
+            max_norm=limit if limit and limit > 0 else None,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            scheduler=self._schedule(),
+            step=trainer.state.global_step,
+        )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The filter of the log waits for the device at every loss, and hides what is wrong; rotation asks what proved good.
@@ -237,16 +248,11 @@ class _Watch(TrainerCallback):
         if optimizer in ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer"):
             raise UnsupportedError(f"protect(trainer): {optimizer} updates weights inside backward, so no step can be refused")
 
-    def _take_schedule(self) -> Any:
-        """The schedule advances with accepted steps. One that goes by a metric stays the trainer's."""
-        trainer = self.trainer
-        schedule = trainer.lr_scheduler
-        if schedule is None or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or not _steps_alone(schedule):
-            return None
-        waits = _Waits(schedule, self._schedule_is_due)
-        self._patches.set(trainer, "lr_scheduler", waits)
-        self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
-        return schedule
+    def _schedule(self) -> Any:
+        """The schedule, which advances with accepted steps. None for one that goes by a metric: it stays the trainer's."""
+        schedule = self.trainer.lr_scheduler
+        by_metric = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        return None if schedule is None or by_metric or not _steps_alone(schedule) else schedule
 
     def _schedule_is_due(self) -> None:
         """The trainer would advance its schedule now. The guard does, but not after a step that cannot be run again."""

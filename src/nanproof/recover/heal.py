@@ -189,8 +189,15 @@ class Healer:
         """Put the same remedies in force; those that are already stay as they are. Not where healing is off: that was chosen."""
         if not self.on:
             if state["applied"]:
-                names = ", ".join(saved["name"] for saved in state["applied"])
-                log.warning("nanproof: this run was healed (%s); without Policy(heal=True) it goes on without that", names)
+                names = [saved["name"] for saved in state["applied"]]
+                said = "".join(
+                    f". {known.without}" for n in names if (known := Remedy.known.get(n)) is not None and known.without
+                )
+                log.warning(
+                    "nanproof: this run was healed (%s); without Policy(heal=True) it goes on without that%s",
+                    ", ".join(names),
+                    said,
+                )
             return
         self._tried = set(state["tried"])
         there = [(t.remedy.name, t.remedy.settings) for t in self.applied]
