@@ -59,8 +59,9 @@ class TrainerCheckpoints:
         """After a step: which candidates have proved good, which have not."""
         new, self._seen = self._guard.incidents[self._seen :], len(self._guard.incidents)
         for incident in new:
-            # A refused step spoils nothing, however many there were.
-            broken = incident.kind == "nonfinite-weight" and incident.action != "skipped"
+            # A refused step spoils nothing, however many there were, nor does one that was healed and taken after all.
+            spoils_nothing = incident.action == "skipped" or "; healed: " in incident.message
+            broken = incident.kind == "nonfinite-weight" and not spoils_nothing
             if incident.kind == "divergence" or broken:
                 for candidate in [c for c in self._candidates if c.step > incident.step - self._prove]:
                     self._candidates.remove(candidate)

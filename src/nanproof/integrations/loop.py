@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -66,6 +67,10 @@ class LoopGuard(Guard):
         self._closed = True
         self._open: Attempt | None = None
         self._taken: Attempt | None = None
+        self._living: AbstractContextManager[Any] | None = None
+        self.opens_remedies = False
+        """Whether what a healed run lives under is open from before a step's first forward to its `take`. Only for a loop in
+        which nothing that is open as a forward begins (autocast) closes before the step is taken."""
         self.why_not_again = ""
         """Said of a refused step that cannot be run again; set before `start`."""
 
@@ -78,6 +83,7 @@ class LoopGuard(Guard):
         other._history.extend(self._history)
         other.refused_so_far, other.refused_for_good = self.refused_so_far, self.refused_for_good
         other.refused_before, other.accepted_so_far = self.refused_before, self.accepted_so_far
+        other.opens_remedies = self.opens_remedies
         return other
 
     def start(
@@ -154,6 +160,8 @@ class LoopGuard(Guard):
             self._runner.run_held()
             self._open = self._new_attempt(())
             self._runner.open(self._open, forward_ahead=batch is not UNKNOWN)
+            if self.opens_remedies and batch is not UNKNOWN:
+                self._living = self._healer.living()
         if batch is UNKNOWN or self.loss_fn is None:
             self._open.batches = None
         elif self._open.batches is not None:
@@ -194,6 +202,7 @@ class LoopGuard(Guard):
         if attempt is None or not self._stepper.has_losses:
             raise UsageError("the optimizer is to step, but the guard was told of no forward and backward since its last step")
         self._open = None
+        self._close_remedies()
         if attempt.batches is not None:
             self._runner.begin(attempt)
         self._runner.take(attempt, None)
@@ -219,6 +228,7 @@ class LoopGuard(Guard):
 
     def abandon(self) -> None:
         """What was accumulated so far is dropped; the step that began is not taken."""
+        self._close_remedies()
         if self._open is not None:
             self._open = None
             self._next -= 1
@@ -226,6 +236,7 @@ class LoopGuard(Guard):
 
     def withdraw(self, counts: bool = False) -> None:
         """The loop takes no step after all; gradients and buffers stay as they are. `counts`: it counts one all the same."""
+        self._close_remedies()
         if self._open is not None:
             self._open = None
             self._next -= not counts
@@ -233,12 +244,18 @@ class LoopGuard(Guard):
 
     def raised(self, error: BaseException) -> None:
         """The loop's forward or backward raised: note what it was, and drop the step."""
+        self._close_remedies()  # finding out what it was opens them itself
         attempt = self._open
         if attempt is not None:
             if attempt.batches is not None:
                 self._runner.begin(attempt)
             self._report_exception(attempt, error)
             self.abandon()
+
+    def _close_remedies(self) -> None:
+        living, self._living = self._living, None
+        if living is not None:
+            living.__exit__(None, None, None)
 
     def sync(self) -> None:
         """As of `Guard`. Between the micro-batches of a step it does not wait: running held steps would clear the gradients."""

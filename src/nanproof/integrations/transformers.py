@@ -83,6 +83,7 @@ def protect_trainer(
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
     guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+    guard.opens_remedies = True
     _Watch(trainer, guard, ask_monitor=observe is None)
     trainer.nanproof = guard  # type: ignore[attr-defined]
     return guard
