@@ -88,7 +88,8 @@ def test_memory():
     labels = torch.randint(0, 32000, (4096,), device="cuda")
 
     def run(loss_of):
-        logits = torch.randn(4096, 32000, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        same = torch.Generator("cuda").manual_seed(0)  # of the two runs, which are compared
+        logits = torch.randn(4096, 32000, device="cuda", dtype=torch.bfloat16, generator=same).requires_grad_()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loss = loss_of(logits)
