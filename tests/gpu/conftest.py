@@ -1,4 +1,4 @@
-"""A test that ends while waits of the host are errors must not take the others with it, nor one that is the first to ask for it."""
+"""A test that ends while waits of the host are errors must not take the others with it, nor the first one be stopped by it."""
 
 import warnings
 

@@ -64,6 +64,22 @@ def test_the_forward_is_under_autocast(tmp_path):
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_model_of_two_dtypes_is_evaluated(tmp_path):
+    """Only the head is trained: it is fp32 behind an fp16 body, and an evaluation between steps runs under the same autocast."""
+    model = llama(dropout=0.0).half()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == "lm_head.weight")
+    trainer = make_trainer(
+        tmp_path, model, token_rows(32), eval_rows=token_rows(8), eval_strategy="steps", eval_steps=4, optim="adamw_torch"
+    )
+    guard = nanproof.protect(trainer, policy=Policy(heal=True))
+    trainer.train()
+    assert [t.remedy.name for t in guard._healer.applied] == ["fp32-weights"]
+    assert model.lm_head.weight.dtype == torch.float32 and model.model.norm.weight.dtype == torch.float16
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluated) == 2 and evaluated[1] < evaluated[0]
+
+
 class Applies(TrainerCallback):
     """Puts a remedy in force as the training begins."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -251,6 +251,10 @@ class LoopGuard(Guard):
                 self._runner.begin(attempt)
             self._report_exception(attempt, error)
             self.abandon()
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Open around forwards between steps that are not training."""
+        return self._healer.living(training=False) if self.started else nullcontext()
 
     def _close_remedies(self) -> None:
         living, self._living = self._living, None

@@ -382,7 +382,8 @@ class _Watch(TrainerCallback):
 
     def _settled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guard.sync()
-        return original(*args, **kwargs)
+        with self.guard.evaluating():
+            return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         self.guard.sync()

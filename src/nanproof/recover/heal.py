@@ -78,14 +78,14 @@ class Healer:
         examiner.living = healer.living
         return healer
 
-    def living(self) -> AbstractContextManager[Any]:
+    def living(self, training: bool = True) -> AbstractContextManager[Any]:
         """Open around every forward and backward; nothing at all while no remedy is in force."""
         if not self.applied:
             return _NOTHING
         stack = ExitStack()
         try:
             for treatment in self.applied:
-                context = treatment.remedy.living()
+                context = treatment.remedy.living() if training or treatment.remedy.in_evaluation else None
                 if context is not None:
                     stack.enter_context(context)
         except BaseException:

@@ -43,6 +43,8 @@ class Remedy:
     """It acts at one moment and is over: a resumed run does not need it again."""
     in_checkpoints: ClassVar[bool] = False
     """The checkpoints of model, optimizer and scheduler carry it, so a resumed run has it already."""
+    in_evaluation: ClassVar[bool] = False
+    """A forward that is not training needs it too, as it may not run at all without it."""
     without: ClassVar[str] = ""
     """What a run that resumes without it has to expect, where that is more than the old trouble."""
     known: ClassVar[dict[str, type[Remedy]]] = {}
@@ -123,6 +125,7 @@ class Fp32Weights(Remedy):
     as it is (`autocast=False`): some layers have no autocast on a CPU."""
 
     name = "fp32-weights"
+    in_evaluation = True
     without = (
         "fp32 weights and moments of the checkpoint are rounded to the dtype the model is built in: in fp16 small second moments "
         "become 0, and steps of any size follow. Resume with Policy(heal=True), or build the model in fp32"
