@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import all_finite, llama, make_trainer, same, token_rows, weights
 from torch import nn
+from transformers import TrainerCallback
 
 import nanproof
 from nanproof import Policy
@@ -200,6 +201,24 @@ def test_parameters_that_joined_the_optimizer(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     assert guard.incidents == []
     assert_ends_alike(resumed, whole)
+
+
+class AtBegin(TrainerCallback):
+    """The weights as the training begins."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.weights = weights(model)
+
+
+def test_a_model_that_is_built_in_fp32_now(tmp_path):
+    """The user has mended it: the checkpoint is loaded as it is, and no autocast is forced on the forward."""
+    whole, _ = protected(tmp_path / "whole", fp16_llama(), max_steps=SAVE_EVERY)
+    whole.train()
+    folder = killed_at(tmp_path / "whole", 4, tmp_path / "cut")
+    mended, guard = protected(folder, llama(dropout=0.0), max_steps=SAVE_EVERY + 2, callbacks=[begin := AtBegin()])
+    mended.train(resume_from_checkpoint=True)
+    assert same(begin.weights, weights(whole.model)) and guard.incidents == []
+    assert all(t.remedy.living() is None for t in guard._healer.applied) and all_finite(mended.model)
 
 
 @MODELS
