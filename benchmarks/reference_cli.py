@@ -26,22 +26,38 @@ PAGES = {
     "doctor": "../doctor.md",
     "report": "../report.md",
     "watch": "../watch.md",
+    "recipe weights": "../recipes/units-sft.md",
+    **{f"recipe units-sft {name}": "../recipes/units-sft.md#the-commands" for name in ("data", "train", "test", "rft", "compare")},
 }
 HEAD = """`nanproof --help` and `nanproof COMMAND --help` say the same. `python -m nanproof` is the same command. Starting it
 does not import torch; a command does that if it has to. What is found goes to standard output, notices and errors to standard
 error. `--json`, where there is one, prints one JSON object; fields may be added to it."""
 
 
-def commands() -> dict[str, Any]:
-    """What parses each command line, by name."""
-    group: Any = typer.main.get_command(app)
-    return dict(group.commands)
+def commands(group: Any = None, before: str = "") -> dict[str, Any]:
+    """What parses each command line, by name; those of a group have its name before theirs."""
+    group = group if group is not None else typer.main.get_command(app)
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        inside = commands(command, f"{before}{name} ") if hasattr(command, "commands") else {f"{before}{name}": command}
+        found |= inside
+    return found
+
+
+def called(line: list[str]) -> tuple[Any, list[str]]:
+    """The command that a line calls, None if it is only the beginning of one, and its arguments."""
+    found = commands()
+    for count in range(len(line), 0, -1):
+        if (name := " ".join(line[:count])) in found:
+            return found[name], line[count:]
+    assert any(f"{known} ".startswith(" ".join(line) + " ") for known in found), f"no such command: nanproof {' '.join(line)}"
+    return None, []
 
 
 def page() -> str:
     group: Any = typer.main.get_command(app)
     found = commands()
-    rows = [f"| [`nanproof {name}`](#nanproof-{name}) | {_short(command)} |" for name, command in found.items()]
+    rows = [f"| [`nanproof {name}`](#nanproof-{name.replace(' ', '-')}) | {_short(command)} |" for name, command in found.items()]
     parts = ["# Command line", HEAD, "| command | |\n|---|---|\n" + "\n".join(rows)]
     own = [p for p in group.params if p.name != "help"]
     parts.append("| option of `nanproof` itself | |\n|---|---|\n" + "\n".join(_option(p, {}) for p in own))
