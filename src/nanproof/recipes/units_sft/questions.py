@@ -40,6 +40,8 @@ PHRASES = (
     "Please turn {amount} {of} into {to}.",
     "If something measures {amount} {of}, how much is it in {to}?",
 )
+IN_VAIN = 2000
+"""Tries one after the other that find nothing new; then there is hardly anything left to be found."""
 _UNITS = {unit.name: unit for unit in UNITS}
 
 
@@ -108,14 +110,15 @@ def make(train: int = 1000, valid: int = 1000, seed: int = 0, more: int = 0) -> 
     chance = random.Random(f"units {seed}")
     total, seen, found = train + valid + more, set[tuple[str, str, str]](), list[Question]()
     ways = pairs()
-    tries = 0
+    in_vain = 0
     while len(found) < total:
         question = _one(chance, *chance.choice(ways))
-        tries += 1
+        in_vain += 1
         if question.key not in seen and 0.1 <= question.correct <= 1e6:
             seen.add(question.key)
             found.append(question)
-        if tries > 50 * total + 1000:
+            in_vain = 0
+        if in_vain > IN_VAIN:
             raise UsageError(f"there are not {total} different questions of this kind; ask for at most {len(found)} in all")
     return {"train": found[:train], "valid": found[train : train + valid], "more": found[train + valid :]}
 
@@ -153,7 +156,7 @@ def load(path: Path) -> list[Question]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise UsageError(f"{path} is not there: `nanproof recipe units-sft data --out {path.parent}` makes it") from None
+        raise UsageError(f"{path} is not there: `nanproof recipe units-sft data --out {path.parent.parent}` makes it") from None
     return [_read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
