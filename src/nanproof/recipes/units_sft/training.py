@@ -30,6 +30,8 @@ from nanproof.recipes.units_sft.samples import Collator, Example
 from nanproof.records import read_incidents
 
 LOG_EVERY = 5
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Without it cuBLAS gives other digits from one call to the next."""
 Tick = Callable[[int, str], None]
 """Steps done, and a word about the last."""
 
@@ -112,7 +114,7 @@ def train(
         logging_steps=logging_steps,
         logging_first_step=True,
         save_strategy="steps",
-        save_steps=save_every or max(1, steps // 4),
+        save_steps=save_every or logging_steps * max(1, steps // 4 // logging_steps),  # where a logged mean ends
         save_total_limit=1,
         report_to=[],
         use_cpu=device().type == "cpu",
@@ -209,7 +211,8 @@ class _Bar(TrainerCallback):
 def reproducible() -> Iterator[None]:
     """The same numbers for the same seed, on the same machine: torch is asked for its deterministic kernels."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     filled: Any = torch.utils.deterministic
     fill, filled.fill_uninitialized_memory = filled.fill_uninitialized_memory, False  # it writes every new tensor twice
@@ -218,3 +221,5 @@ def reproducible() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
         filled.fill_uninitialized_memory = fill
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
