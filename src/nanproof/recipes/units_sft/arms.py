@@ -157,5 +157,7 @@ def _check(changes: dict[str, Any]) -> None:
         value = changes.get(key)
         if value is not None and not (value > low if key == "lr" else value >= low):
             raise UsageError(f"--{key} {value}: a number {'above' if key == 'lr' else 'of at least'} {low:g} is needed")
+    if not 0 <= changes.get("seed", 0) < 2**32:
+        raise UsageError(f"--seed {changes['seed']}: a whole number from 0 to 2**32 - 1 is needed")
     if changes.get("form", "bare") not in FORMS:
         raise UsageError(f"--form {changes['form']} is unknown. Choose {', '.join(FORMS)}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanproof.core.environment import device_name, versions_now
-from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting
+from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting, changed
 from nanproof.recipes.units_sft.models import REAL, device
 from nanproof.recipes.units_sft.rejection import Kept, Sampling, new_questions, rows_of, sample
 from nanproof.recipes.units_sft.results import Result
@@ -68,10 +67,10 @@ def _kept(workshop: Workshop, setting: Setting, sampling: Sampling, path: Path) 
 
 def compare(workshop: Workshop, changes: Mapping[str, Any], sampling: Sampling, *, with_rft: bool = True) -> Comparison:
     """All arms. `changes` are settings that every arm shares: epochs, rank, seed, form; the learning rate is the arm's own."""
-    settings = [replace(setting, **changes) for setting in (*REPORTED, AS_REPORTED, TUNED, FIXED)]
+    settings = [changed(setting, **changes) for setting in (*REPORTED, AS_REPORTED, TUNED, FIXED)]
     results = [workshop.unmodified(), workshop.unmodified(shots=3), *(workshop.arm(setting) for setting in settings)]
     if with_rft:
-        results.append(rft(workshop, replace(RFT, **changes), sampling))
+        results.append(rft(workshop, changed(RFT, **changes), sampling))
     return told(workshop, results)
 
 
