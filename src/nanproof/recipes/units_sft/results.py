@@ -81,7 +81,11 @@ class Result:
             for name in ("loss", "valid_loss", "grad_norm"):
                 found[name] = None if found.get(name) is None else decode(found[name])
             found["curves"] = {k: [None if x is None else decode(x) for x in v] for k, v in found.get("curves", {}).items()}
+            if not isinstance(found.get("setting"), dict):
+                raise TypeError("it has no setting")
             return cls(**found)
+        except FileNotFoundError:
+            raise UsageError(f"{path} is not there: the run in {folder} is not done. Train it again, it goes on") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} is not a result of this recipe ({error}): delete it, or choose another --out") from error
 

@@ -102,15 +102,15 @@ class Workshop:
     def done(self, setting: Setting, *, again: bool = False, **more: Any) -> Result | None:
         """The result of an arm that is there already, made with the same settings. `again` clears the arm's folder."""
         folder, told = self.out / setting.name, self._told(setting, **more)
-        if again and (folder / BEGUN).exists():
+        if again and _begun(folder) is not None:
             shutil.rmtree(folder)
         if (folder / FILE).exists():
             there = Result.load(folder)
             _refuse_another(folder, there.setting, told)
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
             return there
-        if (folder / BEGUN).exists():
-            _refuse_another(folder, json.loads((folder / BEGUN).read_text(encoding="utf-8")), told)
+        if (begun := _begun(folder)) is not None:
+            _refuse_another(folder, begun, told)
         elif folder.exists() and any(folder.iterdir()):
             raise UsageError(f"{folder} holds something that is not of this recipe. Choose another --out")
         return None
@@ -128,10 +128,10 @@ class Workshop:
         there = self.done(setting, again=again, **more)
         if there is not None:
             return there
+        language, sets = self.fresh(), self.sets  # where one of them is missing, nothing is begun
         folder, told = self.begin(setting, **more), self._told(setting, **more)
-        language = self.fresh()
         with reproducible():
-            given = rows if rows is not None else examples(language, self.sets["train"], setting)
+            given = rows if rows is not None else examples(language, sets["train"], setting)
             trained = self._train(language, given, setting, folder)
             trained.notes[:0] = notes
             result = self._measure(language, trained, told, folder)
@@ -243,13 +243,15 @@ class Workshop:
 
         folder = self._adapters(name)
         language = self.fresh()
+        if (_begun(self.out / name) or {}).get("weights") == "fp16":
+            language.model.half()  # what the adapters were trained on
         return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
 
     def _adapters(self, name: str) -> Path:
         folder = self.out / name / ADAPTER
         if not (folder / "adapter_config.json").exists():
             raise UsageError(
-                f"{folder} has no adapters. `nanproof recipe units-sft train --arm {name.split('-')[0]}` trains them"
+                f"{folder} has no adapters. `nanproof recipe units-sft {_command(name)} --out {self.out}` trains them"
             )
         return folder
 
@@ -262,6 +264,12 @@ def ran_on() -> str:
     return f"ran on {device_name(device())}, torch {torch.__version__}"
 
 
+def _command(name: str) -> str:
+    """What trains the arm of that name."""
+    arm, _, variant = name.partition("-")
+    return arm if arm == "rft" else f"train --arm {arm}" + (f" --variant {variant}" if variant else "")
+
+
 def doctors_word(log: Path) -> list[str]:
     """What `nanproof doctor` says about the log of an arm."""
     story = Story()
@@ -269,6 +277,20 @@ def doctors_word(log: Path) -> list[str]:
         story.add(item)
     found = judge(story)
     return [f"doctor on its log: {f.kind}. {f.said}" for f in found[:2]] or ["doctor on its log: nothing wrong"]
+
+
+def _begun(folder: Path) -> dict[str, Any] | None:
+    """The settings that a folder was begun with; None where no arm was begun in it."""
+    path = folder / BEGUN
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not {"arm", "model", "questions"} <= found.keys():
+        raise UsageError(f"{path} is not of this recipe. Choose another --out")
+    return found
 
 
 def _refuse_another(folder: Path, there: Any, wanted: dict[str, Any]) -> None:
