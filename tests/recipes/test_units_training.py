@@ -33,7 +33,7 @@ def untrained(shop):
     return measured_loss(tiny().model, rows, shop.language.tokenizer.pad_token_id)
 
 
-# -- the arms ----------------------------------------------------------------------------------------------------------------------
+# -- the arms ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_broken_ends_with_a_nan_norm_a_loss_of_zero_and_no_adapter_left(shop):
@@ -115,7 +115,7 @@ def test_fixed_steps_with_the_fused_optimizer_over_fp32_weights(language, tmp_pa
     assert seen["broken"][0] in ({None}, {False}) and seen["broken"][1] == {torch.float16}
 
 
-# -- the same every time -----------------------------------------------------------------------------------------------------------
+# -- the same every time ----------------------------------------------------------------------------------------------------------
 
 
 def another(shop, folder, progress=None):
@@ -164,7 +164,7 @@ def test_an_arm_that_was_interrupted_goes_on_and_ends_the_same(shop, tmp_path, s
     assert not (tmp_path / "fixed" / "trainer").exists()
 
 
-# -- around the training -----------------------------------------------------------------------------------------------------------
+# -- around the training ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_without_supervised_tokens_is_refused_before_anything_is_trained(language, tmp_path):
