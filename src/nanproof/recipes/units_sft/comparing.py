@@ -44,6 +44,7 @@ def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = 
     done = workshop.done(setting, again=again, sampling=told)
     if done is not None:
         return done
+    workshop.adapters(setting.start)  # where there are none, nothing is begun
     kept = _kept(workshop, setting, sampling, workshop.begin(setting, sampling=told) / "kept.jsonl")
     workshop.progress.say(f"  {kept}")
     if not kept.pairs:

@@ -59,9 +59,12 @@ class Kept:
 
     @classmethod
     def load(cls, path: Path) -> Kept:
-        first, *rest = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-        pairs = [(Question(line["text"], line["amount"], line["of"], line["to"]), line["reply"]) for line in rest]
-        return cls(first["asked"], first["solved"], pairs)
+        try:
+            first, *rest = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+            pairs = [(Question(line["text"], line["amount"], line["of"], line["to"]), str(line["reply"])) for line in rest]
+            return cls(int(first["asked"]), int(first["solved"]), pairs)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} does not hold the answers that were kept ({error!r}). --again draws them anew") from error
 
     def __str__(self) -> str:
         return f"sampling: {self.solved} of {self.asked} questions have a right answer; {len(self.pairs)} answers are kept"

@@ -150,7 +150,7 @@ class Workshop:
     def _train(self, language: Language, rows: Sequence[Example], setting: Setting, folder: Path) -> Trained:
         total = -(-len(rows) // setting.batch) * setting.epochs
         with self.progress.of(f"train {setting.name}", total) as advance:
-            start = self._adapters(setting.start) if setting.start else None
+            start = self.adapters(setting.start) if setting.start else None
             trained = train(language, rows, setting, folder, start=start, tick=advance)
         for note in trained.notes:
             self.progress.say(f"  {note}")
@@ -241,13 +241,14 @@ class Workshop:
         """The model of an arm that was trained in this folder, with its adapters, ready to be asked."""
         from peft import PeftModel
 
-        folder = self._adapters(name)
+        folder = self.adapters(name)
         language = self.fresh()
         if (_begun(self.out / name) or {}).get("weights") == "fp16":
             language.model.half()  # what the adapters were trained on
         return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
 
-    def _adapters(self, name: str) -> Path:
+    def adapters(self, name: str) -> Path:
+        """The folder of an arm's adapters, or an error with the command that trains them."""
         folder = self.out / name / ADAPTER
         if not (folder / "adapter_config.json").exists():
             raise UsageError(
