@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: the tiny model, taught once a process, and one folder in which each arm is trained once."""
+"""What the tests of the recipes share: the tiny model, taught once a process, and a folder in which an arm is trained once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def language():
 
 @pytest.fixture(scope="session")
 def shop(language, tmp_path_factory):
-    """A workshop with 48 questions to train on. `shop.arm(setting)` trains an arm on the first call and reads it on later ones."""
+    """A workshop with 48 questions to train on. `shop.arm(setting)` trains an arm on the first call and reads it later."""
     from nanproof.recipes.units_sft.workshop import Workshop
 
     return Workshop(tmp_path_factory.mktemp("units-sft"), "tiny", train=48, valid=16)

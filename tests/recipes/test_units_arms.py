@@ -39,7 +39,7 @@ def test_the_arms_that_stand_beside_one_another():
     how = LABELS | {"weights", "precision", "optim", "heal"}
     assert set(difference(TUNED, FIXED)) - how == set() == set(difference(setting("guarded"), AS_REPORTED)) - how
     assert set(difference(AS_REPORTED, FIXED)) - LABELS == {"lr", "batch", "gradient_checkpointing"}
-    assert set(difference(RFT, FIXED)) - LABELS == {"batch"}
+    assert set(difference(RFT, FIXED)) - LABELS == {"start", "lr", "batch", "epochs"} and RFT.start == FIXED.name
     assert FIXED.protect and not FIXED.heal and FIXED.weights == "fp32"
 
 

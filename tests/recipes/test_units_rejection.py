@@ -110,6 +110,16 @@ def test_a_model_with_nan_weights_is_refused():
         sample(language, KNOWN, Sampling(), seed=0, batch=6)
 
 
+def test_kept_answers_come_back_and_a_damaged_file_is_named(tmp_path):
+    kept = Kept(3, 2, [(KNOWN[0], "<answer>1</answer>\n\u2028"), (KNOWN[1], "")])
+    kept.save(tmp_path / "kept.jsonl")
+    assert Kept.load(tmp_path / "kept.jsonl") == kept
+    for text in ("", "{", '{"asked": 3}\n', '{"asked": 3, "solved": 1}\n{"text": "x"}\n', "[]\n"):
+        (tmp_path / "kept.jsonl").write_text(text)
+        with pytest.raises(UsageError, match=r"kept\.jsonl does not hold the answers that were kept .*--again draws them anew"):
+            Kept.load(tmp_path / "kept.jsonl")
+
+
 def test_the_rows_are_the_old_answers_and_the_own_ones(language):
     kept = Kept(2, 1, [(UNKNOWN[0], "about <answer>3</answer>")])
     rows = rows_of(language, KNOWN, kept, FIXED)
@@ -125,7 +135,8 @@ def test_where_nothing_is_right_nothing_is_trained(language, tmp_path):
     found = rft(shop, replace(RFT, epochs=1), Sampling(more=3, samples=2))
     assert found.ending == "not trained: sampling: 0 of 3 questions have a right answer; 0 answers are kept"
     assert found.tensors is None and found.valid_loss is None
-    assert not (tmp_path / "rft").exists()
+    assert not (tmp_path / "rft" / "result.json").exists()
+    assert Kept.load(tmp_path / "rft" / "kept.jsonl") == Kept(3, 0, [])
 
 
 def test_what_was_right_is_trained_on_and_the_result_tells_of_it(overfit, tmp_path, monkeypatch):
@@ -142,6 +153,8 @@ def test_what_was_right_is_trained_on_and_the_result_tells_of_it(overfit, tmp_pa
     assert found.notes[0].startswith(f"sampling: {solved} of 6 questions have a right answer; {solved} answers are kept")
     assert solved >= 4 and found.notes[1].startswith(f"data: {8 + solved} samples")
     assert rft(shop, replace(RFT, epochs=1, batch=4), sampling).to_json() == found.to_json()
+    kept = Kept.load(tmp_path / "rft" / "kept.jsonl")
+    assert (kept.asked, kept.solved, len(kept.pairs)) == (6, solved, solved) and {q for q, _ in kept.pairs} <= set(KNOWN)
     with pytest.raises(UsageError, match=r"other settings \(sampling\)"):
         rft(shop, replace(RFT, epochs=1, batch=4), replace(sampling, keep=2))
 

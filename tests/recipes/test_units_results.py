@@ -9,6 +9,7 @@ import pytest
 
 from nanproof.errors import UsageError
 from nanproof.recipes.units_sft.results import FILE, Result
+from nanproof.records import Incident
 
 FULL = Result(
     name="broken",
@@ -28,7 +29,7 @@ FULL = Result(
     notes=["one", "two"],
     curves={"step": [1.0, 5.0], "loss": [math.pi, None], "grad_norm": [-math.inf, math.nan]},
     samples=[{"question": "?", "said": "\x1b[31m"}],
-    incidents=[{"step": 0, "diagnosis": None, "message": "healed: x"}],
+    incidents=[Incident(step=0, kind="nonfinite-weight", action="rewound", message="healed: x").to_json()],
 )
 
 
@@ -53,6 +54,7 @@ def test_the_lines_for_a_person():
     lines = FULL.lines()
     assert "logged loss 0.3, held-out loss nan, grad_norm inf" in lines[1]
     assert "28 of 28 trainable tensors not finite, 1 attempts refused, 0 steps skipped, 1.2 s" in lines[2]
+    assert lines[3] == "  step 0: nonfinite-weight, rewound. healed: x"
     assert FULL.standard_error == pytest.approx(math.sqrt(1 / 3 * 2 / 3 / 16))
 
 

@@ -33,7 +33,7 @@ def untrained(shop):
     return measured_loss(tiny().model, rows, shop.language.tokenizer.pad_token_id)
 
 
-# -- the arms ---------------------------------------------------------------------------------------------------------------------
+# -- the arms --------------------------------------------------------------------------------------------------------------------
 
 
 def test_broken_ends_with_a_nan_norm_a_loss_of_zero_and_no_adapter_left(shop):
@@ -115,7 +115,7 @@ def test_fixed_steps_with_the_fused_optimizer_over_fp32_weights(language, tmp_pa
     assert seen["broken"][0] in ({None}, {False}) and seen["broken"][1] == {torch.float16}
 
 
-# -- the same every time ----------------------------------------------------------------------------------------------------------
+# -- the same every time ---------------------------------------------------------------------------------------------------------
 
 
 def another(shop, folder, progress=None):
@@ -156,7 +156,7 @@ def test_an_arm_that_was_interrupted_goes_on_and_ends_the_same(shop, tmp_path, s
     assert not (tmp_path / "fixed" / "result.json").exists()
     found = another(shop, tmp_path).arm(setting("fixed"))
     went_on = [note for note in found.notes if note.startswith("went on from ")]
-    assert went_on == (["went on from checkpoint-10"] if step == 13 else [])
+    assert went_on == (["went on from checkpoint-10; seconds are counted from there"] if step == 13 else [])
     assert exact(found, "notes") == exact(whole, "notes")
     assert [note for note in found.notes if note not in went_on] == list(whole.notes)
     weights = [(folder / "fixed" / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (shop.out, tmp_path)]
@@ -164,7 +164,7 @@ def test_an_arm_that_was_interrupted_goes_on_and_ends_the_same(shop, tmp_path, s
     assert not (tmp_path / "fixed" / "trainer").exists()
 
 
-# -- around the training ----------------------------------------------------------------------------------------------------------
+# -- around the training ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_without_supervised_tokens_is_refused_before_anything_is_trained(language, tmp_path):
@@ -175,12 +175,15 @@ def test_a_sample_without_supervised_tokens_is_refused_before_anything_is_traine
     assert not (tmp_path / "fixed").exists()
 
 
-def test_an_error_in_the_training_is_an_ending_that_says_so(language, tmp_path):
-    """Rows of one length and labels of another: the arm is over with the error's own words, the comparison is not."""
+def test_an_error_that_the_setting_is_known_for_is_an_ending_and_another_is_an_error(language, tmp_path):
+    """Labels of another length than their tokens, which is a ValueError. With fp16=True over fp16 weights an error is the result."""
     rows = examples(language, Workshop(tmp_path, "tiny", train=4, valid=1).sets["train"], FIXED)
     rows[1]["labels"] = [IGNORED, *rows[1]["labels"]] * 9
-    found = training.train(tiny(), rows, replace(FIXED, batch=4, epochs=1, protect=False), tmp_path / "bad")
-    assert found.ending.startswith("raised ") and found.steps == 0 and math.isnan(found.last("loss"))
+    with pytest.raises(ValueError) as caught:
+        training.train(tiny(), rows, setting("broken", epochs=1, batch=4), tmp_path / "broken")
+    found = training.train(tiny(), rows, setting("broken", "double", epochs=1, batch=4), tmp_path / "double")
+    assert found.ending == f"raised ValueError: {caught.value}"
+    assert found.steps == 0 and found.last("loss") is None
 
 
 @pytest.mark.parametrize("before", [False, True])

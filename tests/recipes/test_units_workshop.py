@@ -11,6 +11,7 @@ import pytest
 from nanproof.errors import UsageError
 from nanproof.recipes.units_sft import workshop as module
 from nanproof.recipes.units_sft.arms import FIXED, setting
+from nanproof.recipes.units_sft.comparing import rft
 from nanproof.recipes.units_sft.questions import load, make
 from nanproof.recipes.units_sft.workshop import Workshop
 
@@ -93,6 +94,12 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path, no_training, again, 
     with pytest.raises(UsageError, match=r"not of this recipe\. Choose another --out"):
         small(tmp_path).arm(QUICK, again=again)
     assert tree(tmp_path / "fixed") == {name: text.encode()}
+
+
+def test_rejection_sampling_begins_nothing_without_the_arm_it_starts_from(tmp_path):
+    with pytest.raises(UsageError, match=r"has no adapters\. `nanproof recipe units-sft train --arm fixed --out "):
+        rft(small(tmp_path))
+    assert not (tmp_path / "rft").exists()
 
 
 def test_nothing_is_begun_where_the_model_is_missing(tmp_path):
