@@ -6,7 +6,6 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
