@@ -175,7 +175,7 @@ def test_a_sample_without_supervised_tokens_is_refused_before_anything_is_traine
 
 
 def test_an_error_that_the_setting_is_known_for_is_an_ending_and_another_is_an_error(language, tmp_path):
-    """Labels of another length than their tokens, which is a ValueError. With fp16=True over fp16 weights an error is the result."""
+    """Labels of another length than their tokens, which is a ValueError. With fp16=True over fp16 weights it is the result."""
     rows = examples(language, Workshop(tmp_path, "tiny", train=4, valid=1).sets["train"], FIXED)
     rows[1]["labels"] = [IGNORED, *rows[1]["labels"]] * 9
     with pytest.raises(ValueError) as caught:
