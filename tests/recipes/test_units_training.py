@@ -146,21 +146,24 @@ class StopsAt(Progress):
         yield advance
 
 
-@pytest.mark.parametrize("step", [3, 13])
-def test_an_arm_that_was_interrupted_goes_on_and_ends_the_same(shop, tmp_path, step):
-    """At step 3 there is no checkpoint yet, at 13 there is one; the result is that of `fixed` without an interruption."""
-    whole = shop.arm(setting("fixed"))
+@pytest.mark.parametrize(("arm", "variant", "step"), [("fixed", "", 3), ("fixed", "", 13), ("guarded", "tuned", 13)])
+def test_an_arm_that_was_interrupted_goes_on_and_ends_the_same(shop, tmp_path, arm, variant, step):
+    """At step 3 there is no checkpoint yet, at 13 there is one; the result is that of the arm without an interruption. A healed
+    one goes on healed."""
+    asked = setting(arm, variant)
+    whole = shop.arm(asked)
     with pytest.raises(KeyboardInterrupt):
-        another(shop, tmp_path, StopsAt(step)).arm(setting("fixed"))
-    assert not (tmp_path / "fixed" / "result.json").exists()
-    found = another(shop, tmp_path).arm(setting("fixed"))
+        another(shop, tmp_path, StopsAt(step)).arm(asked)
+    assert not (tmp_path / asked.name / "result.json").exists()
+    found = another(shop, tmp_path).arm(asked)
     went_on = [note for note in found.notes if note.startswith("went on from ")]
     assert went_on == (["went on from checkpoint-10; seconds are counted from there"] if step == 13 else [])
-    assert exact(found, "notes") == exact(whole, "notes")
+    assert exact(found, "notes", "incidents") == exact(whole, "notes", "incidents")
     assert [note for note in found.notes if note not in went_on] == list(whole.notes)
-    weights = [(folder / "fixed" / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (shop.out, tmp_path)]
+    assert [i["kind"] for i in found.incidents] == [i["kind"] for i in whole.incidents]
+    weights = [(folder / asked.name / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (shop.out, tmp_path)]
     assert weights[0] == weights[1]
-    assert not (tmp_path / "fixed" / "trainer").exists()
+    assert not (tmp_path / asked.name / "trainer").exists()
 
 
 # -- around the training ---------------------------------------------------------------------------------------------------------
