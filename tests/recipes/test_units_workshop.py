@@ -68,7 +68,8 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(trained, no_train
 
 def test_an_arm_that_was_begun_with_other_settings_is_refused_too(tmp_path, no_training):
     (tmp_path / "fixed").mkdir()
-    begun = {**QUICK.to_json(), "lr": 1.0, "model": "tiny", "questions": {"train": 8, "valid": 4, "seed": 0}}
+    asked = small(tmp_path)._asked()
+    begun = {**QUICK.to_json(), "lr": 1.0, "model": "tiny", "questions": asked}
     (tmp_path / "fixed" / "setting.json").write_text(json.dumps(begun))
     with pytest.raises(UsageError, match=r"other settings \(lr\)"):
         small(tmp_path).arm(QUICK)

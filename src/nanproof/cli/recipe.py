@@ -151,7 +151,6 @@ def rft(
     epochs: Epochs = None,
     lr: Rate = None,
     batch: Batch = None,
-    rank: Rank = None,
     seed: Seed = 0,
     train: Train = 1000,
     valid: Valid = 1000,
@@ -165,7 +164,7 @@ def rft(
         from nanproof.recipes.units_sft.comparing import rft as run
         from nanproof.recipes.units_sft.rejection import Sampling
 
-        changes = {"epochs": epochs, "lr": lr, "batch": batch, "rank": rank, "seed": seed}
+        changes = {"epochs": epochs, "lr": lr, "batch": batch, "seed": seed}
         sampling = Sampling(more=more, samples=samples, temperature=temperature, keep=keep)
         _show(run(_workshop(out, model, train, valid), changed(RFT, **changes), sampling, again), as_json)
 

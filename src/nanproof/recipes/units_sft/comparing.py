@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanproof.recipes.units_sft.rejection import Kept, Sampling, new_questions, 
 from nanproof.recipes.units_sft.results import Result
 from nanproof.recipes.units_sft.training import reproducible
 from nanproof.recipes.units_sft.workshop import Workshop
+from nanproof.recipes.weights import checksum
 from nanproof.report.comparison import Arm, Check, Column, Comparison
 
 NEAR = 0.05
@@ -40,11 +42,11 @@ LEAD = (
 def rft(workshop: Workshop, setting: Setting = RFT, sampling: Sampling | None = None, again: bool = False) -> Result:
     """Sample from the model of `fixed`, keep what is right, and train on from it with that."""
     sampling = sampling if sampling is not None else Sampling()
-    told = {name: getattr(sampling, name) for name in ("more", "samples", "temperature", "keep")}
+    start = checksum(workshop.adapters(setting.start) / "adapter_model.safetensors")  # where there is none, nothing is begun
+    told = {**asdict(sampling), "from": start[:16]}
     done = workshop.done(setting, again=again, sampling=told)
     if done is not None:
         return done
-    workshop.adapters(setting.start)  # where there are none, nothing is begun
     kept = _kept(workshop, setting, sampling, workshop.begin(setting, sampling=told) / "kept.jsonl")
     workshop.progress.say(f"  {kept}")
     if not kept.pairs:

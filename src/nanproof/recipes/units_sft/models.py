@@ -34,12 +34,19 @@ class Language:
     source: str
 
     @property
+    def end(self) -> int:
+        """The token that a reply is taught to end in: the one of the chat template, whatever the tokenizer calls its end. What that
+        is differs between versions of transformers for tokenizers out of a .gguf file."""
+        there = self.tokenizer.get_vocab()
+        found = next((there[mark] for mark in ("<|im_end|>", "<|eot_id|>") if mark in there), self.tokenizer.eos_token_id)
+        if found is None:
+            raise UsageError("--model: its tokenizer has no token that ends a text. Choose another model")
+        return int(found)
+
+    @property
     def ends(self) -> list[int]:
-        """Tokens that end a reply."""
-        tokenizer = self.tokenizer
-        there = tokenizer.get_vocab()
-        marks = [there[mark] for mark in ("<|im_end|>", "<|eot_id|>") if mark in there]
-        return sorted({*marks, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])})
+        """Tokens after which nothing more is generated."""
+        return sorted({self.end, *([self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else [])})
 
 
 def device() -> torch.device:

@@ -101,7 +101,8 @@ def sample(
         temperature=sampling.temperature,
         tick=tick,
     )
-    right = [[r for r in dict.fromkeys(rs) if is_right(parse(r), q.correct)] for q, rs in zip(asked, said, strict=True)]
+    ended = [[r for r in dict.fromkeys(rs) if r.endswith("</answer>")] for rs in said]  # and says nothing more after it
+    right = [[r for r in rs if is_right(parse(r), q.correct)] for q, rs in zip(asked, ended, strict=True)]
     pairs = [(q, r) for q, rs in zip(asked, right, strict=True) for r in rs[: sampling.keep]]
     return Kept(len(asked), sum(bool(rs) for rs in right), pairs)
 

@@ -36,7 +36,7 @@ def example(language: Language, given: str, reply: str) -> Example:
     """A prompt and its reply. The reply ends in the token that ends replies, so that the model learns to stop."""
     tokenizer = language.tokenizer
     before = tokenizer(given, add_special_tokens=False)["input_ids"]
-    after = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    after = [*tokenizer(reply, add_special_tokens=False)["input_ids"], language.end]
     return {"input_ids": [*before, *after], "labels": [IGNORED] * len(before) + after}
 
 

@@ -4,6 +4,7 @@ folder of its own that is not worked on twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -199,7 +200,7 @@ class Workshop:
     def unmodified(self, shots: int = 0) -> Result:
         """The score of the model as it was loaded, without or with some questions and answers before each."""
         name = f"unmodified-{shots}-shot" if shots else "unmodified"
-        told = {"model": self.model_name, "questions": self._counts, "shots": shots}
+        told = {"model": self.model_name, "questions": self._asked(), "shots": shots}
         folder = self.out / name
         if (folder / FILE).exists():
             done = Result.load(folder)
@@ -257,7 +258,13 @@ class Workshop:
         return folder
 
     def _told(self, setting: Setting, **more: Any) -> dict[str, Any]:
-        return {**setting.to_json(), "model": self.model_name, "questions": self._counts, **more}
+        return {**setting.to_json(), "model": self.model_name, "questions": self._asked(), **more}
+
+    def _asked(self) -> dict[str, Any]:
+        """Which questions they are: results of other ones are other results."""
+        told = "\n".join(q.text for name in ("train", "valid") for q in self.sets[name])
+        checksum = hashlib.sha256(told.encode()).hexdigest()[:16]
+        return {"train": self._counts["train"], "valid": self._counts["valid"], "checksum": checksum}
 
 
 def ran_on() -> str:
