@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -67,10 +68,10 @@ def test_data_needs_no_framework(tmp_path):
 def test_missing_weights_come_with_the_command_that_gets_them(tmp_path, monkeypatch, command):
     monkeypatch.setenv("NANPROOF_WEIGHTS", str(tmp_path / "none"))
     (tmp_path / "out" / "fixed" / "adapter").mkdir(parents=True)
-    (tmp_path / "out" / "fixed" / "adapter" / "adapter_config.json").write_text("{}")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "out" / "fixed" / "adapter" / name).write_text("{}")
     if command == "train":
-        (tmp_path / "out" / "fixed" / "adapter" / "adapter_config.json").unlink()
-        (tmp_path / "out" / "fixed" / "adapter").rmdir()
+        shutil.rmtree(tmp_path / "out" / "fixed" / "adapter")
     found = run("units-sft", command, "--train", 4, "--valid", 2, "--out", tmp_path / "out", code=2)
     error, hint = found.stderr.splitlines()[-2:]
     assert error == f"error: SmolLM2-135M-Instruct.Q4_1.gguf is not in {tmp_path / 'none'}"

@@ -106,7 +106,7 @@ def test_rejection_sampling_begins_nothing_without_the_arm_it_starts_from(tmp_pa
 def test_nothing_is_begun_where_the_model_is_missing(tmp_path):
     with pytest.raises(UsageError, match=r"--model .*gone\.gguf: there is no such file"):
         Workshop(tmp_path / "out", str(tmp_path / "gone.gguf"), train=4, valid=2).arm(QUICK)
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]
 
 
 def test_questions_are_made_once_and_kept(language, tmp_path):

@@ -35,8 +35,8 @@ class Language:
 
     @property
     def end(self) -> int:
-        """The token that a reply is taught to end in: the one of the chat template, whatever the tokenizer calls its end. What that
-        is differs between versions of transformers for tokenizers out of a .gguf file."""
+        """The token that a reply is taught to end in: that of the chat template, whatever the tokenizer calls its end. Out of a
+        .gguf file the latter differs between versions of transformers."""
         there = self.tokenizer.get_vocab()
         found = next((there[mark] for mark in ("<|im_end|>", "<|eot_id|>") if mark in there), self.tokenizer.eos_token_id)
         if found is None:
