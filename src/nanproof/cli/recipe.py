@@ -1,11 +1,16 @@
-"""`nanproof recipe`: whole training systems that failed, repaired. Each has its own commands."""
+"""`nanproof recipe`: whole training systems that failed, repaired. Each has its own commands.
+
+Packages that are only imported (DeepSpeed, by way of accelerate) write to standard output. All work is done with it turned to
+standard error, so that `--json` prints JSON and nothing else.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,7 +122,8 @@ def train(
         chosen = "fp32" if use_fp32_for_training else precision
         changes = {"epochs": epochs, "lr": lr, "batch": batch, "rank": rank, "form": form, "seed": seed, "precision": chosen}
         arm_setting = setting(arm, variant, **changes)
-        result = _workshop(out, model, train, valid).arm(arm_setting, again=again)
+        with redirect_stdout(sys.stderr):
+            result = _workshop(out, model, train, valid).arm(arm_setting, again=again)
         _show(result, as_json)
         if result.nonfinite or result.ending != "finished":
             raise typer.Exit(1)
@@ -136,9 +142,11 @@ def ask(
 ) -> None:
     """Ask a model the held-out questions and score what it says."""
     with _told():
-        workshop = _workshop(out, model, train, valid)
         name = f"{arm}-{variant}" if variant else arm
-        _show(workshop.unmodified(shots) if arm == "unmodified" else workshop.test(name), as_json)
+        with redirect_stdout(sys.stderr):
+            workshop = _workshop(out, model, train, valid)
+            result = workshop.unmodified(shots) if arm == "unmodified" else workshop.test(name)
+        _show(result, as_json)
 
 
 @units_sft.command()
@@ -160,13 +168,16 @@ def rft(
 ) -> None:
     """Rejection sampling: draw answers from the model of `fixed`, keep the right ones, and train on with them."""
     with _told():
-        from nanproof.recipes.units_sft.arms import RFT, changed
-        from nanproof.recipes.units_sft.comparing import rft as run
-        from nanproof.recipes.units_sft.rejection import Sampling
+        with redirect_stdout(sys.stderr):
+            from nanproof.recipes.units_sft.arms import RFT, changed
+            from nanproof.recipes.units_sft.comparing import rft as run
+            from nanproof.recipes.units_sft.rejection import Sampling
 
         changes = {"epochs": epochs, "lr": lr, "batch": batch, "seed": seed}
         sampling = Sampling(more=more, samples=samples, temperature=temperature, keep=keep)
-        _show(run(_workshop(out, model, train, valid), changed(RFT, **changes), sampling, again), as_json)
+        with redirect_stdout(sys.stderr):
+            result = run(_workshop(out, model, train, valid), changed(RFT, **changes), sampling, again)
+        _show(result, as_json)
 
 
 @units_sft.command()
@@ -188,13 +199,15 @@ def compare(
     Exit status: 1 something that the recipe claims was not seen, 2 it could not run.
     """
     with _told():
-        from nanproof.recipes.units_sft.comparing import compare as run
-        from nanproof.recipes.units_sft.rejection import Sampling
+        with redirect_stdout(sys.stderr):
+            from nanproof.recipes.units_sft.comparing import compare as run
+            from nanproof.recipes.units_sft.rejection import Sampling
         from nanproof.report.comparison import rich_table, write
 
         changes = {k: v for k, v in {"epochs": epochs, "rank": rank, "form": form, "seed": seed}.items() if v is not None}
-        workshop = _workshop(out, model, train, valid)
-        found = run(workshop, changes, Sampling(more=more), with_rft=not without_rft)
+        with redirect_stdout(sys.stderr):
+            workshop = _workshop(out, model, train, valid)
+            found = run(workshop, changes, Sampling(more=more), with_rft=not without_rft)
         _reports(out, [arm.run for arm in found.arms if arm.run is not None])
         page = write(found, out)
         if as_json:
