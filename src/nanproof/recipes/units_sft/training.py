@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -14,8 +15,9 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations import protect
@@ -135,13 +137,13 @@ def train(
         trainer.add_callback(LossCheckCallback())
         guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / "nanproof")
     begun = time.perf_counter()
-    last = get_last_checkpoint(str(folder / "trainer")) if (folder / "trainer").is_dir() else None
+    last = last_whole(folder / "trainer")
     begun_at = 0
     if last is not None:
-        begun_at = int(Path(last).name.rpartition("-")[2])
-        notes.append(f"went on from {Path(last).name}; seconds are counted from there")
+        begun_at = int(last.name.rpartition("-")[2])
+        notes.append(f"went on from {last.name}; seconds are counted from there")
     try:
-        trainer.train(resume_from_checkpoint=last)
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except TrainingHalted as error:
         trained.ending = f"halted: {error}"
     except torch.OutOfMemoryError as error:
@@ -163,6 +165,19 @@ def train(
     if patch is not None:
         trained.notes += patch.notes(trained.log)
     return trained
+
+
+def last_whole(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end: the Trainer's own state is what it writes last. NaN weights are no
+    reason to pass one over, for some arms have no others."""
+    steps = {path: path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    for path in sorted((path for path, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]), reverse=True):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return path
+    return None
 
 
 def _arguments_of(setting: Setting, switches: dict[str, bool]) -> dict[str, Any]:
