@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanproof.cli.entry import could_not_run
+from nanproof.core.files import reason
 from nanproof.errors import NanproofError, UsageError
+from nanproof.report.shown import shown
 
 if TYPE_CHECKING:
     from nanproof.recipes.units_sft.results import Result
@@ -263,7 +265,7 @@ def _show(result: Result, as_json: bool) -> None:
         typer.echo(json.dumps(result.to_json(), allow_nan=False))
         return
     for line in result.lines():
-        typer.echo(line)
+        typer.echo(shown(line, 4000))  # they are read from a file, which may be anybody's
 
 
 @contextmanager
@@ -275,4 +277,9 @@ def _told() -> Iterator[None]:
         raise could_not_run(error) from error
     except NanproofError as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a folder that cannot be written, a disk that is full; 1 would say that weights are not finite
+        typer.echo(f"error: {shown(reason(error), 4000)}", err=True)
         raise typer.Exit(2) from error
