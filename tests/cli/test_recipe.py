@@ -168,4 +168,4 @@ def test_a_claim_that_was_not_seen_ends_with_status_1(compared):
 def test_other_settings_in_the_folder_end_with_status_2(compared):
     out, _ = compared
     found = run("units-sft", "compare", "--model", "tiny", *COMPARE, "--epochs", 2, "--out", out, code=2)
-    assert "was made with other settings (epochs)" in found.stderr and "hint: --again does it anew" in found.stderr
+    assert "was made with other settings (epochs)" in found.stderr and "hint: `train --again` does it anew" in found.stderr

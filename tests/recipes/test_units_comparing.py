@@ -13,8 +13,14 @@ from nanproof.recipes.units_sft.models import REAL
 from nanproof.recipes.units_sft.results import Result
 from nanproof.recipes.units_sft.workshop import Workshop
 
-LOST = {"grad_norm": math.nan, "valid_loss": math.nan, "nonfinite": 28, "tensors": 28}
-WELL = {"grad_norm": 1.0, "valid_loss": 2.0, "nonfinite": 0, "tensors": 28}
+LOST = {
+    "grad_norm": math.nan,
+    "valid_loss": math.nan,
+    "nonfinite": 28,
+    "tensors": 28,
+    "curves": {"step": [1, 5], "loss": [2.0, 0.0], "grad_norm": [1.5, math.nan]},
+}
+WELL = {"grad_norm": 1.0, "valid_loss": 2.0, "nonfinite": 0, "tensors": 28, "curves": {"step": [1, 5], "loss": [3.0, 2.0]}}
 HEALED = {"message": "x; healed: y", "diagnosis": {"cause": "fp16-optimizer-underflow", "verified": True}}
 
 
@@ -24,7 +30,7 @@ def results():
         Result(name="broken", setting={}, **LOST),
         Result(name="patched-002", setting={}, **LOST),
         Result(name="patched-000", setting={}, notes=["the checks that document 000 names pass after the first step"], **LOST),
-        Result(name="patched-001", setting={}, **WELL),
+        Result(name="patched-001", setting={}, answer_rate=0.99, **WELL),
         Result(name="broken-prompt", setting={}, **WELL),
         Result(name="guarded", setting={}, accuracy=0.10, incidents=[HEALED], **WELL),
         Result(name="fixed-reported", setting={}, accuracy=0.14, **WELL),
@@ -41,7 +47,7 @@ def failing(by_name, real=True):
 
 def test_every_claim_holds_where_it_should():
     found = list(checks(results(), real=True))
-    assert len(found) == 11 and failing(results()) == []
+    assert len(found) == 14 and failing(results()) == []
     assert all(check.measured for check in found)
     assert len(list(checks(results(), real=False))) == 9
 
@@ -61,8 +67,12 @@ def test_every_claim_holds_where_it_should():
         ("patched-000", {"nonfinite": 0}, "patched-000: passes"),
         ("patched-001", {"nonfinite": 1}, "patched-001: fp32"),
         ("patched-001", {"valid_loss": math.nan}, "patched-001: fp32"),
-        ("broken-prompt", {"answer_rate": 0.1}, "broken-prompt: a second cause"),
-        ("broken-prompt", {"nonfinite": 28}, "broken-prompt: a second cause"),
+        ("patched-001", {"curves": {"loss": [2.0, 2.0]}}, "patched-001: fp32"),
+        ("patched-001", {"answer_rate": 0.5}, "broken-prompt: learns"),
+        ("patched-002", {"curves": {**LOST["curves"], "loss": [2.1, 0.0]}}, "patched-002: its log"),
+        ("guarded", {"valid_loss": 2.2}, "guarded: held-out loss"),
+        ("broken-prompt", {"answer_rate": 0.1}, "broken-prompt: learns"),
+        ("broken-prompt", {"nonfinite": 28}, "broken-prompt: learns"),
         ("guarded", {"incidents": []}, "guarded: names the cause"),
         ("guarded", {"incidents": [{**HEALED, "message": "skipped"}]}, "guarded: names the cause"),
         ("guarded", {"incidents": [{**HEALED, "diagnosis": None}]}, "guarded: names the cause"),

@@ -62,7 +62,7 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(trained, no_train
     before = tree(folder)
     with pytest.raises(UsageError) as caught:
         small(folder, **more).arm(replace(QUICK, **change))
-    assert f"{folder / 'fixed'} was made with other settings ({named}). --again does it anew" in str(caught.value)
+    assert f"{folder / 'fixed'} was made with other settings ({named}). `train --again` does it anew" in str(caught.value)
     assert tree(folder) == before
 
 

@@ -54,7 +54,8 @@ class Commands(TyperGroup):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "nanproof"
         wrong = re.fullmatch(r"No such command '(.*?)'.*", message)
-        near = difflib.get_close_matches(wrong[1], self.commands, n=1) if wrong else []
+        known = getattr(context.command, "commands", self.commands) if context is not None else self.commands
+        near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
         typer.echo(f"hint: {f'did you mean `{path} {near[0]}`?' if near else f'`{path} --help` shows what it takes'}", err=True)
 
 

@@ -1,6 +1,7 @@
 """The arms: every way in which this model was, or should have been, trained, as plain settings.
 
-`broken` is the setting of the reports. `patched` differs from it by what one document changed, and by nothing else. `guarded` is
+`broken` is the setting of the reports, but for the warm-up, which every arm has. `patched` differs from it by what one document
+changed, and by nothing else. `guarded` is
 `broken` again under nanproof with healing on. `fixed` is how it is done.
 """
 
@@ -55,14 +56,14 @@ class Setting:
         return asdict(self)
 
 
-BROKEN = Setting(arm="broken", says="weights and adapters in pure fp16, AdamW as a loop over tensors")
+BROKEN = Setting(arm="broken", says="weights and adapters in pure fp16, AdamW that is not fused")
 REPORTED: tuple[Setting, ...] = (
     BROKEN,
     replace(
         BROKEN,
         variant="double",
         precision="fp16-flag",
-        says="the same with fp16=True on top",
+        says="the same with fp16=True on top (on a CPU the Trainer ignores it)",
     ),
     replace(
         BROKEN,
@@ -77,7 +78,7 @@ REPORTED: tuple[Setting, ...] = (
         variant="000",
         patch="000",
         precision="bf16-flag",
-        says="a loss of 0 or NaN becomes 1e-6, NaN gradients are zeroed in on_step_end, bf16=True over the fp16 weights",
+        says="a loss of 0 or NaN becomes 1e-6, NaN gradients are zeroed in on_step_end, bf16=True over fp16 weights (on CUDA)",
     ),
     replace(BROKEN, arm="patched", variant="001", weights="fp32", says="weights and adapters in fp32, fp16=False, bf16=False"),
     replace(BROKEN, arm="patched", variant="002", patch="002", says='max_grad_norm=1.0 and label_names=["labels"] written out'),

@@ -105,8 +105,8 @@ def _arm(out: Path, result: Result) -> Arm:
             "loss": result.loss,
             "valid_loss": result.valid_loss,
             "grad_norm": result.grad_norm,
-            "accuracy": result.accuracy,
-            "answer_rate": result.answer_rate,
+            "accuracy": result.accuracy if result.questions else None,
+            "answer_rate": result.answer_rate if result.questions else None,
             "nonfinite": None if result.tensors is None else f"{result.nonfinite}/{result.tensors}",
             "refused": None if result.tensors is None else result.refused,
             "skipped": None if result.tensors is None else result.skipped,
@@ -131,9 +131,11 @@ def _shared(results: list[Result]) -> dict[str, Any]:
 
 
 def checks(by_name: Mapping[str, Result], real: bool) -> Iterable[Check]:
-    """Each claim with what was measured. How well a model answers is claimed of the real one alone."""
+    """Each claim with what was measured. How well a model answers is claimed of the real one alone: a tiny one never does."""
     yield from _failures(by_name)
-    yield from _healing(by_name)
+    yield from _healing(by_name, real)
+    if real:
+        yield from _second_cause(by_name)
     if real and "fixed" in by_name:
         fixed = by_name["fixed"]
         measured = f"accuracy {fixed.accuracy:.3f}, answer rate {fixed.answer_rate:.3f} on {fixed.questions} questions"
@@ -157,23 +159,44 @@ def _failures(by_name: Mapping[str, Result]) -> Iterable[Check]:
             r = by_name[name]
             lost = r.grad_norm is not None and not math.isfinite(r.grad_norm) and r.nonfinite == r.tensors
             yield Check(f"{name}: grad_norm nan, every adapter NaN, accuracy 0", _said(r), lost and r.accuracy == 0)
+    if "broken" in by_name and "patched-002" in by_name:
+        logs = [str({k: list(v) for k, v in by_name[name].curves.items()}) for name in ("broken", "patched-002")]
+        lines = len(by_name["broken"].curves.get("loss", ()))
+        yield Check(
+            "patched-002: its log is that of broken, to the last digit", f"{lines} lines", logs[0] == logs[1] and lines > 0
+        )
     if "patched-000" in by_name:
         r = by_name["patched-000"]
         passes = any(note.endswith(" names pass after the first step") for note in r.notes)
         hidden = passes and r.nonfinite == r.tensors and r.accuracy == 0
-        yield Check("patched-000: passes its own checks and has learned nothing", _said(r), hidden)
+        yield Check("patched-000: passes its own checks of the log and has learned nothing", _said(r), hidden)
     if "patched-001" in by_name:
         r = by_name["patched-001"]
-        yield Check("patched-001: fp32 weights train", _said(r), r.nonfinite == 0 and math.isfinite(r.valid_loss or math.nan))
-    if "broken-prompt" in by_name:
-        r = by_name["broken-prompt"]
-        healthy = r.nonfinite == 0 and math.isfinite(r.valid_loss or math.nan)
+        yield Check("patched-001: fp32 weights train", f"{_fall(r)}; {_said(r)}", _learned(r))
+
+
+def _second_cause(by_name: Mapping[str, Result]) -> Iterable[Check]:
+    if "broken-prompt" in by_name and "patched-001" in by_name:
+        r, other = by_name["broken-prompt"], by_name["patched-001"]
         yield Check(
-            "broken-prompt: a second cause of answer rate 0, with healthy numbers", _said(r), healthy and r.answer_rate == 0
+            "broken-prompt: learns, and has an answer rate of 0 where patched-001 has one above 0.9",
+            f"{_fall(r)}; answer rates {r.answer_rate:.3f} and {other.answer_rate:.3f}",
+            _learned(r) and r.answer_rate == 0 and other.answer_rate > 0.9,
         )
 
 
-def _healing(by_name: Mapping[str, Result]) -> Iterable[Check]:
+def _learned(r: Result) -> bool:
+    """Every weight is finite, and the loss has come down."""
+    losses = [x for x in r.curves.get("loss", ()) if x is not None]
+    return r.nonfinite == 0 and len(losses) > 1 and math.isfinite(r.valid_loss or math.nan) and losses[-1] < losses[0]
+
+
+def _fall(r: Result) -> str:
+    losses = [x for x in r.curves.get("loss", ()) if x is not None]
+    return f"loss {losses[0]:.3g} to {losses[-1]:.3g}" if losses else "no loss was logged"
+
+
+def _healing(by_name: Mapping[str, Result], real: bool) -> Iterable[Check]:
     for name, twin in (("guarded", "fixed-reported"), ("guarded-tuned", "fixed")):
         if name not in by_name or twin not in by_name:
             continue
@@ -185,11 +208,18 @@ def _healing(by_name: Mapping[str, Result]) -> Iterable[Check]:
             f"{', '.join(dict.fromkeys(found)) or 'no cause'}; {_said(r)}",
             bool(found) and r.nonfinite == 0,
         )
+        losses = r.valid_loss or math.nan, other.valid_loss or math.nan
         yield Check(
-            f"{name}: accuracy within {NEAR} of {twin}",
-            f"{r.accuracy:.3f} and {other.accuracy:.3f}",
-            abs(r.accuracy - other.accuracy) <= NEAR,
+            f"{name}: held-out loss within 5 % of {twin}",
+            f"{losses[0]:.4g} and {losses[1]:.4g}",
+            abs(losses[0] - losses[1]) <= 0.05 * losses[1],
         )
+        if real:
+            yield Check(
+                f"{name}: accuracy within {NEAR} of {twin}",
+                f"{r.accuracy:.3f} and {other.accuracy:.3f}",
+                abs(r.accuracy - other.accuracy) <= NEAR,
+            )
 
 
 def _said(r: Result) -> str:

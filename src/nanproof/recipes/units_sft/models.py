@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,7 @@ def _from(place: Path | str) -> Language:
         with contextlib.redirect_stderr(io.StringIO()) if options else contextlib.nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
             model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, struct.error) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"--model {place}: could not be loaded ({first}). Give a folder or .gguf file that is there, a hub name that can be "

@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from nanproof.core.environment import device_name
-from nanproof.core.files import write_whole
+from nanproof.core.files import FolderLock, write_whole
 from nanproof.errors import UsageError
 from nanproof.logs.findings import judge
 from nanproof.logs.sources import find, read
@@ -131,7 +132,7 @@ class Workshop:
             return there
         language, sets = self.fresh(), self.sets  # where one of them is missing, nothing is begun
         folder, told = self.begin(setting, **more), self._told(setting, **more)
-        with reproducible():
+        with reproducible(), _locked(folder):
             given = rows if rows is not None else examples(language, sets["train"], setting)
             trained = self._train(language, given, setting, folder)
             trained.notes[:0] = notes
@@ -267,6 +268,16 @@ class Workshop:
         return {"train": self._counts["train"], "valid": self._counts["valid"], "checksum": checksum}
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process works on an arm."""
+    lock = FolderLock(folder, str(folder))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def ran_on() -> str:
     """A score without this cannot be compared."""
     return f"ran on {device_name(device())}, torch {torch.__version__}"
@@ -305,7 +316,7 @@ def _refuse_another(folder: Path, there: Any, wanted: dict[str, Any]) -> None:
     if there != json.loads(json.dumps(wanted)):
         differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
         raise UsageError(
-            f"{folder} was made with other settings ({', '.join(differ)}). --again does it anew, or choose another --out"
+            f"{folder} was made with other settings ({', '.join(differ)}). `train --again` does it anew, or choose another --out"
         )
 
 
