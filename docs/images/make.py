@@ -93,11 +93,11 @@ def compared() -> None:
     page_of = ROOT / "docs" / "recipes" / "units-sft-comparison.html"
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page: Any = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme="light")
+        page: Any = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
         page.goto(page_of.as_uri())
         page.wait_for_timeout(400)
         page.evaluate("document.getElementById('legend').scrollIntoView()")
-        page.evaluate("window.scrollBy(0, -40)")
+        page.evaluate("window.scrollBy(0, 70)")
         page.wait_for_timeout(200)
         page.screenshot(path=FOLDER / "units-sft.png")
         print(FOLDER / "units-sft.png")
