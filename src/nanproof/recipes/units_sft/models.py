@@ -108,6 +108,7 @@ def _from(place: Path | str) -> Language:
 def _plain(model: Any) -> Any:
     """The same weights in a model that does not call itself quantized: they were made fp32 on loading."""
     config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
+    config.name_or_path = ""  # the folder of a .gguf file is no model's name, and PEFT would look for it on a hub
     with torch.device("meta"):
         plain = type(model)(config)
     plain.load_state_dict(model.state_dict(), assign=True, strict=True)
