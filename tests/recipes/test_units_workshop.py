@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +75,26 @@ def test_an_arm_that_was_begun_with_other_settings_is_refused_too(tmp_path, no_t
     (tmp_path / "fixed" / "setting.json").write_text(json.dumps(begun))
     with pytest.raises(UsageError, match=r"other settings \(lr\)"):
         small(tmp_path).arm(QUICK)
+
+
+def test_two_processes_do_not_work_on_one_arm(language, tmp_path, no_training):
+    """The second is turned away before it trains anything, and nothing of the first is touched."""
+    folder = tmp_path / "fixed"
+    shop = small(tmp_path)
+    shop.begin(QUICK)
+    code = (
+        "import sys, pathlib; from nanproof.core.files import FolderLock\n"
+        "FolderLock(pathlib.Path(sys.argv[1]), 'it'); print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        before = tree(tmp_path)
+        with pytest.raises(UsageError, match="fixed is in use by another process"):
+            shop.arm(QUICK)
+        assert tree(tmp_path) == before
+    finally:
+        other.communicate()
 
 
 def test_again_replaces(language, tmp_path):

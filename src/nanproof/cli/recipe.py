@@ -79,11 +79,9 @@ def data(
         from nanproof.recipes.units_sft import questions
 
         made = questions.make(train, valid, seed)
-        for name in ("train", "valid"):
-            questions.save(out / "data" / f"{name}.jsonl", made[name])
+        paths = questions.save_sets(out / "data", made)
         told = {
-            "train": str(out / "data" / "train.jsonl"),
-            "valid": str(out / "data" / "valid.jsonl"),
+            **{name: str(path) for name, path in paths.items()},
             "questions": {"train": train, "valid": valid},
             "conversions": len({(q.of, q.to) for name in ("train", "valid") for q in made[name]}),
         }

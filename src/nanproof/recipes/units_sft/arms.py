@@ -1,8 +1,7 @@
 """The arms: every way in which this model was, or should have been, trained, as plain settings.
 
 `broken` is the setting of the reports, but for the warm-up, which every arm has. `patched` differs from it by what one document
-changed, and by nothing else. `guarded` is
-`broken` again under nanproof with healing on. `fixed` is how it is done.
+changed, and by nothing else. `guarded` is `broken` again under nanproof with healing on. `fixed` is how it is done.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Setting:
     warmup: int = 50
     rank: int = 4
     alpha: int = 16
-    max_grad_norm: float = 1.0
     gradient_checkpointing: bool = True
     seed: int = 0
     start: str = ""

@@ -151,6 +151,14 @@ def save(path: Path, questions: Iterable[Question]) -> None:
     write_whole(path, "".join(json.dumps({**asdict(q), "correct": q.correct}) + "\n" for q in questions))
 
 
+def save_sets(folder: Path, made: dict[str, list[Question]]) -> dict[str, Path]:
+    """The two sets of `make`, each in its file."""
+    paths = {name: folder / f"{name}.jsonl" for name in ("train", "valid")}
+    for name, path in paths.items():
+        save(path, made[name])
+    return paths
+
+
 def load(path: Path) -> list[Question]:
     """Back from a file of `save`."""
     try:

@@ -1,4 +1,4 @@
-"""Rejection sampling: the model answers many times, what is right is kept, and a new model learns from that.
+"""Rejection sampling: the model answers many times, what is right is kept, and it goes on learning from that.
 
 Half of the point is that no answer has to be written by hand: the questions are new, and the metric tells right from wrong.
 """
@@ -73,7 +73,7 @@ class Kept:
 def new_questions(count: int, known: Sequence[Question], seed: int) -> list[Question]:
     """Questions that are none of those that are known."""
     seen = {q.key for q in known}
-    found = [q for q in questions.make(0, 0, seed=seed + 20_000, more=count + 2 * len(seen))["more"] if q.key not in seen]
+    found = [q for q in questions.make(0, 0, seed=seed + 20_000, more=count + len(seen))["more"] if q.key not in seen]
     return found[:count]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanproof.core.files import strict_json, write_whole
 from nanproof.errors import UsageError
+from nanproof.recipes.units_sft.scoring import standard_error
 from nanproof.records import Incident, decode
 
 FILE = "result.json"
@@ -50,7 +51,7 @@ class Result:
     @property
     def standard_error(self) -> float:
         """Of the accuracy, from the number of questions alone."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(self.questions, 1))
+        return standard_error(self.accuracy, self.questions)
 
     def to_json(self) -> dict[str, Any]:
         return {"v": 1, **{name: _out(value) for name, value in asdict(self).items()}}
@@ -68,7 +69,10 @@ class Result:
             bad = f"{self.nonfinite} of {self.tensors} trainable tensors not finite"
             told.append(f"  {bad}, {self.refused} attempts refused, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
         told += [f"  {Incident.from_json(dict(incident))}" for incident in self.incidents[:3]]
-        told.append(f"  accuracy {self.accuracy:.3f}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions")
+        error = f" (standard error {self.standard_error:.3f})" if self.questions else ""
+        told.append(
+            f"  accuracy {self.accuracy:.3f}{error}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions"
+        )
         return told
 
     @classmethod

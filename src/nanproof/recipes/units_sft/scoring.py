@@ -33,6 +33,11 @@ def is_right(answer: float | None, correct: float) -> bool:
     return abs(round(answer, 3) - round(correct, 3)) < TOLERANCE * abs(round(correct, 3))
 
 
+def standard_error(share: float, count: int) -> float:
+    """Of a share of so many."""
+    return math.sqrt(share * (1 - share) / max(count, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """How a model did on a set of questions."""
@@ -53,7 +58,7 @@ class Score:
     @property
     def standard_error(self) -> float:
         """Of the accuracy, from the number of questions alone."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.questions)
+        return standard_error(self.accuracy, self.questions)
 
 
 def score(replies: Sequence[str], correct: Sequence[float]) -> Score:

@@ -181,10 +181,8 @@ def last_whole(folder: Path) -> Path | None:
 
 
 def _arguments_of(setting: Setting, switches: dict[str, bool]) -> dict[str, Any]:
-    """What document 002 added is left out elsewhere: the same values are the Trainer's defaults."""
-    if setting.patch == "002":
-        return {**switches, "max_grad_norm": 1.0, "label_names": ["labels"]}
-    return {**switches, **({} if setting.max_grad_norm == 1.0 else {"max_grad_norm": setting.max_grad_norm})}
+    """What document 002 wrote out is left out elsewhere: the same values are the Trainer's defaults."""
+    return {**switches, "max_grad_norm": 1.0, "label_names": ["labels"]} if setting.patch == "002" else dict(switches)
 
 
 class _Document000:

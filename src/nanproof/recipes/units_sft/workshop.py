@@ -94,8 +94,7 @@ class Workshop:
     def make_data(self) -> dict[str, list[Question]]:
         """Make the questions and write them into the folder."""
         made = questions.make(self._counts["train"], self._counts["valid"], self._counts["seed"])
-        for name in ("train", "valid"):
-            questions.save(self.out / "data" / f"{name}.jsonl", made[name])
+        questions.save_sets(self.out / "data", made)
         self._sets = None
         return made
 
@@ -137,9 +136,9 @@ class Workshop:
             trained = self._train(language, given, setting, folder)
             trained.notes[:0] = notes
             result = self._measure(language, trained, told, folder)
-        trained.model.save_pretrained(folder / ADAPTER)
-        result.save(folder)
-        shutil.rmtree(folder / "trainer", ignore_errors=True)
+            trained.model.save_pretrained(folder / ADAPTER)
+            result.save(folder)  # last of all: what has a result is done
+            shutil.rmtree(folder / "trainer", ignore_errors=True)
         return result
 
     def begin(self, setting: Setting, **more: Any) -> Path:
