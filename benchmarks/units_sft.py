@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from nanproof.core.environment import device_name
+from nanproof.recipes.machine import device
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.units_sft.arms import FIXED, SETTINGS, Setting
 from nanproof.recipes.units_sft.comparing import compare, rft
-from nanproof.recipes.units_sft.models import device
 from nanproof.recipes.units_sft.rejection import Sampling
 from nanproof.recipes.units_sft.workshop import Workshop
 from nanproof.report import html

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanproof.errors import UsageError
+from nanproof.recipes import machine
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.units_sft import training
 from nanproof.recipes.units_sft.arms import FIXED, setting
@@ -201,7 +202,7 @@ def test_every_flag_is_put_back(monkeypatch, before):
     try:
         torch.use_deterministic_algorithms(before, warn_only=False)
         outside = flags()
-        with pytest.raises(KeyError), training.reproducible():
+        with pytest.raises(KeyError), machine.reproducible():
             assert flags() == (True, True, False, ":4096:8")
             raise KeyError
         assert flags() == outside
@@ -211,6 +212,6 @@ def test_every_flag_is_put_back(monkeypatch, before):
 
 def test_a_workspace_that_the_user_chose_is_left(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with training.reproducible():
+    with machine.reproducible():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -239,8 +239,8 @@ def _reports(out: Path, runs: list[str]) -> None:
 def _workshop(out: Path, model: str, train: int, valid: int) -> Workshop:
     from rich.console import Console
 
+    from nanproof.recipes.machine import needs
     from nanproof.recipes.progress import Progress
-    from nanproof.recipes.units_sft.models import needs
 
     needs("transformers", "peft", "accelerate")
     from nanproof.recipes.units_sft.workshop import Workshop

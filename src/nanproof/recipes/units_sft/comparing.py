@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nanproof.core.environment import device_name, versions_now
+from nanproof.recipes.machine import device, reproducible
 from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting, changed
-from nanproof.recipes.units_sft.models import REAL, device
+from nanproof.recipes.units_sft.models import REAL
 from nanproof.recipes.units_sft.rejection import Kept, Sampling, new_questions, rows_of, sample
 from nanproof.recipes.units_sft.results import Result
-from nanproof.recipes.units_sft.training import reproducible
 from nanproof.recipes.units_sft.workshop import Workshop
 from nanproof.recipes.weights import checksum
 from nanproof.report.comparison import Arm, Check, Column, Comparison

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import struct
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 
 from nanproof.errors import UsageError
 from nanproof.recipes import weights
+from nanproof.recipes.machine import needs
 from nanproof.recipes.units_sft import questions
 
 REAL, TINY = "smollm2-135m", "tiny"
@@ -48,20 +48,6 @@ class Language:
     def ends(self) -> list[int]:
         """Tokens after which nothing more is generated."""
         return sorted({self.end, *([self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else [])})
-
-
-def device() -> torch.device:
-    """Where this machine trains."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
-
-
-def needs(*packages: str) -> None:
-    """A clear word about what is not installed, before anything was begun."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"this recipe needs {', '.join(missing)}. pip install 'nanproof[recipes]'")
 
 
 def load_language(source: str = REAL, seed: int = 0) -> Language:

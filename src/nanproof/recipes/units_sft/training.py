@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,15 +23,14 @@ from nanproof.integrations.transformers import GradientMonitorCallback, LossChec
 from nanproof.numerics.losses import check_supervised
 from nanproof.numerics.precision import Ask, cast_trainable, choose
 from nanproof.policy import Policy
+from nanproof.recipes.machine import device
 from nanproof.recipes.units_sft.arms import Setting
-from nanproof.recipes.units_sft.models import Language, device, with_adapters
+from nanproof.recipes.units_sft.models import Language, with_adapters
 from nanproof.recipes.units_sft.patches import InventingLoss, ZeroingCallback, own_checks
 from nanproof.recipes.units_sft.samples import Collator, Example
 from nanproof.records import read_incidents
 
 LOG_EVERY = 5
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Without it cuBLAS gives other digits from one call to the next."""
 Tick = Callable[[int, str], None]
 """Steps done, and a word about the last."""
 
@@ -218,21 +215,3 @@ class _Bar(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._tick(state.global_step, self._said)
-
-
-@contextmanager
-def reproducible() -> Iterator[None]:
-    """The same numbers for the same seed, on the same machine: torch is asked for its deterministic kernels."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    filled: Any = torch.utils.deterministic
-    fill, filled.fill_uninitialized_memory = filled.fill_uninitialized_memory, False  # it writes every new tensor twice
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
-        filled.fill_uninitialized_memory = fill
-        if workspace is None:
-            os.environ.pop(_WORKSPACE, None)

@@ -7,34 +7,31 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nanproof.core.environment import device_name
-from nanproof.core.files import FolderLock, write_whole
+from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
-from nanproof.logs.findings import judge
-from nanproof.logs.sources import find, read
-from nanproof.logs.story import Story
+from nanproof.recipes.folders import begin, begun, check, doctors_word, locked, refuse_another
+from nanproof.recipes.machine import device, ran_on, reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.units_sft import questions
 from nanproof.recipes.units_sft.arms import Setting
 from nanproof.recipes.units_sft.asking import measured_loss, replies
-from nanproof.recipes.units_sft.models import Language, device, load_language, nonfinite_tensors
+from nanproof.recipes.units_sft.models import Language, load_language, nonfinite_tensors
 from nanproof.recipes.units_sft.questions import Question
 from nanproof.recipes.units_sft.results import FILE, Result
 from nanproof.recipes.units_sft.samples import Example, examples, prompt
 from nanproof.recipes.units_sft.scoring import is_right, parse, score
-from nanproof.recipes.units_sft.training import Trained, reproducible, train
+from nanproof.recipes.units_sft.training import Trained, train
 from nanproof.recipes.units_sft.units import written
 
-ADAPTER, STATE, BEGUN = "adapter", "trainer_state.json", "setting.json"
+ADAPTER, STATE = "adapter", "trainer_state.json"
+KEYS = ("arm", "model", "questions")
+"""What the settings of every arm name."""
 SHOWN = 8
 """Questions with replies that a result keeps for people to look at."""
 
@@ -103,17 +100,14 @@ class Workshop:
     def done(self, setting: Setting, *, again: bool = False, **more: Any) -> Result | None:
         """The result of an arm that is there already, made with the same settings. `again` clears the arm's folder."""
         folder, told = self.out / setting.name, self._told(setting, **more)
-        if again and _begun(folder) is not None:
+        if again and begun(folder, KEYS) is not None:
             shutil.rmtree(folder)
         if (folder / FILE).exists():
             there = Result.load(folder)
-            _refuse_another(folder, there.setting, told)
+            refuse_another(folder, there.setting, told)
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
             return there
-        if (begun := _begun(folder)) is not None:
-            _refuse_another(folder, begun, told)
-        elif folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"{folder} holds something that is not of this recipe. Choose another --out")
+        check(folder, told)
         return None
 
     def arm(
@@ -131,7 +125,7 @@ class Workshop:
             return there
         language, sets = self.fresh(), self.sets  # where one of them is missing, nothing is begun
         folder, told = self.begin(setting, **more), self._told(setting, **more)
-        with reproducible(), _locked(folder):
+        with reproducible(), locked(folder):
             given = rows if rows is not None else examples(language, sets["train"], setting)
             trained = self._train(language, given, setting, folder)
             trained.notes[:0] = notes
@@ -143,10 +137,7 @@ class Workshop:
 
     def begin(self, setting: Setting, **more: Any) -> Path:
         """The arm's folder, with its settings in it."""
-        folder = self.out / setting.name
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / BEGUN, json.dumps(self._told(setting, **more), indent=1) + "\n")
-        return folder
+        return begin(self.out / setting.name, self._told(setting, **more))
 
     def _train(self, language: Language, rows: Sequence[Example], setting: Setting, folder: Path) -> Trained:
         total = -(-len(rows) // setting.batch) * setting.epochs
@@ -204,7 +195,7 @@ class Workshop:
         folder = self.out / name
         if (folder / FILE).exists():
             done = Result.load(folder)
-            _refuse_another(folder, done.setting, told)
+            refuse_another(folder, done.setting, told)
             return done
         language = self.fresh()
         language.model.to(device())
@@ -244,7 +235,7 @@ class Workshop:
 
         folder = self.adapters(name)
         language = self.fresh()
-        if (_begun(self.out / name) or {}).get("weights") == "fp16":
+        if (begun(self.out / name, KEYS) or {}).get("weights") == "fp16":
             language.model.half()  # what the adapters were trained on
         return replace(language, model=PeftModel.from_pretrained(language.model, folder, is_trainable=True).to(device()))
 
@@ -267,56 +258,10 @@ class Workshop:
         return {"train": self._counts["train"], "valid": self._counts["valid"], "checksum": checksum}
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process works on an arm."""
-    lock = FolderLock(folder, str(folder))
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def ran_on() -> str:
-    """A score without this cannot be compared."""
-    return f"ran on {device_name(device())}, torch {torch.__version__}"
-
-
 def _command(name: str) -> str:
     """What trains the arm of that name."""
     arm, _, variant = name.partition("-")
     return arm if arm == "rft" else f"train --arm {arm}" + (f" --variant {variant}" if variant else "")
-
-
-def doctors_word(log: Path) -> list[str]:
-    """What `nanproof doctor` says about the log of an arm."""
-    story = Story()
-    for item in (item for source in find([log]) for item in read(source)):
-        story.add(item)
-    found = judge(story)
-    return [f"doctor on its log: {f.kind}. {f.said}" for f in found[:2]] or ["doctor on its log: nothing wrong"]
-
-
-def _begun(folder: Path) -> dict[str, Any] | None:
-    """The settings that a folder was begun with; None where no arm was begun in it."""
-    path = folder / BEGUN
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not {"arm", "model", "questions"} <= found.keys():
-        raise UsageError(f"{path} is not of this recipe. Choose another --out")
-    return found
-
-
-def _refuse_another(folder: Path, there: Any, wanted: dict[str, Any]) -> None:
-    if there != json.loads(json.dumps(wanted)):
-        differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
-        raise UsageError(
-            f"{folder} was made with other settings ({', '.join(differ)}). `train --again` does it anew, or choose another --out"
-        )
 
 
 def _curves(log: list[dict[str, Any]]) -> dict[str, list[float | None]]:
