@@ -1,0 +1,164 @@
+"""Three ways to take a step: as it was reported, as the document patched it, and under the guard.
+
+The first two are kept as they were, mistakes included; what they do wrong is said where they do it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.guard import Guard
+from nanproof.recipes.latent_dlm.config import Config
+from nanproof.recipes.latent_dlm.diffusion import Terms
+from nanproof.records import StepRecord
+
+Batch = dict[str, Tensor]
+Losses = Callable[[nn.Module, Batch], tuple[Tensor, Terms]]
+"""The total of a batch, and its terms."""
+
+
+@dataclass
+class Window:
+    """What was seen since the last line of the log: means over the steps that were taken."""
+
+    step: int = -1
+    """The last of them."""
+    values: dict[str, float] = field(default_factory=dict)
+
+
+class Loop(Protocol):
+    """A training loop, one step at a time."""
+
+    skipped: int
+    """Steps that were not taken."""
+    back: int
+    """Times that the run went back."""
+
+    @property
+    def next_step(self) -> int: ...
+    def step(self, batches: Sequence[Batch]) -> None: ...
+    def window(self) -> Window | None:
+        """Means since the last call; None where nothing is known yet. Waits for the device."""
+
+
+class PlainLoop:
+    """What the two loops without a guard share: they count, and keep what they saw on the device until it is asked for."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, losses: Losses, config: Config) -> None:
+        self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
+        self.next_step = self.skipped = self.back = 0
+        self._seen: list[tuple[tuple[str, ...], Tensor]] = []
+
+    def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
+        named = {"loss": loss, **terms, "grad_norm": norm}
+        self._seen.append((tuple(named), torch.stack([x.detach().float() for x in named.values()])))
+
+    def window(self) -> Window | None:
+        seen, self._seen = self._seen, []
+        if not seen:
+            return None
+        means = torch.stack([vector for _, vector in seen]).mean(0).tolist()
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": rate})
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+class OriginalLoop(PlainLoop):
+    """As reported. Clipping comes first, and an infinite norm has made finite gradients 0 and infinite ones NaN by the time they
+    are looked at; only NaN is looked for; and after zeroing them, Adam moves all the same."""
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            loss, terms = self.losses(self.model, batch)
+            (loss * self.config.loss.loss_scale).backward()
+        limit = self.config.optimizer.grad_clip_norm or 1e6
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        if torch.isnan(norm):
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.zero_()
+        self._see(loss, terms, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        self.next_step += 1
+
+
+class DocumentLoop(PlainLoop):
+    """As the document has it. A bad loss is skipped before backward, so on several ranks the others would wait for this one for
+    ever; a norm that is not finite is skipped after clipping, so which gradient it was cannot be told any more. Once weights are
+    NaN it skips for ever."""
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        self.next_step += 1
+        for batch in batches:
+            loss, terms = self.losses(self.model, batch)
+            if torch.isnan(loss) or torch.isinf(loss):
+                self._see(loss, terms, torch.tensor(math.nan, device=loss.device))
+                self.optimizer.zero_grad(set_to_none=True)
+                self.skipped += 1
+                return
+            (loss * self.config.loss.loss_scale / len(batches)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip_norm or 1.0)
+        self._see(loss, terms, norm)
+        if torch.isnan(norm) or torch.isinf(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.skipped += 1
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+
+
+class GuardedLoop:
+    """Under nanproof. What is logged comes out of the guard's records, which reach the host without a wait."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self._told = guard.next_step - 1
+        """The last step that a line was written about."""
+
+    @property
+    def next_step(self) -> int:
+        return self.guard.next_step
+
+    @property
+    def skipped(self) -> int:
+        return sum(incident.action == "skipped" for incident in self.guard.incidents)
+
+    @property
+    def back(self) -> int:
+        """A step that was healed is run again; that is no way back."""
+        gone = (i for i in self.guard.incidents if i.action in ("rewound", "rolled-back"))
+        return sum("; back to " in incident.message for incident in gone)
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        self.guard.train_step(*batches)
+
+    def window(self) -> Window | None:
+        history = self.guard.history
+        if history and history[-1].step < self._told:  # the run went back
+            self._told = history[-1].step - 1
+        new = [record for record in history if record.step > self._told]
+        taken = [record for record in new if record.action != "skipped"] or new
+        if not taken:
+            return None
+        self._told = taken[-1].step
+        return Window(self._told, {**_means(taken), "learning_rate": taken[-1].lr[0]})
+
+
+def _means(records: Sequence[StepRecord]) -> dict[str, float]:
+    columns: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in (("loss", record.loss), *record.terms, ("grad_norm", record.grad_norm)):
+            columns.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in columns.items()}

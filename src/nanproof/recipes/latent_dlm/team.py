@@ -1,0 +1,87 @@
+"""The processes that train together: one, or as many as torchrun started. What differs between them is said here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+
+from nanproof.errors import UsageError
+from nanproof.recipes.latent_dlm.config import Config
+from nanproof.recipes.latent_dlm.model import MMDiT, sharded
+from nanproof.recipes.machine import device
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Who this process is."""
+
+    rank: int = 0
+    world: int = 1
+    place: torch.device = torch.device("cpu")
+
+    @property
+    def leads(self) -> bool:
+        """Writes logs, results and words."""
+        return self.rank == 0
+
+    def wrapped(self, model: MMDiT, config: Config) -> nn.Module:
+        """The model as the processes share it. All begin with the weights of the first."""
+        if self.world == 1:
+            return model
+        if config.training.parallel == "fsdp2":
+            return sharded(model, mesh=dist.init_device_mesh(self.place.type, (self.world,)))
+        return nn.parallel.DistributedDataParallel(model, device_ids=[self.place] if self.place.type == "cuda" else None)
+
+    def order(self, samples: Any, seed: int) -> Sampler[int]:
+        """In which order this process sees which samples."""
+        if self.world > 1:
+            return DistributedSampler(samples, num_replicas=self.world, rank=self.rank, shuffle=True, seed=seed, drop_last=True)
+        return RandomSampler(samples, generator=torch.Generator().manual_seed(seed))
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Over all processes."""
+        if self.world > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def share(self, said: Any) -> Any:
+        """What the first process says, on all of them."""
+        if self.world == 1:
+            return said
+        box = [said]
+        dist.broadcast_object_list(box, 0, device=self.place)
+        return box[0]
+
+    def wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def team() -> Iterator[Team]:
+    """This process alone, or one of those that torchrun started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Team(place=device())
+        return
+    if "RANK" not in os.environ:
+        raise UsageError("WORLD_SIZE is set, but RANK is not. Start with torchrun --nproc-per-node N -m nanproof recipe ...")
+    if torch.cuda.is_available():
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    else:
+        place = torch.device("cpu")
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    try:
+        yield Team(dist.get_rank(), world, place)
+    finally:
+        dist.destroy_process_group()
