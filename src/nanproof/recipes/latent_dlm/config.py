@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from nanproof.errors import UsageError
-from nanproof.recipes.latent_dlm.values import Limit, nearest, read_change, read_yaml, typed, yaml
+from nanproof.recipes.latent_dlm.values import Limit, nearest, read_change, read_yaml, seen, typed, yaml
 from nanproof.report.text import printable
 
 SIZES = ("tiny", "base")
 """The sizes that ship, each a file in configs/."""
+
+LARGEST = 1_000_000
+"""Bytes of a file of settings; a larger one is something else."""
 
 Count = Annotated[int, Limit("a whole number of 1 or more", lambda v: v >= 1)]
 Whole = Annotated[int, Limit("a whole number of 0 or more", lambda v: v >= 0)]
@@ -257,12 +260,14 @@ def _file(path: Path) -> Config:
     """A file may hold a few keys only."""
     name = printable(str(path))
     try:
-        if path.stat().st_size > 1_000_000:
-            raise UsageError(f"{name}: too large for a configuration")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST + 1)
+        text = raw.decode("utf-8")
+    except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
         raise UsageError(f"{name}: {why}. Give the path of a YAML file, or one of {', '.join(SIZES)}") from None
+    if len(raw) > LARGEST:
+        raise UsageError(f"{name}: more than {LARGEST} bytes. Give a YAML file of settings")
     made = read_yaml(text, name)
     try:
         size = made.pop("size", SIZES[0])
@@ -277,17 +282,18 @@ def _flat(made: Mapping[Any, Any]) -> dict[str, Any]:
     """Values by their full keys, all of them known."""
     flat: dict[str, Any] = {}
     for name, section in made.items():
-        if name not in SECTIONS:
+        if not isinstance(name, str) or name not in SECTIONS:
             raise _unknown(name)
         if section is not None and not isinstance(section, Mapping):
             raise UsageError(f"{name}: a section holds keys and values, such as {nearest(f'{name}.', KEYS)}")
         for key, value in (section or {}).items():
-            if f"{name}.{key}" not in KEYS:
-                raise _unknown(f"{name}.{key}")
+            if not isinstance(key, str) or f"{name}.{key}" not in KEYS:
+                raise _unknown(key, f"{name}.")
             flat[f"{name}.{key}"] = value
     return flat
 
 
-def _unknown(key: object) -> UsageError:
-    known = nearest(str(key), KEYS if "." in str(key) else [*SECTIONS, *KEYS])
-    return UsageError(f"{str(key)[:80]!r} is no key of this recipe. The nearest that is: {known}")
+def _unknown(key: object, section: str = "") -> UsageError:
+    name = section + (key if isinstance(key, str) else seen(key))
+    known = nearest(name, KEYS if "." in name else [*SECTIONS, *KEYS])
+    return UsageError(f"{name[:80]!a} is no key of this recipe. The nearest that is: {known}")

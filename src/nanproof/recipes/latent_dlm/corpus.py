@@ -41,8 +41,8 @@ def documents(source: str | Path | None = None) -> list[bytes]:
     """Of a file or folder, or those that ship. Form feeds separate documents inside a file; otherwise a file is one."""
     if source is None:
         return _shipped().split(SEPARATOR)
-    root = Path(source)
-    if not root.exists():
+    root = Path(os.path.expanduser(source))
+    if not os.path.exists(root):  # unlike Path.exists, False too for a name that no file can have
         raise UsageError(f"data.text: {printable(str(source))} is not there. Give a file, a folder of text files, or null")
     found = [part for path in ([root] if not root.is_dir() else sorted(_below(root))) for part in _read(path)]
     if not found:
@@ -64,7 +64,11 @@ def _below(root: Path) -> Iterator[Path]:
     """Every file that is not hidden. Linked folders are followed, each folder once: links may run in a circle."""
     seen = set()
     for folder, inside, names in os.walk(root, followlinks=True, onerror=_skipped):
-        about = os.stat(folder)
+        try:
+            about = os.stat(folder)
+        except OSError as error:
+            _skipped(error)
+            continue
         place = (about.st_dev, about.st_ino)
         if place in seen:
             inside.clear()

@@ -17,7 +17,7 @@ MATRIX_SEED = 20_011
 """Of the matrix that sketches bytes; it is the same for every run."""
 FLOOR = 1e-3
 """Least standard deviation that is divided by: a channel that never changes stays small."""
-_AT_ONCE = 1024
+_AT_ONCE = 256
 """Windows whose bytes are looked up at the same time."""
 
 

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from nanproof.errors import UsageError
+from nanproof.report.text import printable
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -34,17 +35,19 @@ def yaml() -> Any:
 
 
 def read_yaml(text: str, where: str) -> dict[Any, Any]:
-    """A mapping out of a file. A key that is there twice is an error: YAML would keep the last, and say nothing."""
+    """A mapping out of a file. A key that is there twice is an error: YAML would keep the last, and say nothing. So is a merge:
+    a short file of them can become one that no memory holds."""
     library = yaml()
     try:
-        made = library.safe_load(text)
-        twice = _twice(library, text)
+        wrong = _wrong(library, text)
+        made = library.safe_load(text) if wrong is None else None
     except (library.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"{where}{line}: not YAML ({getattr(error, 'problem', None) or type(error).__name__})") from None
-    if twice is not None:
-        raise UsageError(f"{where}, line {twice[1]}: {twice[0][:80]!r} is there twice. Put both into one")
+        why = printable(str(getattr(error, "problem", None) or type(error).__name__)[:200])
+        raise UsageError(f"{where}{line}: not YAML ({why})") from None
+    if wrong is not None:
+        raise UsageError(f"{where}, line {wrong[0]}: {wrong[1]}")
     if made is None:
         return {}
     if not isinstance(made, dict):
@@ -52,8 +55,8 @@ def read_yaml(text: str, where: str) -> dict[Any, Any]:
     return made
 
 
-def _twice(library: Any, text: str) -> tuple[str, int] | None:
-    """The first key that is there twice, and its line."""
+def _wrong(library: Any, text: str) -> tuple[int, str] | None:
+    """The line of a key that is there twice or is a merge, and what to do about it. No value is made for that."""
     waiting, looked = [library.compose(text, Loader=library.SafeLoader)], set()
     while waiting:
         node = waiting.pop()
@@ -66,8 +69,9 @@ def _twice(library: Any, text: str) -> tuple[str, int] | None:
         seen = set()
         for key, value in node.value:
             if isinstance(key.value, str):
-                if key.value in seen:
-                    return key.value, key.start_mark.line + 1
+                if key.value in seen or key.value == "<<":
+                    what = "is a merge. Write the keys out" if key.value == "<<" else "is there twice. Put both into one"
+                    return key.start_mark.line + 1, f"{key.value[:80]!r} {what}"
                 seen.add(key.value)
             waiting.append(value)
     return None
@@ -98,11 +102,11 @@ def typed(key: str, kind: Any, value: Any) -> Any:
     if get_origin(plain) is Literal:
         if isinstance(value, str) and value in get_args(plain):
             return value
-        raise UsageError(f"{key}={_seen(value)}: must be one of {', '.join(get_args(plain))}")
+        raise UsageError(f"{key}={seen(value)}: must be one of {', '.join(get_args(plain))}")
     wanted = limit.words if limit is not None else _WORDS[plain] + (", or null" if optional else "")
     made = _as(plain, value)
     if made is None or (limit is not None and not limit.holds(made)):
-        raise UsageError(f"{key}={_seen(value)}: must be {wanted}")
+        raise UsageError(f"{key}={seen(value)}: must be {wanted}")
     return made
 
 
@@ -135,7 +139,7 @@ def _plain(kind: Any) -> tuple[Any, bool]:
     return kind, False
 
 
-def _seen(value: Any) -> str:
+def seen(value: Any) -> str:
     """Short, and safe to print, whatever a file holds."""
     if isinstance(value, dict | list | set | tuple):
         return f"a {type(value).__name__}"
