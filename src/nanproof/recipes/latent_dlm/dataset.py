@@ -29,12 +29,17 @@ class Pairs(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"ids": self.ids[index], "latent": self.latents[index]}
 
-    def corrupt(self, index: int, factor: float = 1e30) -> Pairs:
-        """The same pairs, but this one's latent multiplied: a record that was damaged on disk."""
+    @property
+    def padded(self) -> bool:
+        """Whether a window holds padding."""
+        return bool((self.ids == corpus.PAD).any())
+
+    def corrupt(self, index: int, factor: float = 1e25) -> Pairs:
+        """The same pairs, but the first latent of this one multiplied: a few bytes of a record that were damaged on disk."""
         if not -len(self) <= index < len(self):
             raise UsageError(f"sample {index}: there are {len(self)}")
         damaged = self.latents.clone()
-        damaged[index] *= factor
+        damaged[index, 0] *= factor
         return Pairs(self.ids, damaged)
 
 
@@ -57,6 +62,8 @@ def make(config: Config) -> Prepared:
         corpus.windows(docs, model.text_length, data.packed)
         for docs in corpus.split(corpus.documents(data.text), data.valid_share, data.seed)
     ]
+    if data.packed:  # the last window, which is padded, would cost every other one a mask
+        ids = [part[:-1] if len(part) > 1 and bool((part[-1] == corpus.PAD).any()) else part for part in ids]
     made = [latents.encode(part, model.latent_length, model.latent_width) for part in ids]
     scale = latents.Scale.fit(made[0])
     train, valid = (Pairs(part, scale.to(own)) for part, own in zip(ids, made, strict=True))

@@ -7,7 +7,7 @@ schedule, by diffusers. A sample is trained in one of three modes: both noisy, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,7 +73,9 @@ class Noiser:
     """Draws times, modes, masks and noise. All of it on the device, from torch's own generators: a step that is run again under
     the same random state is the same."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, padded: bool = True) -> None:
+        """`padded`: windows may hold padding. Where none does, attention needs no mask, and has faster ways."""
+        self._padded = padded
         self._steps, self._prediction, self._modes = config.loss.diffusion_steps, config.loss.prediction, config.modes
         self._schedule: Noise = scheduler("ddpm", config)
 
@@ -99,7 +101,7 @@ class Noiser:
             latent=mixed,
             text_time=text_time,
             latent_time=torch.where(latent_noisy, (step + 1) / self._steps, 0.0),
-            keep=ids != PAD if batch.get("padded", True) is not False else None,
+            keep=ids != PAD if self._padded else None,
             labels=ids.masked_fill(~masked, IGNORED),
             target=self._target(latent, noise, step),
             counts=latent_noisy,
@@ -121,16 +123,19 @@ class Noiser:
 
 
 Terms = dict[str, Tensor]
-Objective = Callable[[nn.Module, Noised], Terms]
-"""The terms of the loss, not weighted."""
+"""The terms of the loss by name, not weighted."""
 
 
-def exact(model: nn.Module, noised: Noised) -> Terms:
-    """As it should be: in fp32, over what counts and nothing else. A batch in which nothing is masked teaches no text."""
+def exact(model: nn.Module, noised: Noised, normalized: bool = False) -> Terms:
+    """As it should be: in fp32, over what counts and nothing else. A batch in which nothing is masked teaches no text.
+    `normalized` compares latents at length 1: an option, for it makes the loss blind to their scale."""
     logits, predicted = model(*noised.inputs)
+    target = noised.target
+    if normalized:
+        predicted, target = normalize(predicted.float(), dim=-1), normalize(target, dim=-1)
     return {
         "text_loss": masked_cross_entropy(logits, noised.labels, shift=False, empty="neutral"),
-        "latent_loss": masked_mse(predicted, noised.target, noised.counts, empty="neutral"),
+        "latent_loss": masked_mse(predicted, target, noised.counts, empty="neutral"),
     }
 
 
@@ -145,7 +150,7 @@ def original(model: nn.Module, noised: Noised) -> Terms:
     }
 
 
-def documents(model: nn.Module, noised: Noised) -> Terms:
+def document(model: nn.Module, noised: Noised) -> Terms:
     """As the document has it: 1e-8 on a sum that is 1 at least, latents of length 1, nothing above 100."""
     logits, predicted = model(*noised.inputs)
     mask = (noised.labels != IGNORED).to(logits.dtype)

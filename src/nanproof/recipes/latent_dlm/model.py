@@ -35,8 +35,8 @@ class Timestep(nn.Module):
         return made
 
 
-class HeadNorm(nn.RMSNorm):
-    """Queries or keys of a head at length 1 (times a learned scale), computed in fp32 whatever they come in."""
+class Rms(nn.RMSNorm):
+    """At a root mean square of 1, times a learned scale; computed in fp32 whatever it comes in."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), list(self.normalized_shape), self.weight.float(), self.eps).to(x.dtype)
@@ -52,7 +52,7 @@ class Stream(nn.Module):
         self.before_mlp = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = nn.Linear(width, 6 * width)
         self.qkv = nn.Linear(width, 3 * width)
-        self.q_norm, self.k_norm = HeadNorm(width // heads, eps=1e-6), HeadNorm(width // heads, eps=1e-6)
+        self.q_norm, self.k_norm = Rms(width // heads, eps=1e-6), Rms(width // heads, eps=1e-6)
         self.out = nn.Linear(width, width)
         hidden = int(width * mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width))
@@ -110,10 +110,11 @@ class MMDiT(nn.Module):
         self.shape = shape
         width = shape.width
         self.bytes = nn.Embedding(IDS, width)
-        self.latent_in = nn.Linear(shape.latent_width, width)
+        self.latent_norm, self.latent_in = Rms(shape.latent_width, eps=1e-6), nn.Linear(shape.latent_width, width)
         self.text_time, self.latent_time = Timestep(width), Timestep(width)
         self.blocks = nn.ModuleList(Block(width, shape.heads, shape.mlp_ratio) for _ in range(shape.layers))
         self.text_out, self.latent_out = Head(width, OUT), Head(width, shape.latent_width)
+        self.latent_skip = nn.Linear(shape.latent_width, shape.latent_width, bias=False)
         # A latent stands for a stretch of the text, and has the position of its middle.
         stretch = shape.text_length / shape.latent_length
         places = {"text": torch.arange(shape.text_length), "latent": stretch * (torch.arange(shape.latent_length) + 0.5) - 0.5}
@@ -127,13 +128,15 @@ class MMDiT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         nn.init.normal_(self.bytes.weight, std=0.02)
         for module in self.modules():
             if isinstance(module, (Stream, Head)):
                 nn.init.zeros_(module.modulation.weight)
             if isinstance(module, Head):
                 nn.init.zeros_(module.out.weight)
+        nn.init.zeros_(self.latent_skip.weight)
 
     def forward(
         self, ids: Tensor, latent: Tensor, text_time: Tensor, latent_time: Tensor, keep: Tensor | None = None
@@ -147,14 +150,17 @@ class MMDiT(nn.Module):
             keep: False where there is padding; None where there is none.
         """
         condition = nn.functional.silu(self.text_time(text_time) + self.latent_time(latent_time))
-        text, other = self.bytes(ids), self.latent_in(latent.to(self.latent_in.weight.dtype))
+        latent = latent.to(self.latent_in.weight.dtype)
+        text, other = self.bytes(ids), self.latent_in(self.latent_norm(latent))
         mask = None
         if keep is not None:
             mask = torch.cat((keep, keep.new_ones(latent.shape[:2])), 1)[:, None, None]
         turns = self.text_turn, self.latent_turn
         for block in self.blocks:
             text, other = block(text, other, condition, turns, mask)
-        return self.text_out(text, condition), self.latent_out(other, condition)
+        # Of a latent that is nearly all noise, the noise is nearly the latent itself: a way around the blocks carries that, and
+        # how large it is, which the blocks are not shown.
+        return self.text_out(text, condition), self.latent_out(other, condition) + self.latent_skip(latent)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

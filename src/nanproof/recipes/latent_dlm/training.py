@@ -1,0 +1,343 @@
+"""One arm, trained: model, data, guard, log, validation and checkpoints put together. A guarded run that was stopped goes on from
+its last good checkpoint; a run of several processes is the same code in each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from nanproof.core.parameters import nonfinite
+from nanproof.errors import TrainingHalted, UsageError
+from nanproof.guard import Guard
+from nanproof.numerics.losses import weighted_sum
+from nanproof.numerics.precision import Ask, Precision, choose
+from nanproof.policy import Policy
+from nanproof.recipes.latent_dlm import diffusion
+from nanproof.recipes.latent_dlm.arms import DAMAGED_AT, Setting
+from nanproof.recipes.latent_dlm.config import Config
+from nanproof.recipes.latent_dlm.dataset import Pairs, Prepared
+from nanproof.recipes.latent_dlm.diffusion import Noiser, Terms
+from nanproof.recipes.latent_dlm.evaluating import Measured, measure
+from nanproof.recipes.latent_dlm.loops import Batch, DocumentLoop, GuardedLoop, Loop, OriginalLoop
+from nanproof.recipes.latent_dlm.model import MMDiT, count
+from nanproof.recipes.latent_dlm.team import Team
+from nanproof.records import encode, read_incidents
+from nanproof.recover.checkpoints import Checkpoints
+
+LOG = "training_log.jsonl"
+CHECKPOINTS, RECORDS = "checkpoints", "nanproof"
+Tick = Callable[[int, str], None]
+"""Steps done, and a word about the last."""
+
+
+@dataclass
+class Trained:
+    """A model after its training, and what is known of it."""
+
+    model: nn.Module
+    """As the processes share it."""
+    config: Config
+    measured: Measured
+    ending: str = "finished"
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    """That went through the model, text and latents, in all processes."""
+    skipped: int = 0
+    rolled_back: int = 0
+    nonfinite: int = 0
+    """Parameters that are not finite at the end, of `tensors`."""
+    tensors: int = 0
+    memory: int | None = None
+    """Bytes that torch took of the device at most."""
+    incidents: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Losses:
+    """The loss of a batch as the arm computes it; also what the guard calls."""
+
+    def __init__(self, setting: Setting, config: Config, noiser: Noiser, precision: Precision | None, place: torch.device) -> None:
+        self._how, self._noiser, self._precision, self._place = setting.losses, noiser, precision, place
+        self._normalized = config.loss.normalize_latents
+        self.weights = {"text_loss": config.loss.text_loss_weight, "latent_loss": config.loss.latent_loss_weight}
+
+    def terms(self, model: nn.Module, batch: Batch) -> Terms:
+        noised = self._noiser.draw({key: value.to(self._place, non_blocking=True) for key, value in batch.items()})
+        with self._precision.autocast() if self._precision is not None else nullcontext():
+            if self._how == "exact":
+                return diffusion.exact(model, noised, self._normalized)
+            return diffusion.original(model, noised) if self._how == "original" else diffusion.document(model, noised)
+
+    def both(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Terms]:
+        """The total as a plain loop adds it up, and its terms."""
+        terms = self.terms(model, batch)
+        return sum((self.weights[name] * term for name, term in terms.items()), torch.zeros((), device=self._place)), terms
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The same total; the guard finds its terms again."""
+        return weighted_sum(self.terms(model, batch), self.weights)
+
+
+def train(
+    config: Config,
+    setting: Setting,
+    data: Prepared,
+    folder: Path,
+    team: Team | None = None,
+    *,
+    tick: Tick = lambda done, said: None,
+    prepare: Callable[[MMDiT], None] = lambda model: None,
+) -> Trained:
+    """Train one arm in its folder. That a run is halted is a result too: its ending says so.
+
+    Args:
+        config: as the arm has it; see `arms.configured`.
+        prepare: called with the new model, on its device, before it is wrapped for several processes.
+    """
+    team = team if team is not None else Team()
+    told: list[str] = []
+    torch.manual_seed(config.training.seed)
+    with torch.device(team.place):
+        model = MMDiT(config.model)
+    told.append(f"model: {count(model):,} parameters ({count(model) / 1e9:.3f} B)" if count(model) > 1e8 else f"model: {count(model):,} parameters")
+    precision = None
+    if setting.weights == "bf16":
+        model.to(torch.bfloat16)
+        told.append("precision: weights and forward in bf16")
+    else:
+        precision = choose(model, team.place, cast(Ask, config.training.dtype))
+        told.append(f"precision: {precision}")
+    prepare(model)
+    torch.manual_seed(config.training.seed + 1 + team.rank)  # other noise on each rank
+    wrapped = team.wrapped(model, config)
+    pairs, said = damaged(data.train, config, setting, team)
+    told += said
+    noiser = Noiser(config, padded=data.train.padded or data.valid.padded)
+    losses = Losses(setting, config, noiser, precision, team.place)
+    optimizer = torch.optim.AdamW(
+        wrapped.parameters(),
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.beta1, config.optimizer.beta2),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+    )
+    schedule = LambdaLR(optimizer, rate(config))
+    loader = _loader(pairs, config, team)
+    with ExitStack() as stack:
+        loop: Loop
+        guard, batches, start = None, forever(loader), 0
+        if setting.loop == "guarded":
+            guard = stack.enter_context(_guard(wrapped, optimizer, schedule, losses, config, setting, precision, folder))
+            batches = forever(guard.wrap(loader))
+            start = guard.resume()
+            if start:
+                told.append(f"went on from the checkpoint of step {start}; seconds are counted from there")
+            loop = GuardedLoop(guard)
+        else:
+            kind = OriginalLoop if setting.loop == "original" else DocumentLoop
+            loop = kind(wrapped, optimizer, schedule, losses.both, config)
+        run = Run(config, team, folder, loop, batches, lambda: measure(wrapped, data.valid, noiser, config, precision, team), tick)
+        if guard is None:
+            run.keep = lambda step: _keep(model, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
+        begun = time.perf_counter()
+        ending = run.until_the_end(start)
+        if team.place.type == "cuda":
+            torch.cuda.synchronize(team.place)
+        seconds = time.perf_counter() - begun
+    bad, tensors = _nonfinite(wrapped, team)
+    return Trained(
+        wrapped,
+        config,
+        run.evaluate(loop.next_step),
+        ending,
+        loop.next_step,
+        seconds,
+        run.tokens * team.world,
+        loop.skipped,
+        loop.back,
+        bad,
+        tensors,
+        torch.cuda.max_memory_allocated(team.place) if team.place.type == "cuda" else None,
+        _incidents(folder) if guard is not None else [],
+        told,
+    )
+
+
+class Run:
+    """The steps, and what is done between them: log, validation, copies of the weights."""
+
+    def __init__(
+        self, config: Config, team: Team, folder: Path, loop: Loop, batches: Iterator[Batch], look: Callable[[], Measured], tick: Tick
+    ) -> None:
+        self._training, self._team, self._loop, self._batches, self._look = config.training, team, loop, batches, look
+        self._path, self._tick, self._said = folder / LOG, tick, ""
+        self._tokens_a_step = config.model.text_length + config.model.latent_length
+        self._tokens_a_step *= config.training.train_batch_size * config.training.gradient_accumulation_steps
+        self.tokens = 0
+        self._last = time.perf_counter(), 0
+        self.keep: Callable[[int], None] = lambda step: None
+        """Called where a checkpoint is due and no guard sees to it."""
+
+    def until_the_end(self, start: int) -> str:
+        training, loop = self._training, self._loop
+        if start == 0 and self._team.leads:
+            self._path.unlink(missing_ok=True)
+        try:
+            while loop.next_step < training.steps:
+                loop.step([next(self._batches) for _ in range(training.gradient_accumulation_steps)])
+                self.tokens += self._tokens_a_step
+                done = loop.next_step
+                if done >= training.steps and isinstance(loop, GuardedLoop):
+                    loop.guard.sync()  # the last verdicts may send the run back
+                    done = loop.next_step
+                if done % training.log_every == 0 or done >= training.steps:
+                    self.log()
+                if done % training.eval_every == 0 and done < training.steps:
+                    self.evaluate(done)
+                if done % training.checkpoint_every == 0:
+                    self.keep(done)
+                self._tick(done, self._said)
+        except TrainingHalted as error:
+            return f"halted: {error}"
+        return "finished"
+
+    def log(self) -> None:
+        window = self._loop.window()
+        if window is None:
+            return
+        now, (then, tokens) = time.perf_counter(), self._last
+        self._last = now, self.tokens
+        speed = (self.tokens - tokens) * self._team.world / max(now - then, 1e-9)
+        more: dict[str, Any] = {"skipped": self._loop.skipped, "rolled_back": self._loop.back, "tokens_per_second": speed}
+        if self._team.place.type == "cuda":
+            more["memory_gib"] = torch.cuda.max_memory_allocated(self._team.place) / 2**30
+        self._write({"step": window.step, **window.values, **more})
+        self._said = ", ".join(f"{name} {value:.3g}" for name, value in window.values.items() if name != "learning_rate")
+
+    def evaluate(self, step: int) -> Measured:
+        """Of the weights that step `step` begins with."""
+        found = self._look()
+        self._write({"step": step, **{f"eval_{name}": value for name, value in found.to_json().items()}})
+        self._last = time.perf_counter(), self.tokens  # it is no time of training
+        return found
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._team.leads:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({k: encode(v) if isinstance(v, float) else v for k, v in line.items()}, allow_nan=False) + "\n")
+
+
+def rate(config: Config) -> Callable[[int], float]:
+    """Up from near 0 over the warm-up, then down along a cosine."""
+    warmup, steps = config.training.warmup_steps, config.training.steps
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * min((step - warmup) / max(steps - warmup, 1), 1)))
+
+    return at
+
+
+def forever(loader: Any) -> Iterator[Batch]:
+    """Epoch after epoch; one that a stopped run was in is gone on with."""
+    while True:
+        sampler = loader.sampler
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(sampler.epoch + 1 if not hasattr(loader, "epoch") else loader.epoch)
+        yield from loader
+
+
+def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple[Pairs, list[str]]:
+    """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more."""
+    if not setting.damaged:
+        return pairs, []
+    order = list(team.order(pairs, config.training.seed)) if team.rank == 0 else []
+    training = config.training
+    place = int(training.steps * DAMAGED_AT) * training.train_batch_size * training.gradient_accumulation_steps
+    index = team.share(order[place % (len(order) // training.train_batch_size * training.train_batch_size)] if order else None)
+    return pairs.corrupt(index), [f"data: the latent of sample {index} is damaged; it is met at step {int(training.steps * DAMAGED_AT)}"]
+
+
+def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
+    size = config.training.train_batch_size
+    if len(pairs) // team.world < size:
+        raise UsageError(
+            f"training.train_batch_size={size}: there are only {len(pairs)} windows for {team.world} processes. Give more text "
+            "(data.text), or smaller batches"
+        )
+    pinned = team.place.type == "cuda"
+    return DataLoader(pairs, batch_size=size, sampler=team.order(pairs, config.training.seed), drop_last=True, pin_memory=pinned)
+
+
+def _guard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: LambdaLR,
+    losses: Losses,
+    config: Config,
+    setting: Setting,
+    precision: Precision | None,
+    folder: Path,
+) -> Guard:
+    training = config.training
+    return Guard(
+        model,
+        optimizer,
+        loss_fn=losses,
+        max_norm=config.optimizer.grad_clip_norm or None,
+        scaler=_scaler(config, precision, next(model.parameters()).device),
+        scheduler=schedule,
+        policy=Policy(heal=setting.heal),
+        run_dir=folder / RECORDS,
+        checkpoints=Checkpoints(
+            folder / CHECKPOINTS, every=training.checkpoint_every, keep=training.keep_checkpoints, prove=training.prove_steps
+        ),
+    )
+
+
+def _scaler(config: Config, precision: Precision | None, place: torch.device) -> torch.amp.GradScaler | None:
+    """`loss_scale` is divided out of the gradients again before they are clipped. fp16 finds its own scale, from there."""
+    scale = config.loss.loss_scale
+    if precision is not None and precision.scaler:
+        return torch.amp.GradScaler(place.type, **({"init_scale": scale} if scale != 1.0 else {}))
+    if scale == 1.0:
+        return None
+    return torch.amp.GradScaler(place.type, init_scale=scale, growth_interval=2**31 - 1, backoff_factor=1 - 1e-6)
+
+
+def _keep(model: MMDiT, folder: Path, step: int, keep: int, team: Team) -> None:
+    """The weights as they are, as a loop without a guard keeps them: nobody looks at what is in them."""
+    if not team.leads:
+        return
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / f"step-{step:08d}.safetensors")
+    for old in sorted(folder.glob("step-*.safetensors"))[:-keep]:
+        old.unlink()
+
+
+def _nonfinite(model: nn.Module, team: Team) -> tuple[int, int]:
+    named = list(model.named_parameters())
+    bad = {name for name in nonfinite(named)}
+    flags = team.sum(torch.tensor([float(name in bad) for name, _ in named], device=team.place))
+    return int((flags > 0).sum()), len(named)
+
+
+def _incidents(folder: Path) -> list[Any]:
+    path = folder / RECORDS / "incidents.jsonl"
+    return list(read_incidents(path)) if path.exists() else []
