@@ -19,6 +19,8 @@ from torch import Tensor
 from nanproof.core.parameters import is_dtensor
 from nanproof.errors import UsageError
 
+NamedTerms = tuple[tuple[str, float], ...]
+"""Name and value of each term, on the host."""
 _KEY = "nanproof.terms"
 _NODES = 48
 """Nodes of the graph that are looked at before a loss counts as one without terms."""
@@ -106,7 +108,7 @@ def mean_of(found: Iterable[Terms | None]) -> Terms | None:
     return Terms(tuple(values), torch.stack([torch.stack(each).mean() for each in values.values()]))
 
 
-def read(terms: Terms | None) -> tuple[tuple[str, float], ...]:
+def read(terms: Terms | None) -> NamedTerms:
     """Names and values. Waits for the device: for failures."""
     return () if terms is None else tuple(zip(terms.names, terms.vector.tolist(), strict=True))
 
