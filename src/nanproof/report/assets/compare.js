@@ -6,7 +6,7 @@ const Page = (() => {
   const data = JSON.parse(id("data").textContent);
   let current = -1;
 
-  const swatch = (arm) => h("span", { class: `swatch arm-${arm % 6} turn-${Math.floor(arm / 6) % 3}` });
+  const { swatch } = Lines;
 
   /* -- arms ---------------------------------------------------------------------------------------------------------------- */
 
