@@ -131,6 +131,7 @@ const Plots = (() => {
     const { ctx, bbox } = u;
     const inView = data.marks.filter((mark) => seen(mark[1]));
     ctx.save();
+    ctx.setLineDash([]); // the last line's own may still be set
     for (const [mark, step] of inView) {
       const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
       ctx.globalAlpha = mark === chosen ? 1 : Math.max(0.12, Math.min(0.5, 12 / inView.length));

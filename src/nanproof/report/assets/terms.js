@@ -3,7 +3,8 @@
 "use strict";
 const Terms = (() => {
   const { text: number, drawable } = Numbers;
-  const LANE = 9, ORDER = [0, 2, 4, 3, 1, 5]; // colours that are far from those of marks first
+  const LANE = 9, TOP = 14; // the first row is clear of the lowest number of the axis
+  const ORDER = [0, 2, 4, 3, 1, 5]; // colours that are far from those of marks first
   const hidden = new Set(); // by name: new data of a live page does not show them again
   let terms = null, log = null, plot = null, detailed = false, list = [];
 
@@ -63,7 +64,7 @@ const Terms = (() => {
 
   function drawLanes(lanes) {
     return (u) => {
-      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (row) => bbox.top + bbox.height + (10 + row * LANE) * p;
+      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (row) => bbox.top + bbox.height + (TOP + row * LANE) * p;
       ctx.save();
       ctx.setLineDash([]); // the last line's own is still set
       if (lanes.length) {
@@ -117,7 +118,7 @@ const Terms = (() => {
     detailed = wantsDetail();
     list = points();
     const known = values(), axis = Axes.of(known, log === null ? known.length && Axes.spread(known) : log);
-    const lanes = shown().filter((i) => terms.lines[i].bad.some(Boolean)), room = lanes.length ? lanes.length * LANE + 8 : 0;
+    const lanes = shown().filter((i) => terms.lines[i].bad.some(Boolean)), room = lanes.length ? TOP + lanes.length * LANE - 4 : 0;
     const button = Plots.logButton("log-terms", axis, () => { log = !Axes.isLog(axis); });
     const figure = Dom.h("figure", { id: "plot-terms" }, Dom.h("figcaption", {}, "Loss terms", Plots.narrow() ? "" : Dom.h("br"), button));
     document.getElementById("plots").append(figure);
