@@ -341,7 +341,7 @@ class Guard:
 
     def _found(self, finding: Finding | None) -> bool:
         """A spike turned out to be something. Says whether the run went back because of it."""
-        incident = from_finding(finding)
+        incident = from_finding(finding, self._history)
         if incident is None or finding is None:
             return False
         incident = self._examiner.finding(incident, finding.record, self._history)

@@ -125,6 +125,8 @@ class StepRecord:
     """Parameter names, shared by all records of a run."""
     norms: array[float]
     """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
+    terms: tuple[tuple[str, float], ...] = ()
+    """Name and value of each term of the loss, where they are known: without weights, the mean over micro-batches."""
     observed: Observed | None = None
     """Activations, and more, where the guard observes."""
     time: float | None = field(default=None, compare=False)
@@ -136,6 +138,7 @@ class StepRecord:
         return {name: norm for name, norm in zip(self.names, self.norms, strict=True) if norm != ABSENT}
 
     def to_json(self) -> dict[str, Any]:
+        terms = {"terms": _named(self.terms)} if self.terms else {}
         return {
             "v": VERSION,
             "kind": "step",
@@ -152,6 +155,7 @@ class StepRecord:
             "loss_size": encode(self.loss_size),
             "weights_checked": self.weights_checked,
             "norms": _numbers(self.norms),
+            **terms,
             "time": self.time,
         }
 
@@ -178,6 +182,7 @@ class StepRecord:
             weights_checked=data["weights_checked"],
             names=tuple(names),
             norms=_array(data["norms"]),
+            terms=_pairs(data.get("terms", {})),
             observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
             time=data.get("time"),
         )
@@ -238,6 +243,8 @@ class Incident:
     """The rank whose own loss or gradient was bad, where that can be told."""
     micro_batch: int | None = None
     """Index of the bad micro-batch of an accumulated step."""
+    terms: tuple[tuple[str, float], ...] = ()
+    """Name and value of each term of the loss, of the bad micro-batch where that is known; see `weighted_sum`."""
     message: str = ""
     diagnosis: Diagnosis | None = None
     bundle: str | None = None
@@ -251,12 +258,15 @@ class Incident:
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
+        if plain.pop("terms"):
+            plain["terms"] = _named(self.terms)
         return {"v": VERSION, **plain}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Incident:
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         values["culprits"] = tuple((name, decode(norm)) for name, norm in data["culprits"])
+        values["terms"] = _pairs(data.get("terms", {}))
         for name in ("loss", "grad_norm"):
             values[name] = None if data[name] is None else decode(data[name])
         if data["diagnosis"] is not None:
@@ -316,6 +326,14 @@ def encode(x: float | None) -> float | str | None:
 
 def decode(x: float | str) -> float:
     return float(x)
+
+
+def _named(pairs: Iterable[tuple[str, float]]) -> dict[str, float | str | None]:
+    return {name: encode(value) for name, value in pairs}
+
+
+def _pairs(named: Mapping[str, float | str]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, decode(value)) for name, value in named.items())
 
 
 def _numbers(values: Iterable[float]) -> list[float | str | None]:

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from nanproof.core.ranks import Ranks
 from nanproof.core.stats import Finding
+from nanproof.core.terms import rose_most
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident, StepRecord
 
@@ -152,11 +153,15 @@ def make_incident(
     )
 
 
-def from_finding(finding: Finding | None) -> Incident | None:
-    """The incident of a spike that turned out to be something."""
+def from_finding(finding: Finding | None, history: Iterable[StepRecord] = ()) -> Incident | None:
+    """The incident of a spike that turned out to be something. `history`: records, oldest first."""
     if finding is None:
         return None
-    seen = finding.record
+    seen, before = finding.record, None
+    for record in history:
+        if record.step < seen.step and record.action != "skipped":
+            before = record
+    rose = rose_most(before.terms, seen.terms) if before is not None else ""
     return Incident(
         step=seen.step,
         kind=finding.kind,
@@ -164,7 +169,8 @@ def from_finding(finding: Finding | None) -> Incident | None:
         loss=seen.loss,
         grad_norm=seen.grad_norm,
         culprits=largest(seen.by_parameter.items()),
-        message=finding.message,
+        terms=seen.terms,
+        message=f"{finding.message}; {rose}" if rose else finding.message,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import replace
@@ -12,6 +13,7 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.evidence import Gradients, Witness, make_incident
 from nanproof.core.runner import Runner
 from nanproof.core.stepper import Report
+from nanproof.core.terms import Terms, mean_of, of_the_terms, read
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident
 
@@ -35,6 +37,15 @@ def remarked(attempt: Attempt, micro_batch: int | None) -> str:
     return "; ".join(said)
 
 
+def of_the_bad(report: Report, micro_batch: int | None) -> Terms | None:
+    """The terms of the micro-batch that was bad; of all of them where that is not known."""
+    if micro_batch is None:
+        return mean_of(report.terms)
+    if not report.losses:  # the loss was given with the step: it is that of the last backward
+        micro_batch -= max(len(report.probes) - 1, 0)
+    return report.terms[micro_batch] if 0 <= micro_batch < len(report.terms) else None
+
+
 class Inquest:
     """Finds out what a refused step was; every rank comes to it at the same step."""
 
@@ -52,11 +63,17 @@ class Inquest:
     def hold(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
         """What the step was; None for an overflow that only calibrates the loss scale, which is healthy."""
         incident = self._find(attempt, report, reading, refused_before)
-        if incident is None or not attempt.remarks:
-            return incident
-        said, ranks = remarked(attempt, incident.micro_batch), self._runner.stepper.ranks
-        if ranks.together:  # the rank that was bad knows
-            said = ranks.share_text(said, incident.rank if incident.rank is not None else 0)
+        if incident is None:
+            return None
+        said, terms = remarked(attempt, incident.micro_batch), read(of_the_bad(report, incident.micro_batch))
+        ranks = self._runner.stepper.ranks
+        if ranks.together:  # the rank that was bad knows; all of them take part, also those without terms
+            text = json.dumps([said, terms]) if said or terms else ""
+            shared = ranks.share_text(text, incident.rank if incident.rank is not None else ranks.members[0])
+            said, terms = json.loads(shared) if shared else ("", ())
+        incident = replace(incident, terms=tuple((name, value) for name, value in terms))
+        if incident.kind == "nonfinite-loss" and "of the terms" not in said:
+            said = "; ".join(filter(None, (of_the_terms(incident.terms), said)))
         return replace(incident, message=f"{incident.message}; {said}") if said else incident
 
     def _find(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:

@@ -25,6 +25,7 @@ from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
 from nanproof.core.stats import RunningStats
 from nanproof.core.telemetry import Courier
+from nanproof.core.terms import Terms, mean_of, terms_of
 from nanproof.core.verdict import Learned, Reading, Verdict, judge
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
@@ -49,6 +50,8 @@ class Report:
     """Indices of the parameters that had a gradient."""
     lr: tuple[float | Tensor, ...]
     read: Callable[[], Reading]
+    terms: list[Terms | None]
+    """Of each loss, on the device; of the loss given to the step where none was noted before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class Stepper:
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
         self._kernels = Kernels.available(device, dtype) if self.path.on_device else None
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Tensor, Terms | None]] = []
+        """One a backward since the last step, with its terms where it has some."""
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
         self._left: tuple[Any, int] | None = None
@@ -131,24 +135,24 @@ class Stepper:
         """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
         self._notice_cleared_gradients()
         loss = loss.reshape(())
-        own = loss.detach()
+        noted = loss.detach(), terms_of(loss)
         seed = self._seed(loss)
         if self.scale is not None and scaled:
             scale = self.scale.value().to(loss.device, non_blocking=True)
             seed = scale if seed is None else seed * scale
             loss = loss.float()
         loss.backward(gradient=seed)
-        self._losses.append(own)
+        self._losses.append(noted)
 
     def note_loss(self, loss: Tensor) -> Tensor | None:
         """Before a backward that somebody else does: what its loss is. Returns what it has to start from on several ranks."""
         self._notice_cleared_gradients()
-        self._losses.append(loss.detach().reshape(()))
+        self._losses.append((loss.detach().reshape(()), terms_of(loss)))
         return self._seed(loss)
 
     def loss_is_bad(self) -> bool:
         """Whether one of the losses since the last step is non-finite. Waits: for failures."""
-        return any(not bool(torch.isfinite(loss).all()) for loss in self._losses)
+        return any(not bool(torch.isfinite(loss).all()) for loss, _ in self._losses)
 
     @property
     def backwards(self) -> int:
@@ -178,7 +182,10 @@ class Stepper:
         latches, and whether an overflow is the loss scale's fault can wait for a replay."""
         parameters = self.parameters
         self._notice_cleared_gradients()
-        losses, self._losses = self._losses, []
+        noted, self._losses = self._losses, []
+        losses, terms = [own for own, _ in noted], [found for _, found in noted]
+        if loss is not None and not any(terms):
+            terms = [terms_of(loss)]
         probes = list(self._probes)
         self._probes.clear()
         present, gradients = parameters.present_gradients()
@@ -227,15 +234,19 @@ class Stepper:
             )
         if clipped is not None:
             verdict = replace(verdict, divisor=None if self.scale is None else self.scale.value().float())
-        refused, read = self._apply(verdict, gradients, clipped is not None)
+        refused, read = self._apply(verdict, gradients, clipped is not None, mean_of(terms))
         self.buffers.settle(refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
         self._note_left()
-        return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read)
+        return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read, terms)
 
-    def _apply(self, verdict: Verdict, gradients: list[Tensor], clipped: bool) -> tuple[Tensor, Callable[[], Reading]]:
-        """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later."""
+    def _apply(
+        self, verdict: Verdict, gradients: list[Tensor], clipped: bool, terms: Terms | None
+    ) -> tuple[Tensor, Callable[[], Reading]]:
+        """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later. The
+        terms of the loss travel with it."""
+        names = () if terms is None else terms.names
         keeper, scaled = self.weights, self.scale is not None
         refused = verdict.skip > 0
         if keeper is not None:
@@ -247,9 +258,9 @@ class Stepper:
                 keeper.put_back(broken)
                 verdict.packed[Verdict.WEIGHTS_BAD] = broken
                 refused = refused | broken
-            parcel = self._courier.send(verdict.packed)
-            return refused, lambda: Reading.of(parcel(), scaled)
-        reading = Reading.of(verdict.packed.tolist(), scaled)
+            parcel = self._courier.send(_with_terms(verdict.packed, terms))
+            return refused, lambda: Reading.of(parcel(), scaled, names)
+        reading = Reading.of(_with_terms(verdict.packed, terms).tolist(), scaled, names)
         self.path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()
@@ -364,3 +375,9 @@ class Stepper:
 
     def _scalar(self, loss: Tensor) -> Tensor:
         return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)
+
+
+def _with_terms(packed: Tensor, terms: Terms | None) -> Tensor:
+    if terms is None:
+        return packed
+    return torch.cat((packed, terms.vector.to(packed.device, packed.dtype, non_blocking=True)))

@@ -63,9 +63,13 @@ class Reading:
     held: bool
     """Not taken because an earlier step was bad, whatever it was itself."""
     norms: list[float]
+    terms: tuple[tuple[str, float], ...] = ()
+    """Name and value of each term of the loss, where they are known."""
 
     @classmethod
-    def of(cls, values: list[float], scaled: bool) -> Reading:
+    def of(cls, values: list[float], scaled: bool, terms: tuple[str, ...] = ()) -> Reading:
+        """`terms`: names of those that stand behind the norms."""
+        end = len(values) - len(terms)
         loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size, held = values[: Verdict.HEAD]
         return cls(
             loss,
@@ -80,7 +84,8 @@ class Reading:
             (s0, s1),
             size,
             held > 0,
-            values[Verdict.HEAD :],
+            values[Verdict.HEAD : end],
+            tuple(zip(terms, values[end:], strict=True)),
         )
 
     @property
@@ -107,6 +112,7 @@ class Reading:
             weights_checked=checked,
             names=names,
             norms=norms,
+            terms=self.terms,
             time=round(time.time(), 3),
         )
 

@@ -120,7 +120,7 @@ class _Loop:
         known = self._recorder is not None and self._recorder.recognise(loss, then=[("/", parts)])
         if not known or not guard.open:
             guard.micro_batch(UNKNOWN)
-        seed = guard.note_loss(loss.detach() / parts, () if self._recorder is None else self._recorder.calls)
+        seed = guard.note_loss(loss / parts, () if self._recorder is None else self._recorder.calls)
         if seed is not None and kwargs.get("gradient") is None:
             kwargs["gradient"] = seed.reshape(loss.shape)
         try:

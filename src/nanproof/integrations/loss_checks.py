@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nanproof.core.parameters import is_dtensor, unwrap
+from nanproof.core.terms import of_the_terms
 from nanproof.numerics.losses import supervised_tokens
 from nanproof.records import few
 
@@ -46,12 +47,12 @@ class Facts:
 
     def said(self, alone: bool) -> str:
         """In words, without a full stop; empty if nothing is wrong. `alone`: nobody else says what the loss is."""
-        others = sorted(((name, x) for name, x in self.terms.items() if name != "loss"), key=lambda term: math.isfinite(term[1]))
+        terms = of_the_terms((name, x) for name, x in self.terms.items() if name != "loss")
         parts: list[str] = []
         if alone and not math.isfinite(self.terms["loss"]):
             parts.append(f"the loss is {self.terms['loss']:g}")
-        if others and not math.isfinite(others[0][1]):
-            parts.append("of the terms " + ", ".join(f"{name} is {x:.4g}" for name, x in others))
+        if terms:
+            parts.append(terms)
         if self.without:
             some = f"{len(self.without)} of {len(self.tokens)} samples" if len(self.without) < len(self.tokens) else "no sample"
             has = "have no supervised token" if len(self.without) < len(self.tokens) else "has a supervised token"

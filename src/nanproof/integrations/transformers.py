@@ -323,7 +323,7 @@ class _Watch(TrainerCallback):
             self._cannot_be_run_again()
             self._told = True
         self._noted = True
-        return self.guard.note_loss(loss.detach())
+        return self.guard.note_loss(loss)
 
     def _cannot_be_run_again(self) -> None:
         self.guard.micro_batch(UNKNOWN)

@@ -1,6 +1,7 @@
-"""The loss of a language model over the tokens that are supervised, and the check that there are any.
+"""Losses over what counts: the cross entropy over supervised tokens, and the check that there are any; the mean square over
+what a mask keeps; and the sum of several terms that can still be told apart (`weighted_sum`).
 
-Three things go wrong with the usual way of writing it. A mean of means weights the tokens of short micro-batches more. A batch
+Three things go wrong with the usual way of writing the first. A mean of means weights the tokens of short micro-batches more. A batch
 without a supervised token is 0/0. And a logit that is not finite, at a position that does not count, turns the gradient into NaN
 (0 * NaN) although the value looks fine. Here the sum over supervised tokens is divided by the number of them in the whole step,
 the empty batch is named, and positions that do not count are left out of value and gradient. At those that do count nothing is
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nanproof.core.terms import weighted_sum
 from nanproof.errors import UsageError
 from nanproof.records import few
+
+__all__ = ["Supervision", "check_supervised", "masked_cross_entropy", "masked_mse", "supervised_tokens", "weighted_sum"]
 
 _CHUNK = 2**24
 """Elements of logits that are widened at a time."""
@@ -69,6 +73,36 @@ def masked_cross_entropy(
     if empty == "neutral":
         divisor = torch.where((found == 0) & (divisor == 0), 1, divisor)
     return total / divisor
+
+
+def masked_mse(prediction: Tensor, target: Tensor, mask: Tensor | None = None, *, empty: Empty = "raise") -> Tensor:
+    """The mean of the squared differences where the mask is true, in fp32 at least: their sum, over the number of elements that
+    count. Elsewhere nothing takes part, neither in the value nor in the gradient, whatever number stands there. What is not
+    finite where the mask is true stays not finite.
+
+    Args:
+        prediction: of any shape, floating point.
+        target: of the same shape.
+        mask: bool, of the shape of the prediction or of its first dimensions: `[batch]` and `[batch, tokens]` fit
+            `[batch, tokens, width]`; a size of 1 fits any. None: everything counts.
+        empty: what a mean over nothing is (the mask is nowhere true). "raise": a `UsageError`; one read waits for the device.
+            "refuse": 0/0, which is NaN in value and gradient, and does not wait: a guard refuses the step. "neutral": exactly
+            0, with gradients of exactly 0.
+    """
+    keep = _mask(prediction, target, mask, empty)
+    found = keep.sum() * (prediction.numel() // max(keep.numel(), 1))
+    if empty == "raise" and (mask is not None or not prediction.numel()) and not int(found):
+        raise UsageError(
+            f"masked_mse: the mask is nowhere true over prediction {list(prediction.shape)}: the mean is 0/0. Leave such batches "
+            'out, or choose empty="refuse" under a guard, empty="neutral" if they may be there'
+        )
+    # Over nothing, all of it is divided by NaN: the gradient has to be NaN too, for ranks with other data to learn of it.
+    nothing = found == 0
+    keep = keep if empty == "neutral" else keep | nothing
+    wide = torch.float64 if torch.float64 in (prediction.dtype, target.dtype) else torch.float32
+    divisor = torch.where(nothing, 1.0 if empty == "neutral" else torch.nan, found.to(wide))
+    difference = torch.where(keep, prediction, 0).to(wide) - torch.where(keep, target, 0).to(wide)
+    return (difference * difference).sum() / divisor
 
 
 def supervised_tokens(labels: Tensor, ignore_index: int = -100, shift: bool = True) -> Tensor:
@@ -178,6 +212,34 @@ def _checked(logits: Tensor, labels: Tensor, num_items: int | Tensor | None, emp
     elif num_items is not None and num_items < 0:
         raise UsageError(f"{where}(num_items={num_items}): the number of supervised tokens of the step is needed")
     return labels.long().to(logits.device, non_blocking=logits.device.type == "cuda")
+
+
+def _mask(prediction: Tensor, target: Tensor, mask: Tensor | None, empty: str) -> Tensor:
+    """What counts, next to the prediction, with as many dimensions; what is wrong with the call is said here."""
+    where = "masked_mse"
+    if not prediction.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise UsageError(f"{where}: prediction {prediction.dtype} and target {target.dtype}; floating point is needed")
+    if target.shape != prediction.shape:
+        raise UsageError(
+            f"{where}: target {list(target.shape)} does not fit prediction {list(prediction.shape)}; the same shape is needed: "
+            "broadcasting would take a mean over pairs that do not belong together"
+        )
+    if target.device != prediction.device:
+        raise UsageError(f"{where}: target is on {target.device} and prediction on {prediction.device}; one device is needed")
+    if empty not in ("raise", "refuse", "neutral"):
+        raise UsageError(f'{where}(empty={empty!r}): "raise", "refuse" or "neutral" is needed')
+    if mask is None:
+        return torch.ones([1] * prediction.dim(), dtype=torch.bool, device=prediction.device)
+    if mask.dtype != torch.bool:
+        raise UsageError(f"{where}: the mask is {mask.dtype}; bool is needed: mask != 0")
+    pairs = zip(mask.shape, prediction.shape, strict=False)
+    if mask.dim() > prediction.dim() or any(size not in (1, whole) for size, whole in pairs):
+        raise UsageError(
+            f"{where}: the mask {list(mask.shape)} does not fit prediction {list(prediction.shape)}; it has the shape of the "
+            "prediction, or of its first dimensions"
+        )
+    mask = mask.to(prediction.device, non_blocking=prediction.device.type == "cuda")
+    return mask.reshape(*mask.shape, *[1] * (prediction.dim() - mask.dim()))
 
 
 def _on(number: int | Tensor, device: torch.device) -> Tensor:
