@@ -28,8 +28,7 @@ def bad_first(terms: Terms) -> list[tuple[str, float]]:
 
 def of_incident(incident: Incident) -> list[tuple[str, float]]:
     """What the terms were at the step of an incident, the bad ones first."""
-    found: Terms = getattr(incident, "terms", ())
-    return bad_first(found)
+    return bad_first(incident.terms)
 
 
 def chart(run: Run, near: Sequence[int]) -> dict[str, Any] | None:

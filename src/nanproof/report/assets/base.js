@@ -32,14 +32,17 @@ const Numbers = {
     if (x === null || (positive && x < 1e-60)) return null;
     return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
   },
-  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens. */
+  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens; round
+     numbers where there are none of these, between 2.1 and 4.9. */
   powers(base, low, high) {
     const logs = Math.log(high / low) / Math.log(base), every = Math.max(1, Math.ceil(logs / 5));
     const leads = base === 10 && logs < 2.1 ? [1, 2, 5] : [1], found = [];
     for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
       for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
     }
-    return found;
+    if (base !== 10 || found.length > 1 || high / low < 1.2) return found;
+    const raw = (high - low) / 4, unit = 10 ** Math.floor(Math.log10(raw)), apart = unit * [1, 2, 5, 10].find((lead) => lead * unit >= raw * 0.999);
+    return Array.from({ length: 6 }, (_, i) => (Math.ceil(low / apart) + i) * apart).filter((x) => x <= high);
   },
 };
 

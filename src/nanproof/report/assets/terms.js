@@ -64,7 +64,7 @@ const Terms = (() => {
 
   function drawLanes(lanes) {
     return (u) => {
-      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (row) => bbox.top + bbox.height + (TOP + row * LANE) * p;
+      const { ctx, bbox } = u, p = uPlot.pxRatio, y = (lane) => bbox.top + bbox.height + lane.below * p;
       ctx.save();
       ctx.setLineDash([]); // the last line's own is still set
       if (lanes.length) {
@@ -72,11 +72,13 @@ const Terms = (() => {
         ctx.fillStyle = Plots.colours.soft;
         ctx.textAlign = "right";
         ctx.textBaseline = "middle";
-        ctx.fillText("NaN, Inf", bbox.left - 8 * p, (y(0) + y(lanes.length - 1)) / 2);
+        ctx.fillText("NaN, Inf", bbox.left - 8 * p, (y(lanes[0]) + y(lanes[lanes.length - 1])) / 2);
       }
-      lanes.forEach((i, row) => {
-        for (const [first, last] of spans(i)) if (last >= Plots.view.min && first <= Plots.view.max) Shapes.span(u, first, last, y(row), colour(i));
-      });
+      for (const lane of lanes) {
+        for (const [first, last] of spans(lane.term)) {
+          if (last >= Plots.view.min && first <= Plots.view.max) Shapes.span(u, first, last, y(lane), colour(lane.term));
+        }
+      }
       ctx.restore();
     };
   }
@@ -118,7 +120,8 @@ const Terms = (() => {
     detailed = wantsDetail();
     list = points();
     const known = values(), axis = Axes.of(known, log === null ? known.length && Axes.spread(known) : log);
-    const lanes = shown().filter((i) => terms.lines[i].bad.some(Boolean)), room = lanes.length ? TOP + lanes.length * LANE - 4 : 0;
+    const lanes = shown().filter((i) => terms.lines[i].bad.some(Boolean)).map((term, row) => ({ term, below: TOP + row * LANE }));
+    const room = lanes.length ? lanes[lanes.length - 1].below + 5 : 0;
     const button = Plots.logButton("log-terms", axis, () => { log = !Axes.isLog(axis); });
     const figure = Dom.h("figure", { id: "plot-terms" }, Dom.h("figcaption", {}, "Loss terms", Plots.narrow() ? "" : Dom.h("br"), button));
     document.getElementById("plots").append(figure);
