@@ -74,8 +74,9 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "From `nanproof.numerics.losses`: [numerics.md](../numerics.md#the-loss).",
         [
             ("nanproof.numerics.losses", name)
-            for name in ("masked_cross_entropy", "supervised_tokens", "check_supervised", "Supervision")
-        ],
+            for name in ("masked_cross_entropy", "masked_mse", "supervised_tokens", "check_supervised", "Supervision")
+        ]
+        + [("nanproof.core.terms", "weighted_sum")],
     ),
     "Losses of transformers": (
         "From `nanproof.integrations.transformers`: [numerics.md](../numerics.md#losses-of-a-trainer).",
@@ -94,6 +95,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
 }
 SHOWN_AS = {f"nanproof.integrations.{name}": "nanproof.integrations.transformers" for name in ("hf_callbacks", "hf_losses")}
+SHOWN_AS["nanproof.core.terms"] = "nanproof.numerics.losses"
 """Where users import from, if not from where it is written."""
 Node = ast.ClassDef | ast.FunctionDef
 

@@ -41,8 +41,8 @@ def of_the_bad(report: Report, micro_batch: int | None) -> Terms | None:
     """The terms of the micro-batch that was bad; of all of them where that is not known."""
     if micro_batch is None:
         return mean_of(report.terms)
-    if not report.losses:  # the loss was given with the step: it is that of the last backward
-        micro_batch -= max(len(report.probes) - 1, 0)
+    if len(report.terms) != len(report.losses):  # the loss was given with the step: it is that of the last backward
+        micro_batch -= max(len(report.losses), len(report.probes)) - 1
     return report.terms[micro_batch] if 0 <= micro_batch < len(report.terms) else None
 
 

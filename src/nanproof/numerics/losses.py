@@ -1,8 +1,8 @@
 """Losses over what counts: the cross entropy over supervised tokens, and the check that there are any; the mean square over
 what a mask keeps; and the sum of several terms that can still be told apart (`weighted_sum`).
 
-Three things go wrong with the usual way of writing the first. A mean of means weights the tokens of short micro-batches more. A batch
-without a supervised token is 0/0. And a logit that is not finite, at a position that does not count, turns the gradient into NaN
+Three things go wrong with the usual way of writing them. A mean of means weights the tokens of short micro-batches more. A batch
+in which nothing counts is 0/0. And a number that is not finite, at a position that does not count, turns the gradient into NaN
 (0 * NaN) although the value looks fine. Here the sum over supervised tokens is divided by the number of them in the whole step,
 the empty batch is named, and positions that do not count are left out of value and gradient. At those that do count nothing is
 hidden: what is not finite there stays not finite.
