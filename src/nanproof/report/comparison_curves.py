@@ -56,8 +56,9 @@ def _rank(name: str) -> int:
 
 
 def _title(name: str) -> str:
+    """As a sentence begins; kl and mse stay as they are."""
     said = one_line(name, 60).replace("_", " ")
-    return TITLES.get(name) or said[:1].upper() + said[1:]
+    return TITLES.get(name) or (said[:1].upper() + said[1:] if len(said) > 3 else said)
 
 
 def _line(arm: Arm, name: str, width: int) -> dict[str, Any] | None:
