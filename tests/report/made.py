@@ -26,11 +26,12 @@ def number(x):
     return float(f"{x:.6g}") if math.isfinite(x) else "nan" if x != x else "inf" if x > 0 else "-inf"
 
 
-def step_line(step, loss=1.0, norm=0.5, action="stepped", lr=1e-3, scale=None, norms=(), time=None, absmax=None):
+def step_line(step, loss=1.0, norm=0.5, action="stepped", lr=1e-3, scale=None, norms=(), time=None, absmax=None, terms=None):
     """One step as `steps.jsonl` has it."""
     data = {"v": 1, "kind": "step", "step": step, "loss": number(loss), "grad_norm": number(norm), "action": action, "clip": 1.0}
     data |= {"lr": [lr], "scale": scale, "spike": False, "typical": [0.0, 0.0], "spread": [0.0, 0.0], "loss_size": 1.0}
     data |= {"weights_checked": False, "norms": [None if x is None else number(x) for x in norms], "time": time}
+    data |= {"terms": {name: number(x) for name, x in terms.items()}} if terms else {}
     return json.dumps(data if absmax is None else {**data, "observed": {"absmax": [number(x) for x in absmax]}}) + "\n"
 
 
@@ -73,3 +74,33 @@ def write_run(folder, steps=300, names=None, sites=(), bad=(), seed=0, incidents
     lines = [incident_line(step, diagnosis=diagnosis() if i == 0 else None) for i, step in enumerate(sorted(bad))]
     (folder / "incidents.jsonl").write_text("".join(lines if incidents is None else incidents), encoding="utf-8")
     return told
+
+
+def write_terms(folder, steps):
+    """A run whose loss has terms: `steps` is a list of mappings, name to value. Returns the losses. Where one is not finite there
+    is an incident, up to forty of them."""
+    from nanproof.records import Incident
+
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"v": 1, "kind": "header", "names": ["a.weight"], "sites": []}) + "\n"]
+    incidents, losses = [], []
+    for step, terms in enumerate(steps):
+        loss = sum(terms.values())
+        bad = not math.isfinite(loss)
+        norm = math.nan if bad else math.exp(rng.gauss(-0.3, 0.4))
+        lines.append(step_line(step, loss, norm, "skipped" if bad else "stepped", norms=[norm], terms=terms))
+        losses.append(loss)
+        if bad and len(incidents) < 40:
+            found = Incident(
+                step=step,
+                kind="nonfinite-loss",
+                action="skipped",
+                loss=loss,
+                message="the loss is bad",
+                terms=tuple(terms.items()),
+            )
+            incidents.append(json.dumps(found.to_json()) + "\n")
+    (folder / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "incidents.jsonl").write_text("".join(incidents), encoding="utf-8")
+    return losses

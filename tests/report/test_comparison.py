@@ -336,6 +336,47 @@ def test_a_short_curve_is_drawn_as_it_is():
     assert line_of([None, None]) == (1, None)
 
 
+def test_a_chart_for_every_name_the_losses_first():
+    """With a line for every arm that has it, and none for one that logged nothing of it. The rest of many is named."""
+    first = {"step": [0, 1], "grad_norm": [1.0, 2.0], "valid_text_loss": [None, 3.0], "kl": [1.0, 1.0], "loss": [1.0, math.nan]}
+    second = {
+        "step": [0, 1],
+        "text_loss": [1.0, 1.0],
+        "valid_text_loss": [None, None],
+        "latent_loss": [2.0, 1e30],
+        "lr": [1.0, 1.0],
+    }
+    found = charts([Arm("a", "", "", {}, curves=first), Arm("b", "", "", {}, curves=second)])
+    titles = ["Loss", "Valid text loss", "Text loss", "Latent loss", "Gradient norm", "Learning rate", "kl"]
+    assert [chart["title"] for chart in found["charts"]] == titles and found["left_out"] == []
+    assert [[line["arm"] for line in chart["lines"]] for chart in found["charts"]] == [[0], [0], [1], [1], [0], [1], [0]]
+    many = {f"curve_{i}": [1.0] for i in range(15)}
+    found = charts([Arm("a", "", "", {}, curves={**many, "nothing": [None], "loss": [1.0]})])
+    assert len(found["charts"]) == 12 and found["left_out"] == [f"Curve {i}" for i in range(11, 15)]
+
+
+def test_a_tail_of_nan_is_one_mark_to_the_end():
+    _, line = line_of([2.0] * 60 + [math.nan] * 140)
+    assert line["bad"] == [[60, 199, 140, "nan"]] and line["x"][-1] == 199
+
+
+WORDS = "\u4f60\u597d \u043f\u0440\u0438\u0432\u0435\u0442"
+SAID = f"first\tline\n  second, indented\n{WORDS}\r\n\x00\x1b[31m\x07\u202e<script>window.hacked=1</script>\n"
+
+
+def test_samples_keep_their_lines_and_do_nothing(tmp_path):
+    """All of a text of 400 characters is there; what cannot be seen is written as an escape."""
+    text = (SAID + "lorem ipsum " * 40)[:400]
+    arm = Arm("a", "", "", {}, samples=({"said": text, "long": "x" * 5000}, {"said": "short"}))
+    page = write(Comparison("r", "t", "l", (), (arm,)), tmp_path).read_text()
+    cell = page[page.index("<td><bdi>first") :].partition("</bdi>")[0]
+    shown = rf"{WORDS}\r" + "\n" + r"\x00\x1b[31m\x07\u202e&lt;script&gt;window"
+    assert cell.startswith(f"<td><bdi>first\tline\n  second, indented\n{shown}")
+    assert cell.endswith(text[-60:]) and not any(c in page for c in "\x00\x1b\x07\u202e\r")
+    assert "x" * 1000 + "\u2026 (5,000 characters)" in page and "x" * 1001 not in page
+    assert "white-space: pre-wrap" in page
+
+
 def test_without_steps_values_are_counted():
     made_of = charts([Arm("a", "", "", {}, curves={"kl": [1.0, 2.0]})])
     assert made_of["charts"][0]["lines"][0]["x"] == [0, 1] and made_of["charts"][0]["title"] == "kl"

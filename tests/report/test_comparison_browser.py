@@ -278,3 +278,54 @@ def test_a_page_without_curves_or_arms(browser, tmp_path):
             seen.page.keyboard.press(key)
         seen.page.click("#theme")
         seen.close()
+
+
+def test_every_curve_has_its_chart_one_arm_dies_and_one_explodes(browser, tmp_path):
+    """Four arms of a loss with terms: NaN from step 60 on, up to 1e30, whole, and one without terms. The axis is logarithmic where
+    an arm explodes, also where another logs 0.0, and what is usual can still be told from zero."""
+    steps = list(range(200))
+    usual = [2.0 + math.sin(step / 9) for step in steps]
+    names = ("loss", "text_loss", "latent_loss", "grad_norm")
+    dies = {name: [x if step < 60 else math.nan for step, x in enumerate(usual)] for name in names}
+    explodes = {
+        **dict.fromkeys(names, usual),
+        "latent_loss": [x if step < 170 else 10.0 ** (step - 169) for step, x in enumerate(usual)],
+    }
+    whole = {**dict.fromkeys(names, usual), "valid_text_loss": [x if step % 20 == 0 else None for step, x in enumerate(usual)]}
+    zeros = {"loss": usual, "latent_loss": [0.0] * 200}
+    seen = Looked(
+        browser, page_of([{"step": steps, **one} for one in (dies, explodes, whole, zeros)], tmp_path), color_scheme="light"
+    )
+    titles = seen.page.locator("#plots figcaption bdi").all_inner_texts()
+    assert titles == ["Loss", "Text loss", "Latent loss", "Valid text loss", "Gradient norm"]
+    assert seen.ask("Plots.all.map((plot) => [plot.series.length - 1, plot.how])") == [
+        [4, "linear"], [3, "linear"], [4, "asinh"], [1, "linear"], [3, "linear"],
+    ]  # fmt: skip
+    for chart in (0, 1, 2, 4):
+        assert [lane(seen, chart, 0, step) for step in (59, 60, 130, 199)] == [None, 0, 0, 0]
+    zero, low, most = seen.ask("[4, 3, 2].map((k) => Plots.all[2].valToPos(Plots.all[2].data[k][199], 'y'))")
+    assert zero - low > 2 and low - most > 80
+    assert len(seen.ask("Plots.all[2].axes[1]._values")) >= 4
+    seen.page.keyboard.press("2")
+    assert seen.ask("Plots.all[2].how") == "asinh" and seen.ask("Plots.all[2].scales.y.max") < 5, (
+        "the axis fits those that are left"
+    )
+    seen.close()
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_samples_are_readable(browser, tmp_path, width):
+    """Line breaks and indents are kept, a column is not so narrow that every word has a line, and the page is as wide as the
+    screen."""
+    text = "def f(x):\n    return x\n" + "a word and another one, " * 20
+    arm = Arm(
+        "a", "", "finished", {}, samples=({"prompt": "The [MASK] sat.", "step 100": text, "step 200": text, "kept": "yes"},) * 2
+    )
+    address = write(Comparison("r", "t", "l", (), (arm,)), tmp_path).as_uri()
+    seen = Looked(browser, address, viewport={"width": width, "height": 700})
+    cell = seen.page.locator(".samples td").nth(1)
+    assert cell.inner_text().startswith("def f(x):\n    return x\na word")
+    box = cell.bounding_box()
+    assert box["width"] >= 220 and box["height"] < 700
+    assert seen.ask("document.documentElement.scrollWidth") <= width
+    seen.close()

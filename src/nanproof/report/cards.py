@@ -14,6 +14,7 @@ from nanproof.report.catalogue import sentences
 from nanproof.report.run import Brief, Run
 from nanproof.report.samples import samples_of
 from nanproof.report.shown import one_line, shown
+from nanproof.report.terms import IN_A_LINE, of_incident
 from nanproof.report.text import place
 from nanproof.report.tokens import Tokens
 
@@ -97,7 +98,7 @@ def without_home(text: str) -> str:
 
 def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
     bundle = bundle_of(run, incident)
-    diagnosis = incident.diagnosis
+    diagnosis, terms = incident.diagnosis, of_incident(incident)
     card: dict[str, Any] = {
         "step": incident.step,
         "kind": incident.kind,
@@ -105,6 +106,8 @@ def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
         "message": _text(incident.message),
         "loss": encode(incident.loss),
         "grad_norm": encode(incident.grad_norm),
+        "terms": [[one_line(name, 80), encode(x)] for name, x in terms[:IN_A_LINE]],
+        "more_terms": max(0, len(terms) - IN_A_LINE),
         "culprits": [[one_line(name, 160), encode(norm)] for name, norm in incident.culprits[:12]],
         "more_culprits": max(0, len(incident.culprits) - 12),
         "rank": incident.rank,

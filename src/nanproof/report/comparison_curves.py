@@ -30,8 +30,10 @@ _LARGEST = 1e300
 
 def charts(arms: Sequence[Arm]) -> dict[str, Any]:
     """A chart for every name of a curve, with a line for every arm that has it: as strict JSON holds it."""
-    names = list(dict.fromkeys(key for arm in arms for key in arm.curves if key != STEP))
-    names = sorted(names, key=lambda name: list(TITLES).index(name) if name in TITLES else len(TITLES))[:MOST_CHARTS]
+    given = dict.fromkeys(
+        key for arm in arms for key in arm.curves if key != STEP and any(x is not None for x in arm.curves[key])
+    )
+    names = sorted(given, key=_rank)[:MOST_CHARTS]
     pairs = sum(name in arm.curves for arm in arms for name in names)
     most = max(50, min(MOST_POINTS, ROOM // max(pairs, 1)))
     width = 1
@@ -41,8 +43,22 @@ def charts(arms: Sequence[Arm]) -> dict[str, Any]:
     for name in names:
         lines = [{"arm": i, **line} for i, arm in enumerate(arms) if (line := _line(arm, name, width))]
         if lines:
-            found.append({"key": name, "title": TITLES.get(name) or one_line(name, 60).replace("_", " "), "lines": lines})
-    return {"width": width, "charts": found}
+            found.append({"key": name, "title": _title(name), "lines": lines})
+    return {"width": width, "charts": found, "left_out": [_title(name) for name in sorted(given, key=_rank)[MOST_CHARTS:]][:50]}
+
+
+def _rank(name: str) -> int:
+    """The loss, then other losses (the terms of it, and those of held-out data), then what is known by name, then the rest."""
+    known = list(TITLES)
+    if name not in known:
+        return 1 if name.endswith("loss") else len(known) + 1
+    return known.index(name) + (name != "loss")
+
+
+def _title(name: str) -> str:
+    """As a sentence begins; kl and mse stay as they are."""
+    said = one_line(name, 60).replace("_", " ")
+    return TITLES.get(name) or (said[:1].upper() + said[1:] if len(said) > 3 else said)
 
 
 def _line(arm: Arm, name: str, width: int) -> dict[str, Any] | None:

@@ -32,6 +32,8 @@ SAMPLES_BYTES = 200_000
 """Of the samples of all arms together."""
 MOST_MARKS = 500
 """Incidents of one arm that are marked under the curves."""
+MOST_SAMPLE = 1000
+"""Characters of one text of a sample."""
 MOST_STORY = 20
 """Sentences about one arm."""
 
@@ -176,7 +178,7 @@ def _samples(samples: tuple[Mapping[str, str], ...], room: int) -> str:
     keys = list(dict.fromkeys(key for sample in samples for key in sample))[:8]
     lines = []
     for sample in samples:
-        line = "".join(f"<td>{_bdi(sample[key], 400) if key in sample else DASH}</td>" for key in keys)
+        line = "".join(f"<td>{_bdi(sample[key], MOST_SAMPLE) if key in sample else DASH}</td>" for key in keys)
         room -= len(line.encode())
         if room < 0:
             break

@@ -16,6 +16,7 @@ from nanproof.report.run import NEAR, Run
 from nanproof.report.samples import manifest_of
 from nanproof.report.series import METRICS
 from nanproof.report.shown import duration, number, one_line, shown, size
+from nanproof.report.terms import chart
 from nanproof.report.tokens import Tokens
 
 MOST_NEAR = 4000
@@ -37,6 +38,7 @@ _FACTS = ("model", "parameters", "trainable", "dtypes", "device_name", "device",
 def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
     """Everything, as strict JSON holds it: missing and non-finite numbers of curves are null."""
     made = datetime.now(timezone.utc)
+    close = _close(run)
     return {
         "v": 1,
         "name": title(run),
@@ -49,7 +51,8 @@ def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
         "numbers": numbers(run),
         "causes": causes(run),
         "curves": _curves(run),
-        "near": _near(run),
+        "terms": chart(run, close),
+        "near": _near(run, sorted(close)),
         "norms": grid(run.norms),
         "absmax": grid(run.absmax),
         "marks": [[i + 1, incident.step] for i, incident in enumerate(run.incidents)][-MOST_MARKS:],
@@ -233,18 +236,23 @@ def _curves(run: Run) -> dict[str, Any]:
     return found
 
 
-def _near(run: Run) -> dict[str, Any] | None:
-    """The steps around incidents one by one; nothing where the curves show every step already."""
-    if run.curves.width == 1 or not run.near:
-        return None
-    wanted: set[int] = set()
+def _close(run: Run) -> list[int]:
+    """The steps around incidents that are told one by one, those of the first incidents first."""
+    wanted: dict[int, None] = {}
     steps = dict.fromkeys(incident.step for incident in [*run.incidents[:20], *reversed(run.incidents[20:])])
     for middle in steps:
-        around = {step for step in range(middle - NEAR, middle + NEAR + 1) if step in run.near}
-        if len(wanted | around) > MOST_NEAR:
+        around = dict.fromkeys(step for step in range(middle - NEAR, middle + NEAR + 1) if step in run.near)
+        if len({**wanted, **around}) > MOST_NEAR:
             break
         wanted |= around
-    briefs = [run.near[step] for step in sorted(wanted)]
+    return list(wanted)
+
+
+def _near(run: Run, steps: Sequence[int]) -> dict[str, Any] | None:
+    """The steps around incidents one by one; nothing where the curves show every step already."""
+    if run.curves.width == 1 or not steps:
+        return None
+    briefs = [run.near[step] for step in steps]
     found: dict[str, Any] = {"steps": [brief.step for brief in briefs]}
     for metric in METRICS:
         values = [getattr(brief, metric) for brief in briefs]

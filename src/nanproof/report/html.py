@@ -19,7 +19,7 @@ from nanproof.report.run import Run
 from nanproof.report.tokens import Tokens, find
 
 STYLES = ("uplot/uPlot.min.css", "style.css")
-SCRIPTS = ("uplot/uPlot.iife.min.js", "base.js", "plots.js", "heat.js", "cards.js", "page.js")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "base.js", "plots.js", "terms.js", "heat.js", "cards.js", "page.js")
 
 
 def data(run: Run, tokens: Tokens | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ What comes from files is escaped: a parameter called `<img ...>`, or a message w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,7 @@ from nanproof.report.catalogue import sentences
 from nanproof.report.contents import causes, facts, recoveries, summary, title
 from nanproof.report.run import Brief, Run
 from nanproof.report.shown import one_line
+from nanproof.report.terms import IN_A_LINE, of_incident
 from nanproof.report.text import place
 
 MOST = 60_000
@@ -88,6 +90,8 @@ def _incident(run: Run, incident: Incident) -> list[str]:
         f"## Step {incident.step}: {plain(cause(incident), 100)}",
         f"{incident.kind}, {incident.action}. {plain(incident.message, 1500)}",
     ]
+    if terms := of_incident(incident):
+        parts.append(_terms(terms))
     if diagnosis is not None:
         why = sentences().get(diagnosis.cause, "")
         how = "verified: the step was run again with it, and held" if diagnosis.verified else "not verified"
@@ -111,6 +115,14 @@ def _incident(run: Run, incident: Incident) -> list[str]:
         parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`, or `trainer`:")
         parts.append(f"```sh\n{_fenced(command(bundle))}\n```")
     return parts
+
+
+def _terms(terms: Sequence[tuple[str, float]]) -> str:
+    """The terms of the loss on one line; those that are not finite are bold, and first."""
+    each = [f"{plain(name, 80)} {encode(x)}" for name, x in terms[:IN_A_LINE]]
+    marked = [f"**{said}**" if not math.isfinite(x) else said for said, (_, x) in zip(each, terms, strict=False)]
+    more = f" and {len(terms) - IN_A_LINE} more" if len(terms) > IN_A_LINE else ""
+    return f"Terms: {', '.join(marked)}{more}"
 
 
 def _around(run: Run, step: int) -> str:

@@ -19,10 +19,12 @@ from typing import Any
 from nanproof.core.files import LOCK
 from nanproof.errors import UsageError
 from nanproof.records import Forecast, Incident, StepRecord, decode
-from nanproof.report.series import Curves, Heat
+from nanproof.report.series import MOST_TERMS, Curves, Heat
 from nanproof.report.sound import check_action, check_forecast, check_incident, check_step
 
 STEPS = "steps.jsonl"
+LONGEST_NAME = 200
+"""Characters of the name of a term."""
 NEAR = 50
 """Steps on either side of an incident that are kept one by one."""
 MOST_NEAR = 200
@@ -46,6 +48,8 @@ class Brief:
     lr: float | None
     scale: float | None
     action: str
+    terms: tuple[tuple[str, float], ...] = ()
+    """Of the loss, as many as are shown."""
 
 
 class Run:
@@ -181,7 +185,7 @@ class Run:
         check_action(action)
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
-        brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action)
+        brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action, _terms(data.get("terms")))
         if self._reopened is not None and step == 0 and self.steps:
             self._begin_anew(self._reopened)
         self._reopened = None
@@ -192,7 +196,7 @@ class Run:
         self._next = step + 1
         self.steps += 1
         self.counts[action] += 1
-        self.curves.add(step, (brief.loss, brief.grad_norm, lr, scale), action)
+        self.curves.add(step, (brief.loss, brief.grad_norm, lr, scale), action, brief.terms)
         self.norms.add(step, self._names, data["norms"])
         if "observed" in data:
             self.absmax.add(step, self._sites, data["observed"]["absmax"])
@@ -310,6 +314,13 @@ def one_run(folder: str | Path) -> Path:
         named = ", ".join(str(run) for run in runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
         raise UsageError(f"{folder} holds {len(runs)} runs: {named}. Name one of them")
     return runs[0]
+
+
+def _terms(found: Any) -> tuple[tuple[str, float], ...]:
+    """The terms of a loss as a line has them. One too many is kept, so that it can be told that there are more."""
+    if found is None:
+        return ()
+    return tuple((name[:LONGEST_NAME], decode(x)) for name, x in list(found.items())[: MOST_TERMS + 1])
 
 
 def _json(text: bytes) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 from nanproof.records import ABSENT
 
 METRICS = ("loss", "grad_norm", "lr", "scale")
+MOST_TERMS = 24
+"""Terms of a loss that are kept: the first ones that came. More lines could not be told apart."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Bucket:
     skipped: int = 0
     clipped: int = 0
     metrics: tuple[Extent, ...] = field(default_factory=lambda: tuple(Extent() for _ in METRICS))
+    terms: dict[str, Extent] = field(default_factory=dict)
+    """By name: the terms of the loss, where the steps have any."""
 
     def merge(self, other: Bucket) -> None:
         self.start = min(self.start, other.start)
@@ -64,26 +68,33 @@ class Bucket:
         self.clipped += other.clipped
         for mine, its in zip(self.metrics, other.metrics, strict=True):
             mine.merge(its)
+        for name, extent in other.terms.items():
+            if self.terms.setdefault(name, extent) is not extent:
+                self.terms[name].merge(extent)
 
 
 class Curves:
-    """Loss, gradient norm, learning rate and loss scale by step: lowest, highest and mean of every bucket. Steps that come again,
-    after going back, take the place of those that were given up."""
+    """Loss, gradient norm, learning rate, loss scale and the terms of the loss by step: lowest, highest and mean of every bucket.
+    Steps that come again, after going back, take the place of those that were given up."""
 
     def __init__(self, most: int = 2000) -> None:
         self.most = most
         self.width = 1
         """Steps a bucket."""
+        self.terms: list[str] = []
+        """Names of the terms, as they came."""
+        self.more_terms = False
+        """There were more of them than are kept."""
         self._buckets: dict[int, Bucket] = {}
 
-    def add(self, step: int, values: Sequence[float | None], action: str) -> None:
+    def add(self, step: int, values: Sequence[float | None], action: str, terms: Sequence[tuple[str, float]] = ()) -> None:
         """`values` in the order of `METRICS`; None where there is none."""
         place = step // self.width
         bucket = self._buckets.get(place)
         if bucket is None:
             if len(self._buckets) >= self.most:
                 self._double()
-                self.add(step, values, action)
+                self.add(step, values, action, terms)
                 return
             bucket = self._buckets[place] = Bucket(step)
         bucket.steps += 1
@@ -92,6 +103,18 @@ class Curves:
         for extent, x in zip(bucket.metrics, values, strict=True):
             if x is not None:
                 extent.add(x)
+        for name, x in terms:
+            if self._keeps(name):
+                bucket.terms.setdefault(name, Extent()).add(x)
+
+    def _keeps(self, name: str) -> bool:
+        if name in self.terms:
+            return True
+        if len(self.terms) >= MOST_TERMS:
+            self.more_terms = True
+            return False
+        self.terms.append(name)
+        return True
 
     def go_back(self, step: int) -> None:
         """What was taken from `step` on does not count any more. A bucket that begins before it keeps what is in it."""

@@ -15,6 +15,7 @@ def check_incident(incident: Incident) -> None:
     check_step(incident.step)
     _need(isinstance(incident.message, str))
     _need(all(isinstance(name, str) and isinstance(norm, float) for name, norm in incident.culprits))
+    _need(all(isinstance(name, str) and isinstance(x, float) for name, x in incident.terms))
     _need(all(x is None or _whole(x) for x in (incident.rank, incident.micro_batch)))
     _need(incident.bundle is None or isinstance(incident.bundle, str))
     if incident.diagnosis is not None:

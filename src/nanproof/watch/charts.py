@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanproof.watch.plot import Marks, Part, axis, chart, scale, short
 from nanproof.watch.runs import View
-from nanproof.watch.words import marked
+from nanproof.watch.words import marked, said, told_terms
 
 TITLES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "scale": "loss scale"}
 _SHARES = {"loss": 4, "grad_norm": 3, "lr": 1, "scale": 1}
@@ -100,7 +101,8 @@ def drawn(view: View, columns: int, rows: int, window: Window, how: str, only: s
         fits = scale(series.finite(*span), how if metric != "lr" else "linear")
         value = {"loss": view.loss, "grad_norm": view.grad_norm, "lr": view.lr, "scale": view.scale}[metric]
         head: list[Part] = [(" " * gutter + TITLES[metric], "strong"), (f"  {short(value)}", "value")]
-        lines.append([*head, ("  log" if fits and fits.log else "", "label")])
+        head.append(("  log" if fits and fits.log else "", "label"))
+        lines.append([*head, *(_terms(view, columns - _width(head), marks) if metric == "loss" else [])])
         if fits is None:
             empty: list[Part] = [(" " * (gutter - 1) + marks.side, "axis"), ("no number here", "cross")]
             lines += [empty] + [[(" " * (gutter - 1) + marks.side, "axis")]] * (height - 1)
@@ -115,3 +117,22 @@ def drawn(view: View, columns: int, rows: int, window: Window, how: str, only: s
     lines.append([(" " * (gutter - 1) + marks.corner, "axis"), *line])
     lines.append([(" " * gutter, ""), *steps])
     return lines
+
+
+def _terms(view: View, room: int, marks: Marks) -> list[Part]:
+    """The newest value of each term of the loss, as many as there is room for."""
+    parts: list[Part] = []
+    for (_, x), text in zip(view.terms, told_terms(view.terms, len(view.terms)), strict=True):
+        part = (f"  {said(text, marks.ascii)}", "label" if math.isfinite(x) else "cross")
+        room -= _width([part])
+        if room < 0:
+            break
+        parts.append(part)
+    return parts
+
+
+def _width(parts: Sequence[Part]) -> int:
+    """Columns, of which some characters take two."""
+    from rich.cells import cell_len
+
+    return sum(cell_len(text) for text, _ in parts)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from nanproof.watch.plot import Marks
 from nanproof.watch.runs import Event, View, Watched
 from nanproof.watch.table import runs_table
-from nanproof.watch.words import said, status, summary, title
+from nanproof.watch.words import full_status, said, summary, title, told_terms
 
 Kind = TypeVar("Kind")
 _SHOWN = 20
@@ -34,6 +34,8 @@ def now(watched: Watched, columns: int, marks: Marks) -> Iterator[str]:
     for item in items:
         yield "".join(text for text, _ in item.lines[0]).rstrip()
     for view in views:
+        if view.terms:
+            yield said(f"{_named(view, len(views) > 1)}terms of the loss: {', '.join(told_terms(view.terms))}", marks.ascii)
         for event in view.events()[:5]:
             yield said(f"{_named(view, len(views) > 1)}{told(event)}", marks.ascii)
     for path in watched.waiting:
@@ -117,7 +119,7 @@ class Lines:
         return len(self._watched.views) > 1
 
     def _status(self, view: View) -> None:
-        self._say(f"{said(view.name)}: {', '.join(status(view))}")
+        self._say(f"{said(view.name)}: {', '.join(full_status(view))}")
 
     def _say(self, text: str) -> None:
         self._put(said(text, self._marks.ascii))

@@ -15,6 +15,7 @@ from typing import Any
 from nanproof.records import Forecast, Incident, encode
 from nanproof.report.run import STEPS, Run, runs_in
 from nanproof.report.series import METRICS, Bucket
+from nanproof.report.terms import bad_first
 from nanproof.watch.plot import Series
 
 Event = Incident | Forecast
@@ -45,6 +46,8 @@ class View:
     grad_norm: float | None = None
     lr: float | None = None
     scale: float | None = None
+    terms: tuple[tuple[str, float], ...] = ()
+    """Of the loss, at the newest step; those that are not finite first."""
     rate: float | None = None
     seconds: float = 0.0
     written: float | None = None
@@ -97,6 +100,7 @@ class View:
             "grad_norm": encode(self.grad_norm),
             "lr": encode(self.lr),
             "scale": encode(self.scale),
+            "terms": {name: encode(x) for name, x in self.terms},
             "rate": encode(self.rate),
             "seconds": encode(self.seconds),
             "counts": {**self.counts, "incidents": self.total_incidents, "forecasts": self.total_forecasts},
@@ -192,6 +196,7 @@ class Watched:
             grad_norm=None if last is None else last.grad_norm,
             lr=None if last is None else last.lr,
             scale=None if last is None else last.scale,
+            terms=() if last is None else tuple(bad_first(last.terms)),
             rate=run.rate if state == "running" else None,
             seconds=run.seconds,
             written=_written(folder),

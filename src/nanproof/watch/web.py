@@ -17,7 +17,7 @@ from typing import Any
 
 from nanproof.report.run import Run
 from nanproof.watch.runs import View, Watched
-from nanproof.watch.words import said, status
+from nanproof.watch.words import full_status, said
 
 _CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 INDEX_CSP = f"{_CLOSED}; style-src 'unsafe-inline'"
@@ -96,7 +96,7 @@ class Site:
     def _index(self) -> Answer:
         views = [self._watched.views[folder] for folder in self._runs]
         rows = [
-            f'<li><a href="{at(i, "page")}">{escape(said(view.name))}</a> {escape(", ".join(status(view)))}</li>'
+            f'<li><a href="{at(i, "page")}">{escape(said(view.name))}</a> {escape(", ".join(full_status(view)))}</li>'
             for i, view in enumerate(views)
         ]
         rows += [f"<li>{escape(said(path))}: waiting, there is no run in it yet</li>" for path in self._watched.waiting]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nanproof.records import Forecast, Incident
+from nanproof.report.terms import IN_A_LINE, of_incident
 from nanproof.report.text import printable, rows
 from nanproof.watch.plot import Marks, short
 from nanproof.watch.runs import Event, View, step_of
@@ -76,7 +77,11 @@ def card(event: Event) -> list[tuple[str, str]]:
         found += [("also", ", ".join(map(str, event.also)))]
     else:
         found += [("seen", event.message), *_rows(event)]
-        found += [("loss", _number(event.loss)), ("norm", _number(event.grad_norm))]
+        found += [
+            ("loss", _number(event.loss)),
+            ("terms", ", ".join(told_terms(of_incident(event)))),
+            ("norm", _number(event.grad_norm)),
+        ]
         found += [("rank", event.rank), ("micro-batch", event.micro_batch)]
         found += [("" if i else "gradients", f"{name}: {short(norm)}") for i, (name, norm) in enumerate(event.culprits[:8])]
         found += [("bundle", event.bundle)]
@@ -98,6 +103,12 @@ def _number(value: float | None) -> str | None:
     return None if value is None else short(value)
 
 
+def told_terms(terms: Sequence[tuple[str, float]], most: int = IN_A_LINE) -> list[str]:
+    """Name and value of the terms of a loss, and how many more there are."""
+    more = [f"and {len(terms) - most} more"] if len(terms) > most else []
+    return [f"{said(name[:40])} {short(x)}" for name, x in terms[:most]] + more
+
+
 def status(view: View) -> list[str]:
     """Where it stands, most important first."""
     parts = [view.state]
@@ -116,6 +127,11 @@ def status(view: View) -> list[str]:
     return parts
 
 
+def full_status(view: View) -> list[str]:
+    """The same, and the newest value of each term of the loss."""
+    return [*status(view), *told_terms(view.terms)]
+
+
 def facts(view: View) -> list[tuple[str, str]]:
     """(heading, text) of what is known about a run."""
     found: list[tuple[str, Any]] = [
@@ -123,6 +139,7 @@ def facts(view: View) -> list[tuple[str, str]]:
         ("state", view.state),
         ("steps", ", ".join(f"{number} {action}" for action, number in sorted(view.counts.items())[:12])),
         ("loss", _number(view.loss)),
+        ("terms", ", ".join(told_terms(view.terms))),
         ("norm", _number(view.grad_norm)),
         ("lr", _number(view.lr)),
         ("scale", _number(view.scale)),

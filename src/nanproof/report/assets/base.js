@@ -1,5 +1,5 @@
-/* What the other files share: making elements (text is only ever set as text), numbers and axes, signs on a canvas, fingers on a
-   plot. */
+/* What the other files share: making elements (text is only ever set as text), numbers and axes, colours of lines, signs on a canvas,
+   fingers on a plot. */
 "use strict";
 const Dom = {
   h(tag, attributes, ...children) {
@@ -32,14 +32,63 @@ const Numbers = {
     if (x === null || (positive && x < 1e-60)) return null;
     return Math.abs(x) < 1e-60 ? 0 : Math.max(-1e60, Math.min(1e60, x));
   },
-  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens. */
+  /* Ticks of an axis that is not linear: powers of its base, no more than there is room for, and 2 and 5 between few tens; round
+     numbers where there are none of these, between 2.1 and 4.9. */
   powers(base, low, high) {
     const logs = Math.log(high / low) / Math.log(base), every = Math.max(1, Math.ceil(logs / 5));
     const leads = base === 10 && logs < 2.1 ? [1, 2, 5] : [1], found = [];
     for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
       for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
     }
-    return found;
+    if (base !== 10 || found.length > 1 || high / low < 1.2) return found;
+    const raw = (high - low) / 4, unit = 10 ** Math.floor(Math.log10(raw)), apart = unit * [1, 2, 5, 10].find((lead) => lead * unit >= raw * 0.999);
+    return Array.from({ length: 6 }, (_, i) => (Math.ceil(low / apart) + i) * apart).filter((x) => x <= high);
+  },
+};
+
+/* The y axis of a chart: how a value becomes a height and a height a value, its range and its ticks. uPlot gets heights and a plain
+   axis, as its own have no ticks above 1e32. */
+const Axes = {
+  /* Whether values lie decades apart. */
+  spread(values) {
+    const low = Math.min(...values), high = Math.max(...values);
+    return low > 0 ? high / low > 1e3 : Math.max(high, -low) > 1e4;
+  },
+  of(values, log) {
+    const known = values.map((x) => Numbers.drawable(x)), same = (x) => x, plain = { to: same, from: same, scale: {}, ticks: {} };
+    if (!known.length) return { ...plain, how: "none", scale: { range: [0, 1] }, ticks: { values: (u, at) => at.map(() => "") } };
+    const sizes = known.map(Math.abs).filter((x) => x > 0).sort((a, b) => a - b), low = Math.min(...known), high = Math.max(...known);
+    const most = sizes.length ? sizes[sizes.length - 1] : 0;
+    if (!log || !sizes.length) {
+      const unit = most > 1e12 || (most > 0 && most < 1e-9) ? 10 ** Math.floor(Math.log10(most)) : 1;
+      const flat = low === 0 ? [-1, 1] : [(low - Math.abs(low)) / unit, (low + Math.abs(low)) / unit]; // one that never moves
+      return { how: "linear", to: (x) => x / unit, from: (y) => y * unit, scale: low === high ? { range: flat } : {}, ticks: {} };
+    }
+    const filter = (u, at) => at; // uPlot's own would leave some out
+    if (low > 0) {
+      const range = () => [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
+      const splits = (u, axis, from, to) => Numbers.powers(10, 10 ** from, 10 ** to).map(Math.log10);
+      return { how: "log", to: (x) => (x > 0 ? Math.log10(x) : null), from: (y) => 10 ** y, scale: { range }, ticks: { filter, splits } };
+    }
+    /* Zeros and negative values are drawn too: below the size that nearly all others have it is linear. One that is far smaller than
+       the rest, or far larger, does not press the others together. */
+    const least = sizes[Math.floor(sizes.length / 20)], to = (x) => Math.asinh(x / least);
+    const [from, end] = [low < 0 ? to(low) - 0.2 : 0, high > 0 ? to(high) + 0.2 : 0];
+    const side = (limit) => (limit >= least ? Numbers.powers(10, least, limit * 1.0001).filter((x) => to(x) > 0.08 * (end - from)) : []);
+    const splits = () => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)].map(to);
+    return { how: "asinh", to, from: (y) => Math.sinh(y) * least, scale: { range: () => [from, end] }, ticks: { filter, splits } };
+  },
+  isLog: ({ how }) => how === "log" || how === "asinh",
+};
+
+/* Lines of one chart: six colours, dashes for the next six, dots after that. */
+const Lines = {
+  COLOURS: 6,
+  DASHES: [[], [6, 4], [2, 3]],
+  dash: (place) => Lines.DASHES[Math.floor(place / Lines.COLOURS) % Lines.DASHES.length],
+  swatch: (place) => Dom.h("span", { class: `swatch arm-${place % Lines.COLOURS} turn-${Math.floor(place / Lines.COLOURS) % 3}` }),
+  readColours(style, colours) {
+    for (let i = 0; i < Lines.COLOURS; i++) colours[`arm-${i}`] = style.getPropertyValue(`--arm-${i}`).trim();
   },
 };
 
@@ -56,6 +105,13 @@ const Shapes = {
     ctx.restore();
   },
   cross: (ctx, x, y, colour) => Shapes.draw(ctx, x, y, colour, [[[-3, -3], [3, 3]], [[-3, 3], [3, -3]]]),
+  /* Values in a row that are not finite: a bar with a cross at either end. */
+  span(u, first, last, y, colour) {
+    const { left, width } = u.bbox, at = (x) => Math.max(left, Math.min(left + width, u.valToPos(x, "x", true)));
+    const [from, to] = [at(first), at(last)], p = uPlot.pxRatio;
+    if (to - from > 3 * p) Shapes.draw(u.ctx, from, y, colour, [[[0, 0], [(to - from) / p, 0]]], { width: 2.5 });
+    for (const end of new Set([from, to])) Shapes.cross(u.ctx, end, y, colour);
+  },
   triangle: (ctx, x, y, colour) => Shapes.draw(ctx, x, y, colour, [[[0, -5], [5, 4], [-5, 4], [0, -5]]]),
   tick: (ctx, x, y, colour, share) =>
     Shapes.draw(ctx, x, y, colour, [[[0, 4 - 8 * Math.max(0.2, Math.min(1, share))], [0, 4]]], { width: 1 }),

@@ -100,6 +100,16 @@ const Cards = (() => {
     return h("div", {}, command(card.command), soft("train:build stands for a function of yours that returns model and loss_fn."));
   }
 
+  /* What the terms of the loss were; those that are not finite come first. */
+  function terms(card) {
+    if (!card.terms.length) return "";
+    const one = ([name, x], i) => {
+      const said = [h("bdi", {}, name), ` ${Plots.number(x)}`];
+      return h("span", {}, i ? ", " : "", typeof x === "string" ? h("b", { class: "nonfinite" }, ...said) : h("span", {}, ...said));
+    };
+    return h("p", { class: "terms" }, "Terms: ", ...card.terms.map(one), card.more_terms ? ` and ${card.more_terms} more` : "");
+  }
+
   /* What is in a card. On a page with several runs the ids of each begin with a prefix of its own. */
   function body(card, prefix, choose) {
     const numbers = [`loss ${Plots.number(card.loss)}`, `gradient norm ${Plots.number(card.grad_norm)}`];
@@ -113,7 +123,7 @@ const Cards = (() => {
       document.getElementById("curves").scrollIntoView();
     });
     const parts = [
-      ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`)],
+      ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`), terms(card)],
       ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#${prefix}incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
       ["Steps around it", card.around.length && around(card)],
       ["Gradients to blame", card.culprits.length && culprits(card), card.more_culprits && soft(`and ${whole(card.more_culprits)} more`)],

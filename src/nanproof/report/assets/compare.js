@@ -6,7 +6,7 @@ const Page = (() => {
   const data = JSON.parse(id("data").textContent);
   let current = -1;
 
-  const swatch = (arm) => h("span", { class: `swatch arm-${arm % 6} turn-${Math.floor(arm / 6) % 3}` });
+  const { swatch } = Lines;
 
   /* -- arms ---------------------------------------------------------------------------------------------------------------- */
 
@@ -103,6 +103,7 @@ const Page = (() => {
     legend();
     Plots.takeData(data);
     Plots.draw();
+    if (data.left_out.length) id("plots").after(h("p", { class: "soft" }, "Not drawn, but in comparison.json: ", text(data.left_out.join(", "))));
     incidents();
     const buttons = {
       "zoom-in": KEYS["+"], "zoom-out": KEYS["-"], left: KEYS.ArrowLeft, right: KEYS.ArrowRight, reset: KEYS[0], "log-all": KEYS.l,

@@ -2,51 +2,32 @@
    NaN or Inf there is no point to draw, so crosses stand under the chart, a row an arm; under the first chart the incidents of guards too. */
 "use strict";
 const Plots = (() => {
-  const { text: number, drawable, powers } = Numbers;
-  const LANE = 10, COLOURS = 6, DASHES = [[], [6, 4], [2, 3]];
+  const { text: number, drawable } = Numbers;
+  const LANE = 10;
   const all = [], full = { min: 0, max: 1 }, view = { min: 0, max: 1 }, colours = {}, hidden = new Set(), logs = new Map();
   let data = null, marked = null;
 
   const narrow = () => window.innerWidth <= 640;
   const gutter = () => (narrow() ? 54 : 150);
   const zoomed = () => view.min > full.min || view.max < full.max;
-  const colour = (arm) => colours[`arm-${arm % COLOURS}`];
+  const colour = (arm) => colours[`arm-${arm % Lines.COLOURS}`];
   const middle = (x) => x + (data.width - 1) / 2;
 
   function readColours() {
     const style = getComputedStyle(document.documentElement);
-    const arms = Array.from({ length: COLOURS }, (_, i) => `arm-${i}`);
-    for (const name of ["soft", "faint", "grid", "bad", "rule", ...arms]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+    for (const name of ["soft", "faint", "grid", "bad", "rule"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+    Lines.readColours(style, colours);
   }
 
   /* -- axes ---------------------------------------------------------------------------------------------------------------- */
 
   const values = (lines) => lines.flatMap((line) => [...(line.low || line.mean), ...(line.high || [])]).filter((x) => x !== null);
 
-  /* The y axis of a chart: how a value becomes a height and a height a value, its range and its ticks. uPlot gets heights and a plain
-     axis, as its own have no ticks above 1e32. Logarithmic from the start where values lie decades apart. Zeros are drawn
-     on such an axis too: below the smallest size it is linear. */
+  /* Logarithmic from the start where values lie decades apart; hiding an arm does not change that. */
   function axisOf(chart, lines) {
-    const known = values(lines).map((x) => drawable(x)), same = (x) => x, plain = { to: same, from: same, scale: {}, ticks: {} };
-    if (!known.length) return { ...plain, how: "none", scale: { range: [0, 1] }, ticks: { values: (u, at) => at.map(() => "") } };
-    const sizes = known.map(Math.abs).filter((x) => x > 0), low = Math.min(...known), high = Math.max(...known);
-    const most = Math.max(...sizes, 0), least = Math.max(Math.min(...sizes, most), most * 1e-9);
-    if (!logs.has(chart.key)) logs.set(chart.key, low > 0 ? high / low > 1e3 : most > 1e4);
-    if (!logs.get(chart.key) || !sizes.length) {
-      const unit = most > 1e12 || (most > 0 && most < 1e-9) ? 10 ** Math.floor(Math.log10(most)) : 1;
-      const flat = low === 0 ? [-1, 1] : [(low - Math.abs(low)) / unit, (low + Math.abs(low)) / unit]; // one that never moves
-      return { how: "linear", to: (x) => x / unit, from: (y) => y * unit, scale: low === high ? { range: flat } : {}, ticks: {} };
-    }
-    const filter = (u, at) => at; // uPlot's own would leave some out
-    if (low > 0) {
-      const range = () => [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
-      const splits = (u, axis, from, to) => powers(10, 10 ** from, 10 ** to).map(Math.log10);
-      return { how: "log", to: Math.log10, from: (y) => 10 ** y, scale: { range }, ticks: { filter, splits } };
-    }
-    const to = (x) => Math.asinh(x / least), side = (limit) => (limit >= least ? powers(10, least, limit * 1.0001) : []);
-    const splits = () => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)].map(to);
-    const range = () => [low < 0 ? to(low) - 0.2 : 0, high > 0 ? to(high) + 0.2 : 0];
-    return { how: "asinh", to, from: (y) => Math.sinh(y) * least, scale: { range }, ticks: { filter, splits } };
+    const known = values(lines);
+    if (!logs.has(chart.key) && known.length) logs.set(chart.key, Axes.spread(known));
+    return Axes.of(known, logs.get(chart.key));
   }
 
   /* -- drawing ------------------------------------------------------------------------------------------------------------- */
@@ -78,16 +59,8 @@ const Plots = (() => {
     };
   }
 
-  /* Bars with a cross at either end, for values in a row that are not finite. */
   function drawSpans(u, y, line) {
-    const { ctx, bbox } = u, p = uPlot.pxRatio;
-    const at = (x) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(x, "x", true)));
-    for (const [first, last] of line.bad) {
-      if (last < view.min || first > view.max) continue;
-      const [from, to] = [at(first), at(last)];
-      if (to - from > 3 * p) Shapes.draw(ctx, from, y, colour(line.arm), [[[0, 0], [(to - from) / p, 0]]], { width: 2.5 });
-      for (const end of new Set([from, to])) Shapes.cross(ctx, end, y, colour(line.arm));
-    }
+    for (const [first, last] of line.bad) if (last >= view.min && first <= view.max) Shapes.span(u, first, last, y, colour(line.arm));
   }
 
   function drawIncidents(u, y, arm) {
@@ -115,7 +88,7 @@ const Plots = (() => {
 
   function seriesOf(line, banded) {
     const none = { stroke: "transparent", width: 0, points: { show: false } };
-    const stroke = () => colour(line.arm), dash = DASHES[Math.floor(line.arm / COLOURS) % DASHES.length];
+    const stroke = () => colour(line.arm), dash = Lines.dash(line.arm);
     const mean = { stroke, width: 1.6, dash, points: { size: 4, fill: stroke } };
     return banded ? [none, none, mean] : [mean];
   }
@@ -157,7 +130,7 @@ const Plots = (() => {
 
   function drawChart(chart, i, parent) {
     const lines = chart.lines.filter((line) => !hidden.has(line.arm)), lanes = lanesOf(lines, i === 0);
-    const axis = axisOf(chart, lines), banded = data.width > 1, isLog = axis.how === "log" || axis.how === "asinh";
+    const axis = axisOf(chart, lines), banded = data.width > 1, isLog = Axes.isLog(axis);
     const button = Dom.h("button", { type: "button", "aria-pressed": String(isLog), title: "linear or logarithmic" }, "log");
     button.addEventListener("click", () => { logs.set(chart.key, !logs.get(chart.key)); draw(); document.querySelector(`#chart-${i} button`).focus(); });
     const caption = Dom.h("figcaption", {}, Dom.h("bdi", {}, chart.title), narrow() ? "" : Dom.h("br"), button);

@@ -11,6 +11,7 @@ const Page = (() => {
     id("numbers").replaceChildren(...data.numbers.map((one) => h("div", {}, h("dt", {}, one.label),
       h("dd", { class: look(one) }, text(one.value), one.more ? h("small", {}, text(one.more, 60)) : ""))));
     id("summary").textContent = data.summary;
+    id("readout").className = data.terms?.lines.length > 10 ? "tall" : data.terms?.lines.length > 4 ? "middle" : ""; // its height must not change under the cursor
     document.title = `${data.name}: nanproof report`;
   }
 
@@ -38,7 +39,7 @@ const Page = (() => {
     const cell = plot.cell ? plot.cell(step, plot.cursor.top) : null;
     const parts = [h("span", {}, "step ", h("b", {}, found.step))];
     if (cell) parts.push(h("span", { class: "long" }, `${cell.what} of `, h("b", {}, h("bdi", {}, cell.name)), ` ${cell.value}`));
-    else parts.push(...found.values.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, value))), h("span", {}, found.notes.join(", ")));
+    else parts.push(...(plot.told ? plot.told(step) : found.values).map(([name, value]) => h("span", {}, h("bdi", {}, name), " ", h("b", {}, value))), h("span", {}, found.notes.join(", ")));
     const forecast = data.forecasts.find((one) => Math.abs(plot.valToPos(one.step, "x") - plot.cursor.left) < 5);
     if (forecast && !cell) parts.push(h("span", { class: "long" }, "forecast: ", text(forecast.message, 160)));
     id("readout").replaceChildren(...parts);

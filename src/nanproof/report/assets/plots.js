@@ -13,7 +13,8 @@ const Plots = (() => {
   const full = { min: 0, max: 1 };
   const view = { min: 0, max: 1 };
   const colours = {};
-  let data = null, detailed = false, chosen = 0, logLoss = null, kept = {};
+  let data = null, detailed = false, chosen = 0, kept = {};
+  let logLoss = null; // as it was asked for; null until then
 
   const narrow = () => window.innerWidth <= 640;
   const gutter = () => (narrow() ? 54 : 150);
@@ -25,6 +26,7 @@ const Plots = (() => {
     for (const name of ["paper", "ink", "soft", "faint", "grid", "line", "band", "bad", "warn", "back", "broken", "rule"]) {
       colours[name] = style.getPropertyValue(`--${name}`).trim();
     }
+    Lines.readColours(style, colours);
   }
 
   /* What every plot has in common. */
@@ -114,8 +116,11 @@ const Plots = (() => {
 
   const count = (action, point) => (point.near !== undefined ? data.near[action][point.near] : data.curves[action][point.bucket]);
 
-  function series(metric, list, positive) {
-    const column = (which) => list.map((point) => drawable(value(metric, point, which), positive));
+  function series(metric, list, { how, to }) {
+    const column = (which) => list.map((point) => {
+      const x = drawable(value(metric, point, which), how === "log");
+      return x === null ? null : to(x);
+    });
     return [list.map((point) => point.x), column("high"), column("low"), column("mean")];
   }
 
@@ -126,6 +131,7 @@ const Plots = (() => {
     const { ctx, bbox } = u;
     const inView = data.marks.filter((mark) => seen(mark[1]));
     ctx.save();
+    ctx.setLineDash([]); // the last line's own may still be set
     for (const [mark, step] of inView) {
       const x = Math.round(u.valToPos(step, "x", true)) + 0.5;
       ctx.globalAlpha = mark === chosen ? 1 : Math.max(0.12, Math.min(0.5, 12 / inView.length));
@@ -152,37 +158,39 @@ const Plots = (() => {
   function ticksOf(metric, how) {
     const filter = (u, at) => at; // uPlot's own would leave some out
     const incrs = extent(metric).some((x) => Math.abs(x) > 1e30) ? { incrs: LARGE } : {};
-    if (how === "log") return { ...incrs, filter, splits: (u, axis, low, high) => powers(metric === "scale" ? 2 : 10, low, high) };
-    const side = (limit) => (limit > 10 ? powers(10, 10, limit) : []);
-    return how === "asinh" ? { ...incrs, filter, splits: (u, axis, low, high) => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)] } : incrs;
+    return how === "log" ? { ...incrs, filter, splits: (u, axis, low, high) => powers(metric === "scale" ? 2 : 10, low, high) } : incrs;
   }
 
   function scaleOf(metric, how) {
     const range = (u, low, high) => (low > 0 ? [low / 1.25, high * 1.25] : [0.1, 10]);
     if (how === "log") return { distr: 3, log: metric === "scale" ? 2 : 10, range };
-    if (how === "asinh") return { distr: 4, asinh: 1 };
     return how === "none" ? { range: [0, 1] } : {}; // without a range there would be no axis, and the steps not in line
   }
 
-  function curve(metric, how, last) {
+  function curve(metric, axis, last) {
     const { title, height } = METRICS[metric];
     const figure = Dom.h("figure", { id: `plot-${metric}` }, Dom.h("figcaption", {}, title));
     if (metric === "loss") {
-      const button = Dom.h("button", { type: "button", id: "log", "aria-pressed": String(how === "log" || how === "asinh"), title: "linear or logarithmic (l)" }, "log");
-      button.addEventListener("click", toggleLog);
-      figure.firstChild.append(narrow() ? "" : Dom.h("br"), button);
+      figure.firstChild.append(narrow() ? "" : Dom.h("br"), logButton("log", axis, () => { logLoss = !Axes.isLog(axis); }));
     }
     document.getElementById("plots").append(figure);
     const none = { stroke: "transparent", width: 0, points: { show: false } };
     let list = points();
     const plot = add(figure, label(metric), options(height, {
-      yScale: scaleOf(metric, how),
-      y: { values: (u, at) => at.map((x) => (metric === "scale" && x > 1e3 ? `2^${Math.round(Math.log2(x))}` : number(x))), ...ticksOf(metric, how) },
+      yScale: axis.scale,
+      y: { values: (u, at) => at.map((x) => (metric === "scale" && x > 1e3 ? `2^${Math.round(Math.log2(x))}` : number(axis.from(x)))), ...axis.ticks },
       series: [{}, none, none, { stroke: () => colours.line, width: 1.5, points: { size: 4, fill: () => colours.line } }],
       bands: [{ series: [1, 2], fill: () => colours.band }],
       hooks: { draw: [drawMarks, drawNonfinite(metric, () => list)] },
-    }, last), series(metric, list, how === "log"));
-    plot.refresh = () => { list = points(); plot.setData(series(metric, list, how === "log"), false); };
+    }, last), series(metric, list, axis));
+    plot.how = axis.how;
+    plot.refresh = () => { list = points(); plot.setData(series(metric, list, axis), false); };
+  }
+
+  function logButton(id, axis, act) {
+    const button = Dom.h("button", { type: "button", id, "aria-pressed": String(Axes.isLog(axis)), title: "linear or logarithmic (l: loss and terms)" }, "log");
+    button.addEventListener("click", () => { act(); draw(); document.getElementById(id).focus({ preventScroll: true }); });
+    return button;
   }
 
   /* What happened, in rows of signs above the curves. */
@@ -237,7 +245,7 @@ const Plots = (() => {
     const detail = Boolean(data.near) && view.max - view.min < 96 * data.curves.width;
     const changed = detail !== detailed;
     detailed = detail;
-    for (const plot of all) plot.batch(() => { if (changed && plot.refresh) plot.refresh(); plot.setScale("x", { min: view.min, max: view.max }); });
+    for (const plot of all) plot.batch(() => { if (changed && plot.refresh) plot.refresh(); plot.zoomed?.(); plot.setScale("x", { min: view.min, max: view.max }); });
     Page.viewChanged(zoomed());
   }
   const reset = () => setView(full.min, full.max);
@@ -259,20 +267,31 @@ const Plots = (() => {
     if (follow) { view.min = full.min; view.max = full.max; }
   }
 
+  function known(metric) {
+    const curve = data.curves[metric];
+    return [...(curve.low || curve.mean), ...(curve.high || [])].filter((x) => x !== null);
+  }
+
   /* The lowest and the highest value; nothing where there is none. */
   function extent(metric) {
-    const curve = data.curves[metric];
-    const values = [...(curve.low || curve.mean), ...(curve.high || [])].filter((x) => x !== null);
+    const values = known(metric);
     return values.length ? [Math.min(...values), Math.max(...values)] : [];
   }
 
   function chooseScale(metric) {
     const [low, high] = extent(metric);
     if (low === undefined) return "none";
-    if (metric !== "loss") return METRICS[metric].log && high > 0 ? "log" : "linear";
-    const wanted = logLoss === null ? (low > 0 ? high / low > 1e3 : Math.max(high, -low) > 1e4) : logLoss;
-    logLoss = wanted;
-    return wanted ? (low > 0 ? "log" : "asinh") : "linear";
+    return METRICS[metric].log && high > 0 ? "log" : "linear";
+  }
+
+  /* The loss is logarithmic where it lies decades apart, until somebody asks for the other; the others are as `METRICS` says. */
+  function axisOf(metric) {
+    if (metric === "loss") {
+      const values = known(metric);
+      return Axes.of(values, logLoss === null ? values.length && Axes.spread(values) : logLoss);
+    }
+    const how = chooseScale(metric), same = (x) => x;
+    return { how, to: same, from: same, scale: scaleOf(metric, how), ticks: ticksOf(metric, how) };
   }
 
   function draw() {
@@ -281,12 +300,22 @@ const Plots = (() => {
     if (!data.curves.steps.length) { document.getElementById("plots").append(Dom.h("p", { class: "soft" }, "No step is recorded yet.")); return; }
     events();
     const there = Object.keys(METRICS).filter((metric) => data.curves[metric]);
-    there.forEach((metric, i) => curve(metric, chooseScale(metric), i === there.length - 1));
+    there.forEach((metric, i) => {
+      curve(metric, axisOf(metric), i === there.length - 1);
+      if (metric === "loss" && data.terms) Terms.draw(data.terms);
+    });
     Heat.draw(data);
     setView(view.min, view.max);
   }
 
-  function toggleLog() { logLoss = !logLoss; draw(); }
+  /* The key turns the loss, and the terms with it. */
+  function toggleLog() {
+    const loss = all.find((plot) => plot.root.parentElement.id === "plot-loss");
+    if (!loss) return;
+    logLoss = !Axes.isLog(loss);
+    Terms.setLog(logLoss);
+    draw();
+  }
 
   /* What is known of a step, for the line of numbers under the cursor. */
   function at(step) {
@@ -321,6 +350,6 @@ const Plots = (() => {
   const redraw = () => all.forEach((plot) => plot.redraw(false));
   return {
     all, view, full, colours, options, add, number, narrow, readColours, takeData, draw, redraw,
-    setView, reset, zoom, pan, choose, toggleLog, at, resize, drawMarks,
+    setView, reset, zoom, pan, choose, toggleLog, logButton, at, resize, drawMarks, seen, gutter,
   };
 })();
