@@ -16,7 +16,7 @@ from nanproof.recipes.latent_dlm.config import KEYS, SECTIONS, SIZES, Config, Lo
 yaml = pytest.importorskip("yaml")
 
 OTHER = {
-    "model.layers": 2,
+    "model.layers": 5,
     "model.width": 32,
     "model.heads": 8,
     "model.mlp_ratio": 2.5,
@@ -37,9 +37,9 @@ OTHER = {
     "training.warmup_steps": 0,
     "training.dtype": "fp16",
     "training.gradient_accumulation_steps": 4,
-    "training.train_batch_size": 3,
+    "training.train_batch_size": 24,
     "training.eval_every": 5,
-    "training.checkpoint_every": 6,
+    "training.checkpoint_every": 70,
     "training.log_every": 1,
     "training.keep_checkpoints": 9,
     "training.prove_steps": 0,

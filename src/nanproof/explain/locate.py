@@ -241,6 +241,32 @@ def batch_shape(batch: Any) -> tuple[int, int | None]:
     return samples, lengths.most_common(1)[0][0] if lengths else None
 
 
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """Samples whose numbers are far larger than those of the others."""
+
+    name: str
+    """Of the tensor in the batch."""
+    samples: tuple[int, ...]
+    largest: float
+    usual: float
+    """The median over the samples of each one's largest number."""
+
+
+def extreme(batches: Sequence[Any], factor: float) -> Extreme | None:
+    """The first tensor in which some samples, but not half of them, are so many times larger than is usual there."""
+    for batch in batches:
+        samples, _ = batch_shape(batch)
+        for name, t in tensors_in(batch):
+            if t.is_floating_point() and t.dim() and t.shape[0] == samples > 2 and t.numel():
+                sizes = t.detach().abs().reshape(samples, -1).amax(1)
+                usual = sizes.median()
+                far = torch.nonzero(sizes > factor * usual.clamp(min=1e-6)).flatten().tolist()
+                if 0 < len(far) < samples:
+                    return Extreme(name, tuple(far), float(sizes.max()), float(usual))
+    return None
+
+
 def coordinates(birth: Birth, batches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(samples, tokens) from where the bad numbers are: in the operation that could not take an Inf, or in the guilty one."""
     samples, length = batch_shape(batches[0]) if len(batches) == 1 else (0, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from nanproof.core.tree import tensors_in
 from nanproof.explain.case import Case, Trial
 from nanproof.explain.cause import Cause, Match, at_birth
 from nanproof.explain.interventions import NoEmptyMean, SafeDivision, ZeroInfinity
-from nanproof.explain.locate import guilty_sample
+from nanproof.explain.locate import extreme, guilty_sample
 from nanproof.explain.trace import Operand
+from nanproof.records import few
 
 
 class NonfiniteBatch(Cause):
@@ -45,6 +47,16 @@ class NonfiniteBatch(Cause):
             trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay is not None else None,
             tried="the non-finite elements of the batch replaced by 0",
         )
+
+
+def _of_usual_size(x: Tensor) -> Tensor:
+    """Samples that are far too large, at the size of the others."""
+    if not x.is_floating_point() or x.dim() == 0 or len(x) < 3 or not x.numel():
+        return x
+    sizes = x.detach().abs().reshape(len(x), -1).amax(1)
+    usual = sizes.median().clamp(min=1e-6)
+    smaller = torch.where(sizes > FAR * usual, usual / sizes, torch.ones_like(sizes))
+    return x * smaller.reshape(-1, *[1] * (x.dim() - 1))
 
 
 def _repaired(x: Tensor) -> Tensor:
@@ -129,13 +141,19 @@ def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
     return f"input lengths {lists[0]}, target lengths {lists[1]}" if len(lists) >= 2 else "lengths not at hand"
 
 
+FAR = 1e6
+"""A sample that is so many times larger than the others of its batch is no sample of the same kind."""
+
+
 class OutlierBatch(Cause):
-    """A finite spike from one batch; the next ones are normal again."""
+    """A spike from one batch, or an overflow where a sample is extreme; the next ones are normal again."""
 
     slug = "outlier-batch"
     fix = 'Look at this batch (its source, scaling, labels); clip or skip it: Policy(on_spike="skip") refuses such steps.'
 
     def match(self, case: Case) -> Match | None:
+        if case.nonfinite and case.replay is not None and not (case.signal or case.bad_batch or case.bad_weights):
+            return self._overflowed(case, case.replay.batches)
         if case.kind != "spike" or case.record is None or case.signal:
             return None
         said = (
@@ -150,6 +168,28 @@ class OutlierBatch(Cause):
             samples=self._samples(case),
             trial=(lambda: self._compare(case)) if case.replay is not None else None,
             tried="other batches of the run in its place",
+        )
+
+    def _overflowed(self, case: Case, batches: Sequence[Any]) -> Match | None:
+        """Every number of the batch is finite, but some are so large that what is computed from them is not."""
+        found = extreme(batches, FAR)
+        if found is None:
+            return None
+        numbers = f"sample{'s' if len(found.samples) > 1 else ''} {few(found.samples)}"
+        return Match(
+            confidence=0.94,
+            evidence=(
+                f"{found.name} holds numbers up to {found.largest:.4g} in {numbers}, where {found.usual:.4g} is usual: they are "
+                "finite, what is computed from them is not",
+            ),
+            phase="data",
+            where=found.name,
+            op=case.birth.op.name if case.birth is not None else None,
+            source=case.birth.op.source if case.birth is not None else None,
+            samples=found.samples,
+            trial=lambda: case.cured_by(batches=case.batches_with(_of_usual_size)),
+            tried="these samples scaled down to the usual size",
+            fix="Drop or repair these samples where the data is read: they were damaged, or are in another unit.",
         )
 
     def _compare(self, case: Case) -> Trial:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanproof.core.tree import tensors_in
 from nanproof.explain.case import BadWeight, Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
-from nanproof.explain.locate import batch_shape, where_in_batch
+from nanproof.explain.locate import batch_shape, extreme, where_in_batch
 from nanproof.explain.surroundings import weights_as
 
 
@@ -158,19 +158,6 @@ def _span(rows: list[int]) -> str:
     return "row " + ", ".join(map(str, rows[:4])) + (" and more" if len(rows) > 4 else "")
 
 
-def _extreme(case: Case) -> tuple[int, ...]:
-    """The sample whose numbers are a thousand times as large as the others', if there is one."""
-    for batch in case.replay.batches if case.replay is not None else ():
-        samples, _ = batch_shape(batch)
-        for _, t in tensors_in(batch):
-            if t.is_floating_point() and t.dim() and t.shape[0] == samples > 2:
-                sizes = t.detach().abs().reshape(samples, -1).amax(1)
-                far = torch.nonzero(sizes > 1e3 * sizes.median().clamp(min=1e-6)).flatten().tolist()
-                if 0 < len(far) < samples:
-                    return tuple(far)
-    return ()
-
-
 class PoisonedBuffer(Cause):
     """Running statistics took in a bad batch: training looks fine, evaluation is NaN."""
 
@@ -189,7 +176,7 @@ class PoisonedBuffer(Cause):
                 evidence=(said,),
                 phase="buffer",
                 where=case.bad_buffer,
-                samples=_extreme(case),
+                samples=found.samples if (found := extreme(case.replay.batches, 1e3) if case.replay else None) else (),
                 trial=(lambda: self._smaller(case)) if case.replay is not None else None,
                 tried="the batch scaled down to an ordinary size",
             )

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from nanproof.recipes.latent_dlm.config import Config
-from nanproof.recipes.latent_dlm.corpus import MASK, PAD
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
 from nanproof.numerics.losses import masked_cross_entropy, masked_mse
+from nanproof.recipes.latent_dlm.config import Config
+from nanproof.recipes.latent_dlm.corpus import MASK, PAD
 from nanproof.recipes.machine import needs
 
 IGNORED = -100
@@ -156,8 +156,9 @@ def document(model: nn.Module, noised: Noised) -> Terms:
     mask = (noised.labels != IGNORED).to(logits.dtype)
     each = cross_entropy(logits.flatten(0, 1), noised.labels.flatten(), ignore_index=IGNORED, reduction="none")
     text = (each * mask.flatten()).sum() / (mask.sum().clamp(min=1) + 1e-8)
-    lengths = [normalize(x, p=2.0, dim=-1, eps=1e-8) for x in _that_count(predicted, noised)]
-    return {"text_loss": torch.clamp(text, max=100.0), "latent_loss": torch.clamp(mse_loss(*lengths), max=100.0)}
+    predicted, target = (normalize(x, p=2.0, dim=-1, eps=1e-8) for x in _that_count(predicted, noised))
+    latent = mse_loss(predicted, target)
+    return {"text_loss": torch.clamp(text, max=100.0), "latent_loss": torch.clamp(latent, max=100.0)}
 
 
 def _that_count(predicted: Tensor, noised: Noised) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,8 @@ def measure(model: nn.Module, pairs: Pairs, noiser: Noiser, config: Config, prec
     """Each process looks at its own share of the windows; all of them get the sum. Torch's own generators are not touched."""
     size = 4 * config.training.train_batch_size
     count = min(len(pairs) // team.world, MOST * size)
-    if not count:  # fewer windows than processes: all look at all of them
-        mine = pairs
-    else:
+    mine = pairs  # where there are fewer windows than processes, all look at all of them
+    if count:
         mine = Pairs(pairs.ids[team.rank :: team.world][:count], pairs.latents[team.rank :: team.world][:count])
     training = model.training
     model.eval()
@@ -69,7 +68,9 @@ def measure(model: nn.Module, pairs: Pairs, noiser: Noiser, config: Config, prec
     )
 
 
-def _sums(model: nn.Module, pairs: Pairs, noiser: Noiser, mode: str, size: int, precision: Precision | None, team: Team) -> Tensor:
+def _sums(
+    model: nn.Module, pairs: Pairs, noiser: Noiser, mode: str, size: int, precision: Precision | None, team: Team
+) -> Tensor:
     """Cross entropy, right answers and masked bytes; squared error and numbers of latents."""
     place = team.place
     generator = torch.Generator(place).manual_seed(SEED + team.rank)

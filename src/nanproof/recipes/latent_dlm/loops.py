@@ -35,10 +35,13 @@ class Window:
 class Loop(Protocol):
     """A training loop, one step at a time."""
 
-    skipped: int
-    """Steps that were not taken."""
-    back: int
-    """Times that the run went back."""
+    @property
+    def skipped(self) -> int:
+        """Steps that were not taken."""
+
+    @property
+    def back(self) -> int:
+        """Times that the run went back."""
 
     @property
     def next_step(self) -> int: ...

@@ -11,10 +11,11 @@ import math
 from typing import Any
 
 import torch
-from nanproof.recipes.latent_dlm.config import Model
-from nanproof.recipes.latent_dlm.corpus import IDS, OUT
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+from nanproof.recipes.latent_dlm.config import Model
+from nanproof.recipes.latent_dlm.corpus import IDS, OUT
 
 FREQUENCIES = 256
 """Numbers that a timestep is spelled out with."""
@@ -58,16 +59,18 @@ class Stream(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width))
 
     def modulated_by(self, condition: Tensor) -> tuple[Tensor, ...]:
-        return self.modulation(condition)[:, None].chunk(6, -1)
+        made: Tensor = self.modulation(condition)
+        return made[:, None].chunk(6, -1)
 
-    def queries(self, x: Tensor, shift: Tensor, scale: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries(self, x: Tensor, by: tuple[Tensor, ...], turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [batch, heads, tokens, width of a head]; the first two turned by their positions."""
-        q, k, v = self.qkv(modulate(self.before_attention(x), shift, scale)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = self.qkv(modulate(self.before_attention(x), by[0], by[1])).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return rotated(self.q_norm(q).transpose(1, 2), turn), rotated(self.k_norm(k).transpose(1, 2), turn), v.transpose(1, 2)
 
     def finish(self, x: Tensor, attended: Tensor, by: tuple[Tensor, ...]) -> Tensor:
         x = x + by[2] * self.out(attended.transpose(1, 2).flatten(2))
-        return x + by[5] * self.mlp(modulate(self.before_mlp(x), by[3], by[4]))
+        made: Tensor = self.mlp(modulate(self.before_mlp(x), by[3], by[4]))
+        return x + by[5] * made
 
 
 class Block(nn.Module):
@@ -81,8 +84,8 @@ class Block(nn.Module):
         self, text: Tensor, latent: Tensor, condition: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         by_text, by_latent = self.text.modulated_by(condition), self.latent.modulated_by(condition)
-        own = self.text.queries(text, *by_text[:2], turns[0])
-        others = self.latent.queries(latent, *by_latent[:2], turns[1])
+        own = self.text.queries(text, by_text, turns[0])
+        others = self.latent.queries(latent, by_latent, turns[1])
         q, k, v = (torch.cat(pair, 2) for pair in zip(own, others, strict=True))
         attended = scaled_dot_product_attention(q, k, v, attn_mask=mask)
         to_text, to_latent = attended.split((text.shape[1], latent.shape[1]), 2)

@@ -85,7 +85,9 @@ def draw(
         for i, step in enumerate(noise.timesteps):
             now, later = 1 - i / steps, 1 - (i + 1) / steps
             text_time = torch.full((len(text),), 0.0 if text_given else now, device=place)
-            latent_time = torch.full_like(text_time, 0.0) if latent_given else ((step + 1) / config.loss.diffusion_steps).expand(len(text))
+            latent_time = (
+                torch.full_like(text_time, 0.0) if latent_given else ((step + 1) / config.loss.diffusion_steps).expand(len(text))
+            )
             logits, predicted = model(text, mixed, text_time, latent_time.to(text_time), keep)
             if not bool(logits.isfinite().all() & predicted.isfinite().all()):
                 raise NotFinite("the model predicts numbers that are not finite: nothing can be drawn from it")

@@ -1,17 +1,18 @@
-"""The processes that train together: one, or as many as torchrun started. What differs between them is said here and nowhere else."""
+"""The processes that train together: one, or as many as torchrun started. What differs between them is said here alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from nanproof.errors import UsageError
@@ -26,7 +27,7 @@ class Team:
 
     rank: int = 0
     world: int = 1
-    place: torch.device = torch.device("cpu")
+    place: torch.device = field(default_factory=device)
 
     @property
     def leads(self) -> bool:
@@ -38,7 +39,7 @@ class Team:
         if self.world == 1:
             return model
         if config.training.parallel == "fsdp2":
-            return sharded(model, mesh=dist.init_device_mesh(self.place.type, (self.world,)))
+            return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
         return nn.parallel.DistributedDataParallel(model, device_ids=[self.place] if self.place.type == "cuda" else None)
 
     def order(self, samples: Any, seed: int) -> Sampler[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from nanproof.core.parameters import nonfinite
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.guard import Guard
 from nanproof.numerics.losses import weighted_sum
-from nanproof.numerics.precision import Ask, Precision, choose
+from nanproof.numerics.precision import Precision, choose
 from nanproof.policy import Policy
 from nanproof.recipes.latent_dlm import diffusion
 from nanproof.recipes.latent_dlm.arms import DAMAGED_AT, Setting
@@ -69,7 +69,9 @@ class Trained:
 class Losses:
     """The loss of a batch as the arm computes it; also what the guard calls."""
 
-    def __init__(self, setting: Setting, config: Config, noiser: Noiser, precision: Precision | None, place: torch.device) -> None:
+    def __init__(
+        self, setting: Setting, config: Config, noiser: Noiser, precision: Precision | None, place: torch.device
+    ) -> None:
         self._how, self._noiser, self._precision, self._place = setting.losses, noiser, precision, place
         self._normalized = config.loss.normalize_latents
         self.weights = {"text_loss": config.loss.text_loss_weight, "latent_loss": config.loss.latent_loss_weight}
@@ -112,13 +114,17 @@ def train(
     torch.manual_seed(config.training.seed)
     with torch.device(team.place):
         model = MMDiT(config.model)
-    told.append(f"model: {count(model):,} parameters ({count(model) / 1e9:.3f} B)" if count(model) > 1e8 else f"model: {count(model):,} parameters")
+    told.append(
+        f"model: {count(model):,} parameters ({count(model) / 1e9:.3f} B)"
+        if count(model) > 1e8
+        else f"model: {count(model):,} parameters"
+    )
     precision = None
     if setting.weights == "bf16":
         model.to(torch.bfloat16)
         told.append("precision: weights and forward in bf16")
     else:
-        precision = choose(model, team.place, cast(Ask, config.training.dtype))
+        precision = choose(model, team.place, config.training.dtype)
         told.append(f"precision: {precision}")
     prepare(model)
     torch.manual_seed(config.training.seed + 1 + team.rank)  # other noise on each rank
@@ -149,7 +155,9 @@ def train(
         else:
             kind = OriginalLoop if setting.loop == "original" else DocumentLoop
             loop = kind(wrapped, optimizer, schedule, losses.both, config)
-        run = Run(config, team, folder, loop, batches, lambda: measure(wrapped, data.valid, noiser, config, precision, team), tick)
+        run = Run(
+            config, team, folder, loop, batches, lambda: measure(wrapped, data.valid, noiser, config, precision, team), tick
+        )
         if guard is None:
             run.keep = lambda step: _keep(model, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
         begun = time.perf_counter()
@@ -180,7 +188,14 @@ class Run:
     """The steps, and what is done between them: log, validation, copies of the weights."""
 
     def __init__(
-        self, config: Config, team: Team, folder: Path, loop: Loop, batches: Iterator[Batch], look: Callable[[], Measured], tick: Tick
+        self,
+        config: Config,
+        team: Team,
+        folder: Path,
+        loop: Loop,
+        batches: Iterator[Batch],
+        look: Callable[[], Measured],
+        tick: Tick,
     ) -> None:
         self._training, self._team, self._loop, self._batches, self._look = config.training, team, loop, batches, look
         self._path, self._tick, self._said = folder / LOG, tick, ""
@@ -237,7 +252,9 @@ class Run:
     def _write(self, line: dict[str, Any]) -> None:
         if self._team.leads:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({k: encode(v) if isinstance(v, float) else v for k, v in line.items()}, allow_nan=False) + "\n")
+                file.write(
+                    json.dumps({k: encode(v) if isinstance(v, float) else v for k, v in line.items()}, allow_nan=False) + "\n"
+                )
 
 
 def rate(config: Config) -> Callable[[int], float]:
@@ -269,7 +286,9 @@ def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple
     training = config.training
     place = int(training.steps * DAMAGED_AT) * training.train_batch_size * training.gradient_accumulation_steps
     index = team.share(order[place % (len(order) // training.train_batch_size * training.train_batch_size)] if order else None)
-    return pairs.corrupt(index), [f"data: the latent of sample {index} is damaged; it is met at step {int(training.steps * DAMAGED_AT)}"]
+    return pairs.corrupt(index), [
+        f"data: the latent of sample {index} is damaged; it is met at step {int(training.steps * DAMAGED_AT)}"
+    ]
 
 
 def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
@@ -313,7 +332,7 @@ def _scaler(config: Config, precision: Precision | None, place: torch.device) ->
     """`loss_scale` is divided out of the gradients again before they are clipped. fp16 finds its own scale, from there."""
     scale = config.loss.loss_scale
     if precision is not None and precision.scaler:
-        return torch.amp.GradScaler(place.type, **({"init_scale": scale} if scale != 1.0 else {}))
+        return torch.amp.GradScaler(place.type) if scale == 1.0 else torch.amp.GradScaler(place.type, init_scale=scale)
     if scale == 1.0:
         return None
     return torch.amp.GradScaler(place.type, init_scale=scale, growth_interval=2**31 - 1, backoff_factor=1 - 1e-6)
@@ -326,14 +345,16 @@ def _keep(model: MMDiT, folder: Path, step: int, keep: int, team: Team) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / f"step-{step:08d}.safetensors")
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / f"step-{step:08d}.safetensors"
+    )
     for old in sorted(folder.glob("step-*.safetensors"))[:-keep]:
         old.unlink()
 
 
 def _nonfinite(model: nn.Module, team: Team) -> tuple[int, int]:
     named = list(model.named_parameters())
-    bad = {name for name in nonfinite(named)}
+    bad = set(nonfinite(named))
     flags = team.sum(torch.tensor([float(name in bad) for name, _ in named], device=team.place))
     return int((flags > 0).sum()), len(named)
 
