@@ -11,9 +11,10 @@ import torch
 
 from nanproof.core.attempts import Attempt
 from nanproof.core.evidence import Gradients, Witness, make_incident
+from nanproof.core.ranks import Ranks
 from nanproof.core.runner import Runner
 from nanproof.core.stepper import Report
-from nanproof.core.terms import Terms, mean_of, of_the_terms, read
+from nanproof.core.terms import NamedTerms, Terms, mean_of, of_the_terms, read
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident
 
@@ -46,6 +47,19 @@ def of_the_bad(report: Report, micro_batch: int | None) -> Terms | None:
     return report.terms[micro_batch] if 0 <= micro_batch < len(report.terms) else None
 
 
+def told(incident: Incident, terms: NamedTerms, said: str, ranks: Ranks) -> Incident:
+    """The incident with what the rank that was bad knows of it: terms of the loss, remarks. Every rank takes part, also one that
+    knows nothing."""
+    if ranks.together:
+        text = json.dumps([said, terms]) if said or terms else ""
+        shared = ranks.share_text(text, incident.rank if incident.rank is not None else ranks.members[0])
+        said, pairs = json.loads(shared) if shared else ("", ())
+        terms = tuple((name, value) for name, value in pairs)
+    if incident.kind == "nonfinite-loss" and "of the terms" not in said:
+        said = "; ".join(filter(None, (of_the_terms(terms), said)))
+    return replace(incident, terms=terms, message=f"{incident.message}; {said}" if said else incident.message)
+
+
 class Inquest:
     """Finds out what a refused step was; every rank comes to it at the same step."""
 
@@ -66,15 +80,7 @@ class Inquest:
         if incident is None:
             return None
         said, terms = remarked(attempt, incident.micro_batch), read(of_the_bad(report, incident.micro_batch))
-        ranks = self._runner.stepper.ranks
-        if ranks.together:  # the rank that was bad knows; all of them take part, also those without terms
-            text = json.dumps([said, terms]) if said or terms else ""
-            shared = ranks.share_text(text, incident.rank if incident.rank is not None else ranks.members[0])
-            said, terms = json.loads(shared) if shared else ("", ())
-        incident = replace(incident, terms=tuple((name, value) for name, value in terms))
-        if incident.kind == "nonfinite-loss" and "of the terms" not in said:
-            said = "; ".join(filter(None, (of_the_terms(incident.terms), said)))
-        return replace(incident, message=f"{incident.message}; {said}") if said else incident
+        return told(incident, terms, said, self._runner.stepper.ranks)
 
     def _find(self, attempt: Attempt, report: Report, reading: Reading, refused_before: int) -> Incident | None:
         stepper, again = self._runner.stepper, attempt.batches is not None

@@ -19,9 +19,13 @@ from torch import Tensor
 from nanproof.core.parameters import is_dtensor
 from nanproof.errors import UsageError
 
+NamedTerms = tuple[tuple[str, float], ...]
+"""Name and value of each term, on the host."""
 _KEY = "nanproof.terms"
 _NODES = 48
 """Nodes of the graph that are looked at before a loss counts as one without terms."""
+_BESIDE = 8
+"""Nodes that are looked at once some were found: of two sums in one loss, the other is near."""
 _RISES = 3.0
 """How many times more than any other a term has to rise before it is named."""
 
@@ -57,7 +61,7 @@ def weighted_sum(terms: Mapping[str, Tensor], weights: Mapping[str, float] | Non
     factors = _checked(terms, weights)
     wide = torch.float64 if any(t.dtype == torch.float64 for t in terms.values()) else torch.float32
     device = next((t.device for t in terms.values() if t.device.type != "cpu"), torch.device("cpu"))
-    values = [t.reshape(()).to(device, wide, non_blocking=True) for t in terms.values()]
+    values = [(t if t.dim() == 0 else t.reshape(())).to(device, wide, non_blocking=True) for t in terms.values()]
     total: Tensor | None = None
     for value, factor in zip(values, factors, strict=True):
         if factor:
@@ -78,12 +82,13 @@ def terms_of(loss: Tensor) -> Terms | None:
         return None
     found: list[Terms] = []
     queue: list[Any] = [loss.grad_fn]
-    seen = set(queue)
+    seen, most = set(queue), _NODES
     for node in queue:  # grows, nearest nodes first
         terms = node.metadata.get(_KEY)
         if terms is not None:
             found.append(terms)
-        elif len(queue) < _NODES:
+            most = min(most, len(queue) + _BESIDE)
+        elif len(queue) < most:
             later = [n for n, _ in node.next_functions if n is not None and n not in seen]
             seen.update(later)
             queue += later
@@ -106,7 +111,7 @@ def mean_of(found: Iterable[Terms | None]) -> Terms | None:
     return Terms(tuple(values), torch.stack([torch.stack(each).mean() for each in values.values()]))
 
 
-def read(terms: Terms | None) -> tuple[tuple[str, float], ...]:
+def read(terms: Terms | None) -> NamedTerms:
     """Names and values. Waits for the device: for failures."""
     return () if terms is None else tuple(zip(terms.names, terms.vector.tolist(), strict=True))
 

@@ -31,10 +31,12 @@ from torch import Tensor, nn
 from nanproof.core.caps import SkipCaps
 from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients, Witness, from_finding, make_incident
+from nanproof.core.inquest import told
 from nanproof.core.parameters import nonfinite
 from nanproof.core.ranks import Ranks
 from nanproof.core.stats import RunningStats, SpikeWatch
 from nanproof.core.telemetry import Journal
+from nanproof.core.terms import Terms, mean_of, read, terms_of
 from nanproof.core.verdict import Reading, judge
 from nanproof.errors import TrainingHalted, UnsupportedError, UsageError
 from nanproof.explain.diagnose import diagnose
@@ -99,6 +101,7 @@ class EngineGuard(LoopGuard):
         self._watch, self._caps = SpikeWatch(), SkipCaps(self.policy)
         self._journal = Journal(run_dir if self._ranks.rank == 0 else None, self._about)
         self._losses: list[Tensor] = []
+        self._terms: list[Terms | None] = []
         self._probes: list[Tensor] = []
         self._batches: list[Any] = []
         """The recorded calls of this step; None for one whose loss was made outside of the model."""
@@ -196,6 +199,7 @@ class EngineGuard(LoopGuard):
         if not self._recorder.recognise(loss):
             self._batches = [*self._batches[: len(self._losses)], None]
         self._losses.append(loss.detach().reshape(()))
+        self._terms.append(terms_of(loss))
         return original(loss, *args, **kwargs)
 
     def _engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,13 +213,14 @@ class EngineGuard(LoopGuard):
         if not self._losses:
             raise UsageError("engine.step(): the guard was told of no loss since the last step; call engine.backward(loss)")
         losses, self._losses = self._losses, []
+        terms, self._terms = self._terms, []
         # Under a loss scale an overflow says nothing of a rank.
         probes = list(self._probes) if self._holder.scale == 1.0 else []
         self._probes.clear()
         batches, self._batches = self._batches, []
         pieces, scale = self._holder.pieces(), self._holder.scale
         own = torch.stack([x.float() for x in losses]).mean().to(self._device)
-        reading = self._judge(pieces, own, scale)
+        reading = replace(self._judge(pieces, own, scale), terms=read(mean_of(terms)))
         number, self._next = self._next, self._next + 1
         record = reading.record(
             number, self._names, list(range(len(self._names))), tuple(float(x) for x in self.engine.get_lr()), False
@@ -239,7 +244,7 @@ class EngineGuard(LoopGuard):
         elif self._holder.dynamic and scale > 1 and math.isfinite(reading.loss) and not math.isfinite(reading.total):
             self._overflowed(step, record)
         else:
-            self._refused(number, reading, pieces, losses, probes, batches, own)
+            self._refused(number, reading, pieces, losses, probes, batches, own, terms)
             self._holder.refuse(step)
         return None
 
@@ -289,7 +294,7 @@ class EngineGuard(LoopGuard):
         self._caps.accepted()
         for forecast in self._lookout.foresee(record):
             self._foretell(forecast)
-        self._report(from_finding(self._watch.see(record, False)))
+        self._report(from_finding(self._watch.see(record, False), self._history))
 
     def _overflowed(self, step: Any, record: StepRecord) -> None:
         """DeepSpeed finds the overflow itself, lowers its loss scale and skips. It raises when there is no lower one."""
@@ -309,6 +314,7 @@ class EngineGuard(LoopGuard):
         probes: list[Tensor],
         batches: list[Any],
         own_loss: Tensor,
+        terms: list[Terms | None],
     ) -> None:
         """Ask the ranks what it was, report it, and count it. If that is one too many, it is raised after the engine's step."""
         broken = nonfinite(self._holder.state())
@@ -320,7 +326,10 @@ class EngineGuard(LoopGuard):
             bad = self._ranks.gather([bool(nonfinite((self._names[self._place[id(p)]], g) for p, g in pieces))])
             gradients = Gradients(norms, not any(said[0] for said in bad.values()))
         incident = make_incident(number, mine, norms, witness, gradients, broken)
-        incident = self._explained(replace(incident, loss=reading.loss), batches, witness)
+        micro = incident.micro_batch
+        guilty_terms = terms[micro] if micro is not None and micro < len(terms) else mean_of(terms)
+        incident = told(replace(incident, loss=reading.loss), read(guilty_terms), "", self._ranks)
+        incident = self._explained(incident, batches, witness)
         cap = self._caps.refused()
         if cap:
             incident = replace(incident, action="halted")
