@@ -114,7 +114,8 @@ def pairs(config: Config, rounds: int, steps: int) -> dict[str, Any]:
     }
     print(
         f"{parameters:,} parameters, {tokens} tokens a step: unguarded {found['unguarded_ms']:.2f} ms, guarded "
-        f"{found['guarded_ms']:.2f} ms, ratio {found['ratio']:.4f} (95 %: {low:.4f} to {high:.4f}), {rounds} pairs of {steps} steps"
+        f"{found['guarded_ms']:.2f} ms, ratio {found['ratio']:.4f} "
+        f"(95 %: {low:.4f} to {high:.4f}), {rounds} pairs of {steps} steps"
     )
     folder.cleanup()
     return found
