@@ -53,10 +53,17 @@ class Loop(Protocol):
 class PlainLoop:
     """What the two loops without a guard share: they count, and keep what they saw on the device until it is asked for."""
 
+    INFINITE = ""
+    """What is done where the norm of the gradients is Inf."""
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, losses: Losses, config: Config) -> None:
         self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
         self.next_step = self.skipped = self.back = 0
         self._seen: list[tuple[tuple[str, ...], Tensor]] = []
+        self.infinite: int | None = None
+        """The first step whose norm of the gradients was Inf."""
+        self.lost: int | None = None
+        """The step since which no loss was finite."""
 
     def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
         named = {"loss": loss, **terms, "grad_norm": norm}
@@ -66,9 +73,23 @@ class PlainLoop:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        means = torch.stack([vector for _, vector in seen]).mean(0).tolist()
+        rows = torch.stack([vector for _, vector in seen])
+        means, first = rows.mean(0).tolist(), self.next_step - len(seen)
+        for step, row in enumerate(rows.tolist(), first):
+            if math.isinf(row[-1]) and self.infinite is None:
+                self.infinite = step
+            self.lost = None if math.isfinite(row[0]) else step if self.lost is None else self.lost
         rate = float(self.optimizer.param_groups[0]["lr"])
         return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": rate})
+
+    def story(self) -> list[str]:
+        """What of it is worth telling."""
+        told = []
+        if self.infinite is not None:
+            told.append(f"step {self.infinite}: the norm of the gradients was inf; {self.INFINITE}")
+        if self.lost is not None:
+            told.append(f"from step {self.lost} on no loss was finite")
+        return told
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -78,6 +99,8 @@ class PlainLoop:
 class OriginalLoop(PlainLoop):
     """As reported. Clipping comes first, and an infinite norm has made finite gradients 0 and infinite ones NaN by the time they
     are looked at; only NaN is looked for; and after zeroing them, Adam moves all the same."""
+
+    INFINITE = "that is not nan, and the step was taken"
 
     def step(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
@@ -100,6 +123,8 @@ class DocumentLoop(PlainLoop):
     """As the document has it. A bad loss is skipped before backward, so on several ranks the others would wait for this one for
     ever; a norm that is not finite is skipped after clipping, so which gradient it was cannot be told any more. Once weights are
     NaN it skips for ever."""
+
+    INFINITE = "the step was left out"
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.next_step += 1
