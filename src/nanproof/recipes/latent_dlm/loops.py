@@ -91,6 +91,12 @@ class PlainLoop:
             told.append(f"from step {self.lost} on no loss was finite")
         return told
 
+    def _clipped(self, limit: float) -> Tensor:
+        """Clips; the norm before that. Where the weights are split over ranks, so is the norm until it is asked for."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
     @property
     def _parameters(self) -> list[Tensor]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -107,7 +113,7 @@ class OriginalLoop(PlainLoop):
             loss, terms = self.losses(self.model, batch)
             (loss * self.config.loss.loss_scale).backward()
         limit = self.config.optimizer.grad_clip_norm or 1e6
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        norm = self._clipped(limit)
         if torch.isnan(norm):
             for p in self._parameters:
                 if p.grad is not None:
@@ -136,7 +142,7 @@ class DocumentLoop(PlainLoop):
                 self.skipped += 1
                 return
             (loss * self.config.loss.loss_scale / len(batches)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip_norm or 1.0)
+        norm = self._clipped(self.config.optimizer.grad_clip_norm or 1.0)
         self._see(loss, terms, norm)
         if torch.isnan(norm) or torch.isinf(norm):
             self.optimizer.zero_grad(set_to_none=True)

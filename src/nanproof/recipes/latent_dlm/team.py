@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Team:
         if self.world == 1:
             return model
         if config.training.parallel == "fsdp2":
+            # Torch warns of in-place changes of what a model gives; nothing here makes one.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
         return nn.parallel.DistributedDataParallel(model, device_ids=[self.place] if self.place.type == "cuda" else None)
 

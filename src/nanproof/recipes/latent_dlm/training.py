@@ -4,6 +4,7 @@ its last good checkpoint; a run of several processes is the same code in each of
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -283,11 +284,10 @@ def rate(config: Config) -> Callable[[int], float]:
 
 
 def forever(loader: Any) -> Iterator[Batch]:
-    """Epoch after epoch; one that a stopped run was in is gone on with."""
-    while True:
-        sampler = loader.sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(sampler.epoch + 1 if not hasattr(loader, "epoch") else loader.epoch)
+    """Epoch after epoch, from epoch 0 on; one that a stopped run was in is gone on with."""
+    for epoch in itertools.count():
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(getattr(loader, "epoch", epoch))
         yield from loader
 
 
