@@ -23,7 +23,7 @@ from nanproof.recipes.latent_dlm.keeping import keep
 from nanproof.recipes.latent_dlm.results import Result
 from nanproof.recipes.latent_dlm.showing import samples
 from nanproof.recipes.latent_dlm.team import Team
-from nanproof.recipes.latent_dlm.training import CHECKPOINTS, LOG, Trained, train
+from nanproof.recipes.latent_dlm.training import CHECKPOINTS, LOG, Trained, enough, train
 from nanproof.recipes.machine import ran_on, reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.results import FILE
@@ -68,6 +68,7 @@ class Studio:
     def run(self, setting: Setting, again: bool = False) -> Result:
         """Train an arm and measure it. One that is done is not done again; one that was stopped goes on, if it has a guard."""
         config = self.configured(setting)
+        enough(self.data.train, config, self.team)  # where there are too few, nothing is begun
         told = self._told(setting, config)
         folder = self.out / setting.name
         there = self._first(lambda: self._there(folder, told, again))

@@ -117,6 +117,7 @@ def train(
         prepare: called with the new model, on its device, before it is wrapped for several processes.
     """
     team = team if team is not None else Team()
+    enough(data.train, config, team)
     told: list[str] = []
 
     def note(line: str) -> None:
@@ -304,14 +305,18 @@ def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple
     ]
 
 
-def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
+def enough(pairs: Pairs, config: Config, team: Team) -> None:
+    """A batch for every process, or an error."""
     size = config.training.train_batch_size
     if len(pairs) // team.world < size:
         raise UsageError(
             f"training.train_batch_size={size}: there are only {len(pairs)} windows for {team.world} processes. Give more text "
             "(data.text), or smaller batches"
         )
-    pinned = team.place.type == "cuda"
+
+
+def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
+    size, pinned = config.training.train_batch_size, team.place.type == "cuda"
     return DataLoader(pairs, batch_size=size, sampler=team.order(pairs, config.training.seed), drop_last=True, pin_memory=pinned)
 
 
