@@ -45,7 +45,7 @@ def test_value_and_gradient_are_those_of_the_plain_sum(seed, dtype):
     """Bit for bit, from left to right."""
     torch.manual_seed(seed)
     count = int(torch.randint(1, 6, ()))
-    ours, plain = scalars(count, dtype), []
+    ours = scalars(count, dtype)
     plain = [t.detach().clone().requires_grad_() for t in ours]
     weights = {f"t{i}": float(torch.randn(())) for i in range(count) if i % 2}
     loss = weighted_sum({f"t{i}": t.square() for i, t in enumerate(ours)}, weights)
@@ -379,7 +379,8 @@ def test_a_finite_loss_with_bad_gradients_says_no_more_than_before():
         text, latent = model(batch[0])
         if batch[1].min() == 0:
             latent.register_hook(lambda g: g * NAN)
-        return weighted_sum({"text": text.square().mean(), "latent": latent.square().mean()})
+        terms = {"text": text.square().mean(), "latent": latent.square().mean(), "left out": torch.tensor(NAN)}
+        return weighted_sum(terms, {"left out": 0})
 
     _, guard = guarded(loss_fn=loss_fn)
     with guard:
@@ -388,6 +389,7 @@ def test_a_finite_loss_with_bad_gradients_says_no_more_than_before():
     [incident] = guard.incidents
     assert incident.kind == "nonfinite-gradient" and "of the terms" not in incident.message
     assert [name for name, value in incident.terms if math.isfinite(value)] == ["text", "latent"]
+    assert math.isnan(dict(incident.terms)["left out"]), "it was no part of the loss, and is not blamed"
 
 
 def test_a_loss_given_with_the_step_is_that_of_the_last_backward():

@@ -193,7 +193,8 @@ def test_the_axis_fits_the_values(browser, tmp_path, what):
     values, wanted = SPREADS[what]
     made.write_terms(tmp_path / "run", [{"a": x, "b": 1.0} for x in values])
     seen = Looked(browser, written(tmp_path / "run"))
-    for turn in range(2):
+    for turn, key in itertools.product(range(2), ("0", "+")):
+        seen.page.keyboard.press(key)
         for plot in (LOSS, TERMS):
             how, numbers, places, height = axis_of(seen, plot)
             if turn == 0 and plot == TERMS:
@@ -203,10 +204,15 @@ def test_the_axis_fits_the_values(browser, tmp_path, what):
             ordered = sorted(places)
             assert all(b - a > 8 for a, b in itertools.pairwise(ordered)), (how, numbers, places)
         heights = seen.ask(f"[...{TERMS}.data[1]].map((y) => {TERMS}.valToPos(y, 'y'))")
-        assert all(-1 <= y <= height + 1 for y in heights)
+        start, end = (math.ceil(x) for x in seen.views())
+        assert all(-1 <= y <= height + 1 for y in heights[start:end])
+        if key == "+":  # what is in view fills the chart
+            both = [*heights[start:end], *seen.ask(f"[...{TERMS}.data[2]].map((y) => {TERMS}.valToPos(y, 'y'))")[start:end]]
+            assert max(both) - min(both) > 0.45 * height, (how, key)
         pairs = sorted(zip(values, heights, strict=True))
         assert all(a[1] >= b[1] - 1e-6 for a, b in itertools.pairwise(pairs)), "what is larger is not lower"
-        seen.page.keyboard.press("l")
+        if key == "+":
+            seen.page.keyboard.press("l")
     seen.close()
 
 
@@ -218,6 +224,20 @@ def test_one_that_explodes_does_not_hide_a_zero_or_the_others(browser, tmp_path)
     seen = Looked(browser, written(tmp_path / "run"))
     zero, usual, most = seen.ask(f"[5, 6, 90].map((i) => {TERMS}.valToPos({TERMS}.data[1][i], 'y'))")
     assert zero - usual > 2 and usual - most > 100
+    seen.close()
+
+
+def test_a_zoomed_chart_shows_what_is_in_view(browser, tmp_path):
+    """Where it never moves, far from all else, too."""
+    made.write_terms(tmp_path / "run", [{"a": 1e20 if i < 50 else 0.0 if i < 60 else 1e-3 * i} for i in range(100)])
+    seen = Looked(browser, written(tmp_path / "run"))
+    for _ in range(2):
+        for first, last in ((10, 20), (52, 58), (70, 90)):
+            seen.ask(f"Plots.setView({first}, {last})")
+            places = seen.ask(f"[...{TERMS}.data[1]].slice({first}, {last}).map((y) => {TERMS}.valToPos(y, 'y'))")
+            *_, ticks, height = axis_of(seen, TERMS)
+            assert all(-1 <= y <= height + 1 for y in places) and len(ticks) >= 2
+        seen.page.keyboard.press("l")
     seen.close()
 
 

@@ -279,7 +279,8 @@ class Recovery(Watcher):
 
     def go_back(self, most: int, since: int, until: int, *, blame_data: bool) -> Way | None:
         """Back to a good state of before step `most`, where there is one. The batches of steps `since` to `until`, and a margin,
-        are stepped over: at once where they are to blame, else from the second try on.
+        are stepped over: at once where they are to blame, else where the same data has broken the run at the same step again.
+        One that broke, went back and got past that step broke for another reason.
 
         None where there is no such state, or it has been tried often enough.
         """
@@ -291,9 +292,11 @@ class Recovery(Watcher):
         if source is None:
             return None
         self._tries = tries
+        margin = self._policy.rollback_margin
+        again = tries > 1 and until <= self._last + margin
         self._last = max(self._last, until) if self._tries > 1 else until
-        step, margin = source.step, self._policy.rollback_margin
-        over = self.supply.of_steps(max(since - margin, step), until, margin) if blame_data or self._tries > 1 else []
+        step = source.step
+        over = self.supply.of_steps(max(since - margin, step), until, margin) if blame_data or again else []
         self._put(tensors, host, over)
         self.backs += 1
         self._later_schedule = host.get("next_schedule")

@@ -40,7 +40,10 @@ const Numbers = {
     for (let power = Math.floor(Math.log(low) / Math.log(base) / every) * every; base ** power <= high; power += every) {
       for (const lead of leads) if (lead * base ** power >= low && lead * base ** power <= high) found.push(lead * base ** power);
     }
-    if (base !== 10 || found.length > 1 || high / low < 1.2) return found;
+    return base === 10 && found.length < 2 && high / low > 1.2 ? Numbers.round(low, high) : found;
+  },
+  /* Three to six round numbers. */
+  round(low, high) {
     const raw = (high - low) / 4, unit = 10 ** Math.floor(Math.log10(raw)), apart = unit * [1, 2, 5, 10].find((lead) => lead * unit >= raw * 0.999);
     return Array.from({ length: 6 }, (_, i) => (Math.ceil(low / apart) + i) * apart).filter((x) => x <= high);
   },
@@ -59,24 +62,35 @@ const Axes = {
     if (!known.length) return { ...plain, how: "none", scale: { range: [0, 1] }, ticks: { values: (u, at) => at.map(() => "") } };
     const sizes = known.map(Math.abs).filter((x) => x > 0).sort((a, b) => a - b), low = Math.min(...known), high = Math.max(...known);
     const most = sizes.length ? sizes[sizes.length - 1] : 0;
+    const filter = (u, at) => at; // uPlot's own would leave some out
     if (!log || !sizes.length) {
       const unit = most > 1e12 || (most > 0 && most < 1e-9) ? 10 ** Math.floor(Math.log10(most)) : 1;
-      const flat = low === 0 ? [-1, 1] : [(low - Math.abs(low)) / unit, (low + Math.abs(low)) / unit]; // one that never moves
-      return { how: "linear", to: (x) => x / unit, from: (y) => y * unit, scale: low === high ? { range: flat } : {}, ticks: {} };
+      const flat = (y) => (y ? [y - Math.abs(y), y + Math.abs(y)] : [-1, 1]); // one that never moves
+      const range = (u, a, b) => (a === null || a === b ? flat(a) : [a - 0.05 * (b - a), b + 0.05 * (b - a)]);
+      const own = unit === 1 ? {} : { scale: { range }, ticks: { filter, splits: (u, axis, a, b) => Numbers.round(a, b) } }; // uPlot's end at 1e-16
+      return { ...plain, how: "linear", to: (x) => x / unit, from: (y) => y * unit, ...own, ...(low === high ? { scale: { range: flat(low / unit) } } : {}) };
     }
-    const filter = (u, at) => at; // uPlot's own would leave some out
     if (low > 0) {
-      const range = () => [Math.log10(low) - 0.1, Math.log10(high) + 0.1];
+      const range = (u, from, to) => (from === null ? [Math.log10(low), Math.log10(high) + 0.1] : [from - 0.1, to + 0.1]); // of what is in view
       const splits = (u, axis, from, to) => Numbers.powers(10, 10 ** from, 10 ** to).map(Math.log10);
       return { how: "log", to: (x) => (x > 0 ? Math.log10(x) : null), from: (y) => 10 ** y, scale: { range }, ticks: { filter, splits } };
     }
     /* Zeros and negative values are drawn too: below the size that nearly all others have it is linear. One that is far smaller than
        the rest, or far larger, does not press the others together. */
-    const least = sizes[Math.floor(sizes.length / 20)], to = (x) => Math.asinh(x / least);
-    const [from, end] = [low < 0 ? to(low) - 0.2 : 0, high > 0 ? to(high) + 0.2 : 0];
-    const side = (limit) => (limit >= least ? Numbers.powers(10, least, limit * 1.0001).filter((x) => to(x) > 0.08 * (end - from)) : []);
-    const splits = () => [...side(-low).map((x) => -x).reverse(), 0, ...side(high)].map(to);
-    return { how: "asinh", to, from: (y) => Math.sinh(y) * least, scale: { range: () => [from, end] }, ticks: { filter, splits } };
+    const least = sizes[Math.floor(sizes.length / 20)], to = (x) => Math.asinh(x / least), from = (y) => Math.sinh(y) * least;
+    const range = (u, bottom, top) => {
+      const [a, b] = bottom === null ? [to(low), to(high)] : [bottom, top], room = Math.max(0.2, 0.02 * (b - a));
+      return a === b ? [a - 1, b + 1] : [a === 0 ? 0 : a - room, b === 0 ? 0 : b + room];
+    };
+    const splits = (u, axis, bottom, top) => Axes.bothSides(from(bottom), from(top), least, (x) => Math.abs(to(x)) > 0.08 * (top - bottom)).map(to);
+    return { how: "asinh", to, from, scale: { range }, ticks: { filter, splits } };
+  },
+  /* Ticks from one size to another on either side of zero, and zero; those that would stand on it are left out. */
+  bothSides(low, high, least, clear) {
+    const side = (a, b) => (b > least ? Numbers.powers(10, Math.max(a, least), b) : []), zero = low <= 0 && high >= 0;
+    const found = [...side(-high, -low).map((x) => -x).reverse(), ...side(low, high)].filter((x) => !zero || clear(x));
+    const all = zero ? [...found.filter((x) => x < 0), 0, ...found.filter((x) => x > 0)] : found;
+    return all.length > 1 ? all : Numbers.round(low, high);
   },
   isLog: ({ how }) => how === "log" || how === "asinh",
 };
