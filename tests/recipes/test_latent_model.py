@@ -145,7 +145,7 @@ def test_position_matters():
 
 def test_heads_of_odd_width_cannot_be_turned():
     """Pairs of numbers are turned; with an odd width one would be left over, and queries would be wider than values."""
-    with pytest.raises(UsageError, match="model.heads=2.*model.width=6"):
+    with pytest.raises(UsageError, match=r"model.heads=2.*model.width=6"):
         small(model__width=6, model__heads=2)
 
 

@@ -70,8 +70,8 @@ class Model(Section):
             raise UsageError(f"model.heads={self.heads}: heads must divide model.width={self.width}")
         if self.width // self.heads % 2:
             raise UsageError(
-                f"model.heads={self.heads}: with model.width={self.width} a head is {self.width // self.heads} wide, and positions "
-                "turn pairs of numbers. Make it even"
+                f"model.heads={self.heads}: a head of model.width={self.width} is {self.width // self.heads} wide, and positions "
+                "turn pairs of numbers. Make that even"
             )
         if self.width * self.mlp_ratio < 1:
             raise UsageError(f"model.mlp_ratio={self.mlp_ratio}: leaves no hidden channel at model.width={self.width}")
