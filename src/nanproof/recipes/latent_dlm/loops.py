@@ -25,7 +25,8 @@ Losses = Callable[[nn.Module, Batch], tuple[Tensor, Terms]]
 
 @dataclass
 class Window:
-    """What was seen since the last line of the log: means over the steps that were taken."""
+    """What was seen since the last line of the log: means over the steps that were taken, or, where none was and in the loops
+    without a guard, over all."""
 
     step: int = -1
     """The last of them."""
@@ -57,9 +58,12 @@ class PlainLoop:
         self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
         self.next_step = self.skipped = self.back = 0
         self._seen: list[tuple[tuple[str, ...], Tensor]] = []
+        self._rate = 0.0
+        """Of the last step that was seen; the schedule has gone on when it is asked for."""
 
     def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
         named = {"loss": loss, **terms, "grad_norm": norm}
+        self._rate = float(self.optimizer.param_groups[0]["lr"])
         self._seen.append((tuple(named), torch.stack([x.detach().float() for x in named.values()])))
 
     def window(self) -> Window | None:
@@ -67,8 +71,7 @@ class PlainLoop:
         if not seen:
             return None
         means = torch.stack([vector for _, vector in seen]).mean(0).tolist()
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": rate})
+        return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": self._rate})
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -127,8 +130,8 @@ class GuardedLoop:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
-        self._told = guard.next_step - 1
-        """The last step that a line was written about."""
+        self._told = [guard.next_step - 1]
+        """The last steps of the windows so far. Those of steps that were undone are told again."""
 
     @property
     def next_step(self) -> int:
@@ -146,17 +149,21 @@ class GuardedLoop:
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.guard.train_step(*batches)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Also where the run goes back and is past the last window again before the next one."""
+        while self._told and self._told[-1] >= self.guard.next_step:
+            self._told.pop()
 
     def window(self) -> Window | None:
-        history = self.guard.history
-        if history and history[-1].step < self._told:  # the run went back
-            self._told = history[-1].step - 1
-        new = [record for record in history if record.step > self._told]
+        self._follow()
+        new = [record for record in self.guard.history if not self._told or record.step > self._told[-1]]
         taken = [record for record in new if record.action != "skipped"] or new
         if not taken:
             return None
-        self._told = taken[-1].step
-        return Window(self._told, {**_means(taken), "learning_rate": taken[-1].lr[0]})
+        self._told.append(new[-1].step)
+        return Window(new[-1].step, {**_means(taken), "learning_rate": taken[-1].lr[0]})
 
 
 def _means(records: Sequence[StepRecord]) -> dict[str, float]:
