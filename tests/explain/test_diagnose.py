@@ -48,6 +48,22 @@ def test_a_healthy_batch_has_no_cause():
     assert told.cause == "none" and not told.verified
 
 
+@pytest.mark.parametrize("scale", [1e25, 1e22])
+def test_a_sample_that_is_finite_and_far_too_large(scale):
+    """Its square overflows: the batch is to blame, and the sample is named by its size, whatever the operation was."""
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    x[3, 1] = scale
+    told = nanproof.diagnose(model, lambda m, x: m(x).square().mean(), x)
+    assert (told.cause, told.samples, told.verified) == ("outlier-batch", (3,), True)
+    assert f"holds numbers up to {scale:.4g} in sample 3" in told.evidence[0]
+
+
+def test_samples_that_are_all_large_are_no_outliers():
+    """The model cannot take numbers of this size, but none of them stands out."""
+    told = nanproof.diagnose(nn.Linear(4, 3), lambda m, x: m(x).square().mean(), torch.randn(6, 4) * 1e25)
+    assert told.cause != "outlier-batch"
+
+
 def test_evidence_is_in_numbers():
     """The input of exp, where it was, and where exp overflows."""
     model = nn.Linear(1, 1)

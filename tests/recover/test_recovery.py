@@ -212,6 +212,29 @@ def test_trouble_that_comes_back_at_the_same_place_is_stepped_over():
     assert all(torch.isfinite(t).all() for t in guard.model.parameters())
 
 
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_two_troubles_soon_after_each_other_cost_no_data(place, tmp_path):
+    """The second is within the steps in which trouble counts as the same, but past the step that broke first: the data it was
+    trained on again did no harm, so none is stepped over, and the run ends as if nothing had happened."""
+    kept = {"snapshot_every": 10} if place == "memory" else {}
+    saved = nanproof.Checkpoints(tmp_path, every=10, prove=3) if place == "disk" else None
+    undisturbed = made()
+    train(undisturbed, loader(), 60)
+    guard = made(policy=kept, checkpoints=saved)
+    first, second = once(24, poison_weight), once(47, poison_weight)
+
+    def harm(guard):
+        first(guard)
+        second(guard)
+
+    train(guard, guard.wrap(loader()), 60, harm)
+    assert len(guard.incidents) == 2 and "(try 2)" in guard.incidents[1].message
+    assert not any("stepping over" in incident.message for incident in guard.incidents)
+    assert same(weights(guard), weights(undisturbed)) == []
+    guard.close()
+    undisturbed.close()
+
+
 @pytest.mark.parametrize("why", ["no state was kept", "none may be used"])
 def test_without_a_state_to_go_back_to_the_cap_halts(why):
     """Also where the weights are broken: nobody claims to have gone anywhere."""

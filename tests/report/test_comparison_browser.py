@@ -281,11 +281,7 @@ def test_a_page_without_curves_or_arms(browser, tmp_path):
 
 
 def test_every_curve_has_its_chart_one_arm_dies_and_one_explodes(browser, tmp_path):
-<<<<<<< HEAD
-    """Four arms of a loss with terms: NaN from step 60 on, up to 1e30, whole, one without terms. The axis is logarithmic where
-=======
     """Four arms of a loss with terms: NaN from step 60 on, up to 1e30, whole, and one without most. The axis is logarithmic where
->>>>>>> ff2efd624d41d2bbcf077c84a884325fb11339fc
     an arm explodes, also where another logs 0.0, and what is usual can still be told from zero."""
     steps = list(range(200))
     usual = [2.0 + math.sin(step / 9) for step in steps]
