@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.parameters import is_dtensor
 from nanproof.guard import Guard
 from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.diffusion import Terms
@@ -87,7 +88,7 @@ class OriginalLoop(PlainLoop):
             loss, terms = self.losses(self.model, batch)
             (loss * self.config.loss.loss_scale).backward()
         limit = self.config.optimizer.grad_clip_norm or 1e6
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if torch.isnan(norm):
             for p in self._parameters:
                 if p.grad is not None:
@@ -114,7 +115,7 @@ class DocumentLoop(PlainLoop):
                 self.skipped += 1
                 return
             (loss * self.config.loss.loss_scale / len(batches)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip_norm or 1.0)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip_norm or 1.0))
         self._see(loss, terms, norm)
         if torch.isnan(norm) or torch.isinf(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -164,6 +165,11 @@ class GuardedLoop:
             return None
         self._told.append(new[-1].step)
         return Window(new[-1].step, {**_means(taken), "learning_rate": taken[-1].lr[0]})
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that is split over ranks, which take part in it."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _means(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -4,11 +4,12 @@ its last good checkpoint; a run of several processes is the same code in each of
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from nanproof.core.files import write_whole
 from nanproof.core.parameters import nonfinite
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.guard import Guard
@@ -30,7 +32,7 @@ from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.dataset import Pairs, Prepared
 from nanproof.recipes.latent_dlm.diffusion import Noiser, Terms
 from nanproof.recipes.latent_dlm.evaluating import Measured, measure
-from nanproof.recipes.latent_dlm.loops import Batch, DocumentLoop, GuardedLoop, Loop, OriginalLoop
+from nanproof.recipes.latent_dlm.loops import Batch, DocumentLoop, GuardedLoop, Loop, OriginalLoop, whole
 from nanproof.recipes.latent_dlm.model import MMDiT, count
 from nanproof.recipes.latent_dlm.team import Team
 from nanproof.records import encode, read_incidents
@@ -129,6 +131,7 @@ def train(
     prepare(model)
     torch.manual_seed(config.training.seed + 1 + team.rank)  # other noise on each rank
     wrapped = team.wrapped(model, config)
+    _check_size(data.train, config, team)
     pairs, said = damaged(data.train, config, setting, team)
     told += said
     noiser = Noiser(config, padded=data.train.padded or data.valid.padded)
@@ -159,6 +162,9 @@ def train(
             config, team, folder, loop, batches, lambda: measure(wrapped, data.valid, noiser, config, precision, team), tick
         )
         if guard is None:
+            if team.leads:
+                for old in (folder / CHECKPOINTS).glob("step-*.safetensors"):  # of a run that begins again
+                    old.unlink()
             run.keep = lambda step: _keep(model, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
         begun = time.perf_counter()
         ending = run.until_the_end(start)
@@ -208,8 +214,8 @@ class Run:
 
     def until_the_end(self, start: int) -> str:
         training, loop = self._training, self._loop
-        if start == 0 and self._team.leads:
-            self._path.unlink(missing_ok=True)
+        if self._team.leads:
+            self._forget_since(start)
         try:
             while loop.next_step < training.steps:
                 loop.step([next(self._batches) for _ in range(training.gradient_accumulation_steps)])
@@ -228,6 +234,21 @@ class Run:
         except TrainingHalted as error:
             return f"halted: {error}"
         return "finished"
+
+    def _forget_since(self, start: int) -> None:
+        """The log as it was when step `start` began: steps from there on are taken again. Within a run nothing is removed: one
+        that goes back writes its steps twice, and the later line holds."""
+        kept = []
+        for text in self._path.read_text(encoding="utf-8").splitlines() if start and self._path.exists() else ():
+            with suppress(ValueError, KeyError, TypeError):  # a line that was cut off by the end of its process
+                line = json.loads(text)
+                # Weights that step `start` begins with were measured before it.
+                measured = start < self._training.steps and "eval_text_loss" in line
+                if line["step"] < start or (measured and line["step"] == start):
+                    kept.append(text + "\n")
+        self._path.unlink(missing_ok=True)
+        if kept:
+            write_whole(self._path, "".join(kept))
 
     def log(self) -> None:
         window = self._loop.window()
@@ -271,34 +292,35 @@ def rate(config: Config) -> Callable[[int], float]:
 
 def forever(loader: Any) -> Iterator[Batch]:
     """Epoch after epoch; one that a stopped run was in is gone on with."""
-    while True:
-        sampler = loader.sampler
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(sampler.epoch + 1 if not hasattr(loader, "epoch") else loader.epoch)
+    for epoch in itertools.count():
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(getattr(loader, "epoch", epoch))
         yield from loader
 
 
 def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple[Pairs, list[str]]:
-    """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more."""
+    """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more.
+    Every sample is met in the first epoch, so that step lies in it."""
     if not setting.damaged:
         return pairs, []
     order = list(team.order(pairs, config.training.seed)) if team.rank == 0 else []
-    training = config.training
-    place = int(training.steps * DAMAGED_AT) * training.train_batch_size * training.gradient_accumulation_steps
-    index = team.share(order[place % (len(order) // training.train_batch_size * training.train_batch_size)] if order else None)
-    return pairs.corrupt(index), [
-        f"data: the latent of sample {index} is damaged; it is met at step {int(training.steps * DAMAGED_AT)}"
-    ]
+    samples = config.training.train_batch_size * config.training.gradient_accumulation_steps
+    step = min(int(config.training.steps * DAMAGED_AT), max(len(order) // samples - 1, 0))
+    index, step = team.share((order[step * samples], step) if order else None)
+    return pairs.corrupt(index), [f"data: the latent of sample {index} is damaged; it is met at step {step}"]
 
 
-def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
+def _check_size(pairs: Pairs, config: Config, team: Team) -> None:
     size = config.training.train_batch_size
     if len(pairs) // team.world < size:
         raise UsageError(
             f"training.train_batch_size={size}: there are only {len(pairs)} windows for {team.world} processes. Give more text "
             "(data.text), or smaller batches"
         )
-    pinned = team.place.type == "cuda"
+
+
+def _loader(pairs: Pairs, config: Config, team: Team) -> DataLoader[Batch]:
+    size, pinned = config.training.train_batch_size, team.place.type == "cuda"
     return DataLoader(pairs, batch_size=size, sampler=team.order(pairs, config.training.seed), drop_last=True, pin_memory=pinned)
 
 
@@ -340,14 +362,13 @@ def _scaler(config: Config, precision: Precision | None, place: torch.device) ->
 
 def _keep(model: MMDiT, folder: Path, step: int, keep: int, team: Team) -> None:
     """The weights as they are, as a loop without a guard keeps them: nobody looks at what is in them."""
+    tensors = {name: whole(t.detach()) for name, t in model.state_dict().items()}  # where they are split, all ranks take part
     if not team.leads:
         return
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / f"step-{step:08d}.safetensors"
-    )
+    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / f"step-{step:08d}.safetensors")
     for old in sorted(folder.glob("step-*.safetensors"))[:-keep]:
         old.unlink()
 
