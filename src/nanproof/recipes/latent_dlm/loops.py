@@ -17,7 +17,7 @@ from nanproof.core.parameters import is_dtensor
 from nanproof.guard import Guard
 from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.diffusion import Terms
-from nanproof.records import StepRecord
+from nanproof.records import Incident, StepRecord
 
 Batch = dict[str, Tensor]
 Losses = Callable[[nn.Module, Batch], tuple[Tensor, Terms]]
@@ -129,8 +129,9 @@ class DocumentLoop(PlainLoop):
 class GuardedLoop:
     """Under nanproof. What is logged comes out of the guard's records, which reach the host without a wait."""
 
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
+    def __init__(self, guard: Guard, earlier: Sequence[Incident] = ()) -> None:
+        """`earlier`: incidents of this run in processes before this one."""
+        self.guard, self._earlier = guard, tuple(earlier)
         self._told = [guard.next_step - 1]
         """The last steps of the windows so far. Those of steps that were undone are told again."""
 
@@ -140,12 +141,12 @@ class GuardedLoop:
 
     @property
     def skipped(self) -> int:
-        return sum(incident.action == "skipped" for incident in self.guard.incidents)
+        return sum(incident.action == "skipped" for incident in (*self._earlier, *self.guard.incidents))
 
     @property
     def back(self) -> int:
         """A step that was healed is run again; that is no way back."""
-        gone = (i for i in self.guard.incidents if i.action in ("rewound", "rolled-back"))
+        gone = (i for i in (*self._earlier, *self.guard.incidents) if i.action in ("rewound", "rolled-back"))
         return sum("; back to " in incident.message for incident in gone)
 
     def step(self, batches: Sequence[Batch]) -> None:

@@ -149,12 +149,13 @@ def train(
         loop: Loop
         guard, batches, start = None, forever(loader), 0
         if setting.loop == "guarded":
+            earlier = _incidents(folder)
             guard = stack.enter_context(_guard(wrapped, optimizer, schedule, losses, config, setting, precision, folder))
             batches = forever(guard.wrap(loader))
             start = guard.resume()
             if start:
                 told.append(f"went on from the checkpoint of step {start}; seconds are counted from there")
-            loop = GuardedLoop(guard)
+            loop = GuardedLoop(guard, earlier)
         else:
             kind = OriginalLoop if setting.loop == "original" else DocumentLoop
             loop = kind(wrapped, optimizer, schedule, losses.both, config)
