@@ -68,6 +68,11 @@ class Model(Section):
     def check(self) -> None:
         if self.width % self.heads:
             raise UsageError(f"model.heads={self.heads}: heads must divide model.width={self.width}")
+        if self.width // self.heads % 2:
+            raise UsageError(
+                f"model.heads={self.heads}: a head of model.width={self.width} is {self.width // self.heads} wide, and positions "
+                "turn pairs of numbers. Make that even"
+            )
         if self.width * self.mlp_ratio < 1:
             raise UsageError(f"model.mlp_ratio={self.mlp_ratio}: leaves no hidden channel at model.width={self.width}")
         if self.latent_length > self.text_length:

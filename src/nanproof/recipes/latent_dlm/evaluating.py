@@ -59,13 +59,18 @@ def measure(model: nn.Module, pairs: Pairs, noiser: Noiser, config: Config, prec
         model.train(training)
     both, latent, text = (team.sum(each).tolist() for each in sums)
     return Measured(
-        text_loss=both[0] / both[2],
-        text_accuracy=both[1] / both[2],
-        latent_loss=both[3] / both[4],
-        latent_loss_given_text=latent[3] / latent[4],
-        text_loss_given_latent=text[0] / text[2],
-        text_accuracy_given_latent=text[1] / text[2],
+        text_loss=_mean(both[0], both[2]),
+        text_accuracy=_mean(both[1], both[2]),
+        latent_loss=_mean(both[3], both[4]),
+        latent_loss_given_text=_mean(latent[3], latent[4]),
+        text_loss_given_latent=_mean(text[0], text[2]),
+        text_accuracy_given_latent=_mean(text[1], text[2]),
     )
+
+
+def _mean(total: float, count: float) -> float:
+    """NaN over nothing: of a window or two, no byte may be masked."""
+    return total / count if count else math.nan
 
 
 def _sums(

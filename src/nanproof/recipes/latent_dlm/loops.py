@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanproof.guard import Guard
 from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.diffusion import Terms
-from nanproof.records import StepRecord
+from nanproof.records import Incident, StepRecord
 
 Batch = dict[str, Tensor]
 Losses = Callable[[nn.Module, Batch], tuple[Tensor, Terms]]
@@ -25,7 +25,8 @@ Losses = Callable[[nn.Module, Batch], tuple[Tensor, Terms]]
 
 @dataclass
 class Window:
-    """What was seen since the last line of the log: means over the steps that were taken."""
+    """What was seen since the last line of the log: means over the steps that were taken, or, where none was and in the loops
+    without a guard, over all."""
 
     step: int = -1
     """The last of them."""
@@ -64,9 +65,12 @@ class PlainLoop:
         """The first step whose norm of the gradients was Inf."""
         self.lost: int | None = None
         """The step since which no loss was finite."""
+        self._rate = 0.0
+        """Of the last step that was seen; the schedule has gone on when it is asked for."""
 
     def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
         named = {"loss": loss, **terms, "grad_norm": norm}
+        self._rate = float(self.optimizer.param_groups[0]["lr"])
         self._seen.append((tuple(named), torch.stack([x.detach().float() for x in named.values()])))
 
     def window(self) -> Window | None:
@@ -79,8 +83,7 @@ class PlainLoop:
             if math.isinf(row[-1]) and self.infinite is None:
                 self.infinite = step
             self.lost = None if math.isfinite(row[0]) else step if self.lost is None else self.lost
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": rate})
+        return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": self._rate})
 
     def story(self) -> list[str]:
         """What of it is worth telling."""
@@ -156,10 +159,11 @@ class DocumentLoop(PlainLoop):
 class GuardedLoop:
     """Under nanproof. What is logged comes out of the guard's records, which reach the host without a wait."""
 
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self._told = guard.next_step - 1
-        """The last step that a line was written about."""
+    def __init__(self, guard: Guard, earlier: Sequence[Incident] = ()) -> None:
+        """`earlier`: incidents of this run in processes before this one."""
+        self.guard, self._earlier = guard, tuple(earlier)
+        self._told = [guard.next_step - 1]
+        """The last steps of the windows so far. Those of steps that were undone are told again."""
 
     @property
     def next_step(self) -> int:
@@ -167,27 +171,31 @@ class GuardedLoop:
 
     @property
     def skipped(self) -> int:
-        return sum(incident.action == "skipped" for incident in self.guard.incidents)
+        return sum(incident.action == "skipped" for incident in (*self._earlier, *self.guard.incidents))
 
     @property
     def back(self) -> int:
         """A step that was healed is run again; that is no way back."""
-        gone = (i for i in self.guard.incidents if i.action in ("rewound", "rolled-back"))
+        gone = (i for i in (*self._earlier, *self.guard.incidents) if i.action in ("rewound", "rolled-back"))
         return sum("; back to " in incident.message for incident in gone)
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.guard.train_step(*batches)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Also where the run goes back and is past the last window again before the next one."""
+        while self._told and self._told[-1] >= self.guard.next_step:
+            self._told.pop()
 
     def window(self) -> Window | None:
-        history = self.guard.history
-        if history and history[-1].step < self._told:  # the run went back
-            self._told = history[-1].step - 1
-        new = [record for record in history if record.step > self._told]
+        self._follow()
+        new = [record for record in self.guard.history if not self._told or record.step > self._told[-1]]
         taken = [record for record in new if record.action != "skipped"] or new
         if not taken:
             return None
-        self._told = taken[-1].step
-        return Window(self._told, {**_means(taken), "learning_rate": taken[-1].lr[0]})
+        self._told.append(new[-1].step)
+        return Window(new[-1].step, {**_means(taken), "learning_rate": taken[-1].lr[0]})
 
 
 def _means(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -154,7 +154,8 @@ class MMDiT(nn.Module):
         """
         condition = nn.functional.silu(self.text_time(text_time) + self.latent_time(latent_time))
         latent = latent.to(self.latent_in.weight.dtype)
-        text, other = self.bytes(ids), self.latent_in(self.latent_norm(latent))
+        text = self.bytes(ids)
+        other = self.latent_in(self.latent_norm(latent)).to(text.dtype)  # under autocast too, both streams add up in fp32
         mask = None
         if keep is not None:
             mask = torch.cat((keep, keep.new_ones(latent.shape[:2])), 1)[:, None, None]

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from nanproof.core.files import write_whole
 from nanproof.core.parameters import nonfinite
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.guard import Guard
@@ -157,12 +158,13 @@ def train(
         loop: Loop
         guard, batches, start = None, forever(loader), 0
         if setting.loop == "guarded":
+            earlier = _incidents(folder)
             guard = stack.enter_context(_guard(wrapped, optimizer, schedule, losses, config, setting, precision, folder))
             batches = forever(guard.wrap(loader))
             start = guard.resume()
             if start:
                 note(f"went on from the checkpoint of step {start}; seconds are counted from there")
-            loop = GuardedLoop(guard)
+            loop = GuardedLoop(guard, earlier)
         else:
             kind = OriginalLoop if setting.loop == "original" else DocumentLoop
             loop = kind(wrapped, optimizer, schedule, losses.both, config)
@@ -170,6 +172,9 @@ def train(
             config, team, folder, loop, batches, lambda: measure(wrapped, data.valid, noiser, config, precision, team), tick
         )
         if guard is None:
+            if team.leads:
+                for old in (folder / CHECKPOINTS).glob("step-*.safetensors"):  # of a run that begins again
+                    old.unlink()
             run.keep = lambda step: _keep(wrapped, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
         begun = time.perf_counter()
         ending = run.until_the_end(start)
@@ -223,8 +228,8 @@ class Run:
 
     def until_the_end(self, start: int) -> str:
         training, loop = self._training, self._loop
-        if start == 0 and self._team.leads:
-            self._path.unlink(missing_ok=True)
+        if self._team.leads:
+            self._forget_since(start)
         try:
             while loop.next_step < training.steps:
                 loop.step([next(self._batches) for _ in range(training.gradient_accumulation_steps)])
@@ -243,6 +248,21 @@ class Run:
         except TrainingHalted as error:
             return f"halted: {error}"
         return "finished"
+
+    def _forget_since(self, start: int) -> None:
+        """The log as it was when step `start` began: steps from there on are taken again. Within a run nothing is removed: one
+        that goes back writes its steps twice, and the later line holds."""
+        kept = []
+        for text in self._path.read_text(encoding="utf-8").splitlines() if start and self._path.exists() else ():
+            with suppress(ValueError, KeyError, TypeError):  # a line that was cut off by the end of its process
+                line = json.loads(text)
+                # Weights that step `start` begins with were measured before it.
+                measured = start < self._training.steps and "eval_text_loss" in line
+                if line["step"] < start or (measured and line["step"] == start):
+                    kept.append(text + "\n")
+        self._path.unlink(missing_ok=True)
+        if kept:
+            write_whole(self._path, "".join(kept))
 
     def log(self) -> None:
         window = self._loop.window()
@@ -293,16 +313,15 @@ def forever(loader: Any) -> Iterator[Batch]:
 
 
 def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple[Pairs, list[str]]:
-    """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more."""
+    """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more.
+    Every sample is met in the first epoch, so that step lies in it."""
     if not setting.damaged:
         return pairs, []
     order = list(team.order(pairs, config.training.seed)) if team.rank == 0 else []
-    training = config.training
-    place = int(training.steps * DAMAGED_AT) * training.train_batch_size * training.gradient_accumulation_steps
-    index = team.share(order[place % (len(order) // training.train_batch_size * training.train_batch_size)] if order else None)
-    return pairs.corrupt(index), [
-        f"data: the latent of sample {index} is damaged; it is met at step {int(training.steps * DAMAGED_AT)}"
-    ]
+    samples = config.training.train_batch_size * config.training.gradient_accumulation_steps
+    step = min(int(config.training.steps * DAMAGED_AT), max(len(order) // samples - 1, 0))
+    index, step = team.share((order[step * samples], step) if order else None)
+    return pairs.corrupt(index), [f"data: the latent of sample {index} is damaged; it is met at step {step}"]
 
 
 def enough(pairs: Pairs, config: Config, team: Team) -> None:
