@@ -40,7 +40,9 @@ class Team:
             return model
         if config.training.parallel == "fsdp2":
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
-        return nn.parallel.DistributedDataParallel(model, device_ids=[self.place] if self.place.type == "cuda" else None)
+        # The buffers are positions, the same everywhere: to send them around with every forward is of no use.
+        places = [self.place] if self.place.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)
 
     def order(self, samples: Any, seed: int) -> Sampler[int]:
         """In which order this process sees which samples."""
