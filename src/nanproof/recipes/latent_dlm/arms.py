@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nanproof.errors import UsageError
 from nanproof.recipes.latent_dlm.config import Config
+from nanproof.report.text import printable
 
 DAMAGED_AT = 0.4
 """The part of the run after which the damaged sample is met."""
@@ -77,9 +78,13 @@ REPORTED: dict[str, dict[str, Any]] = {
 
 
 def setting(arm: str, **changes: Any) -> Setting:
-    found = SETTINGS.get(arm)
-    if found is None:
-        raise UsageError(f"--arm {arm} is unknown. Choose {', '.join(list(SETTINGS)[:-1])} or {list(SETTINGS)[-1]}")
+    """By its name: "fixed", or "fixed-seed-1"."""
+    name, _, seed = arm.partition("-seed-")
+    found = SETTINGS.get(name)
+    if found is not None and seed.isascii() and seed.isdigit() and len(seed) < 19:
+        changes = {"seed": int(seed), **changes}
+    elif found is None or arm != name:
+        raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(list(SETTINGS)[:-1])} or {list(SETTINGS)[-1]}")
     return replace(found, **changes)
 
 
@@ -101,6 +106,7 @@ def configured(config: Config, setting: Setting, chosen: frozenset[str] = frozen
             "training.gradient_accumulation_steps": 2,
             "training.warmup_steps": max(config.training.warmup_steps, min(2000, 2 * config.training.warmup_steps)),
         }
-    if setting.seed is not None:
+    changes = {key: value for key, value in changes.items() if key not in chosen}
+    if setting.seed is not None:  # of the arm itself: it has it in its name
         changes["training.seed"] = setting.seed
-    return config.with_(**{key: value for key, value in changes.items() if key not in chosen})
+    return config.with_(**changes)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.parameters import is_dtensor
 from nanproof.guard import Guard
 from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.diffusion import Terms
@@ -55,12 +54,19 @@ class Loop(Protocol):
 class PlainLoop:
     """What the two loops without a guard share: they count, and keep what they saw on the device until it is asked for."""
 
+    INFINITE = ""
+    """What is done where the norm of the gradients is Inf."""
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, losses: Losses, config: Config) -> None:
         self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
         self.next_step = self.skipped = self.back = 0
         self._seen: list[tuple[tuple[str, ...], Tensor]] = []
         self._rate = 0.0
         """Of the last step that was seen; the schedule has gone on when it is asked for."""
+        self.infinite: int | None = None
+        """The first step whose norm of the gradients was Inf."""
+        self.lost: int | None = None
+        """The step since which no loss was finite."""
 
     def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
         named = {"loss": loss, **terms, "grad_norm": norm}
@@ -71,8 +77,28 @@ class PlainLoop:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        means = torch.stack([vector for _, vector in seen]).mean(0).tolist()
+        rows = torch.stack([vector for _, vector in seen])
+        means, first = rows.mean(0).tolist(), self.next_step - len(seen)
+        for step, row in enumerate(rows.tolist(), first):
+            if math.isinf(row[-1]) and self.infinite is None:
+                self.infinite = step
+            self.lost = None if math.isfinite(row[0]) else step if self.lost is None else self.lost
         return Window(self.next_step - 1, {**dict(zip(seen[0][0], means, strict=True)), "learning_rate": self._rate})
+
+    def story(self) -> list[str]:
+        """What of it is worth telling."""
+        told = []
+        if self.infinite is not None:
+            told.append(f"step {self.infinite}: the norm of the gradients was inf; {self.INFINITE}")
+        if self.lost is not None:
+            told.append(f"from step {self.lost} on no loss was finite")
+        return told
+
+    def _clipped(self, limit: float) -> Tensor:
+        """Clips; the norm before that. Where the weights are split over ranks, so is the norm until it is asked for."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -83,12 +109,14 @@ class OriginalLoop(PlainLoop):
     """As reported. Clipping comes first, and an infinite norm has made finite gradients 0 and infinite ones NaN by the time they
     are looked at; only NaN is looked for; and after zeroing them, Adam moves all the same."""
 
+    INFINITE = "that is not nan, and the step was taken"
+
     def step(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             loss, terms = self.losses(self.model, batch)
             (loss * self.config.loss.loss_scale).backward()
         limit = self.config.optimizer.grad_clip_norm or 1e6
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        norm = self._clipped(limit)
         if torch.isnan(norm):
             for p in self._parameters:
                 if p.grad is not None:
@@ -105,6 +133,8 @@ class DocumentLoop(PlainLoop):
     ever; a norm that is not finite is skipped after clipping, so which gradient it was cannot be told any more. Once weights are
     NaN it skips for ever."""
 
+    INFINITE = "the step was left out"
+
     def step(self, batches: Sequence[Batch]) -> None:
         self.next_step += 1
         for batch in batches:
@@ -115,7 +145,7 @@ class DocumentLoop(PlainLoop):
                 self.skipped += 1
                 return
             (loss * self.config.loss.loss_scale / len(batches)).backward()
-        norm = whole(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip_norm or 1.0))
+        norm = self._clipped(self.config.optimizer.grad_clip_norm or 1.0)
         self._see(loss, terms, norm)
         if torch.isnan(norm) or torch.isinf(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -166,11 +196,6 @@ class GuardedLoop:
             return None
         self._told.append(new[-1].step)
         return Window(new[-1].step, {**_means(taken), "learning_rate": taken[-1].lr[0]})
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that is split over ranks, which take part in it."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _means(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,10 +40,24 @@ class Team:
         if self.world == 1:
             return model
         if config.training.parallel == "fsdp2":
+            # Torch warns of in-place changes of what a model gives; nothing here makes one.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
         # The buffers are positions, the same everywhere: to send them around with every forward is of no use.
         places = [self.place] if self.place.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights of a shared model by their own names, on the CPU of the first process; nothing on the others. All call."""
+        if self.world > 1 and not isinstance(model, nn.parallel.DistributedDataParallel):
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+            whole: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            return whole
+        if not self.leads:
+            return {}
+        own: Any = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in own.state_dict().items()}
 
     def order(self, samples: Any, seed: int) -> Sampler[int]:
         """In which order this process sees which samples."""

@@ -32,7 +32,7 @@ from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.dataset import Pairs, Prepared
 from nanproof.recipes.latent_dlm.diffusion import Noiser, Terms
 from nanproof.recipes.latent_dlm.evaluating import Measured, measure
-from nanproof.recipes.latent_dlm.loops import Batch, DocumentLoop, GuardedLoop, Loop, OriginalLoop, whole
+from nanproof.recipes.latent_dlm.loops import Batch, DocumentLoop, GuardedLoop, Loop, OriginalLoop, PlainLoop
 from nanproof.recipes.latent_dlm.model import MMDiT, count
 from nanproof.recipes.latent_dlm.team import Team
 from nanproof.records import encode, read_incidents
@@ -66,6 +66,10 @@ class Trained:
     """Bytes that torch took of the device at most."""
     incidents: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    infinite: int | None = None
+    """The first step of a loop without a guard at which the norm of the gradients was Inf."""
+    lost: int | None = None
+    """The step since which its loss was never finite."""
 
 
 class Losses:
@@ -103,37 +107,42 @@ def train(
     team: Team | None = None,
     *,
     tick: Tick = lambda done, said: None,
+    say: Callable[[str], None] = lambda line: None,
     prepare: Callable[[MMDiT], None] = lambda model: None,
 ) -> Trained:
     """Train one arm in its folder. That a run is halted is a result too: its ending says so.
 
     Args:
         config: as the arm has it; see `arms.configured`.
+        say: called with each note, as soon as it is known.
         prepare: called with the new model, on its device, before it is wrapped for several processes.
     """
     team = team if team is not None else Team()
+    enough(data.train, config, team)
     told: list[str] = []
+
+    def note(line: str) -> None:
+        told.append(line)
+        say(line)
+
     torch.manual_seed(config.training.seed)
     with torch.device(team.place):
         model = MMDiT(config.model)
-    told.append(
-        f"model: {count(model):,} parameters ({count(model) / 1e9:.3f} B)"
-        if count(model) > 1e8
-        else f"model: {count(model):,} parameters"
-    )
+    many = f" ({count(model) / 1e9:.3f} B)" if count(model) > 1e8 else ""
+    note(f"model: {count(model):,} parameters{many}")
     precision = None
     if setting.weights == "bf16":
         model.to(torch.bfloat16)
-        told.append("precision: weights and forward in bf16")
+        note("precision: weights and forward in bf16")
     else:
         precision = choose(model, team.place, config.training.dtype)
-        told.append(f"precision: {precision}")
+        note(f"precision: {precision}")
     prepare(model)
     torch.manual_seed(config.training.seed + 1 + team.rank)  # other noise on each rank
     wrapped = team.wrapped(model, config)
-    _check_size(data.train, config, team)
     pairs, said = damaged(data.train, config, setting, team)
-    told += said
+    for line in said:
+        note(line)
     noiser = Noiser(config, padded=data.train.padded or data.valid.padded)
     losses = Losses(setting, config, noiser, precision, team.place)
     optimizer = torch.optim.AdamW(
@@ -154,7 +163,7 @@ def train(
             batches = forever(guard.wrap(loader))
             start = guard.resume()
             if start:
-                told.append(f"went on from the checkpoint of step {start}; seconds are counted from there")
+                note(f"went on from the checkpoint of step {start}; seconds are counted from there")
             loop = GuardedLoop(guard, earlier)
         else:
             kind = OriginalLoop if setting.loop == "original" else DocumentLoop
@@ -166,13 +175,16 @@ def train(
             if team.leads:
                 for old in (folder / CHECKPOINTS).glob("step-*.safetensors"):  # of a run that begins again
                     old.unlink()
-            run.keep = lambda step: _keep(model, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
+            run.keep = lambda step: _keep(wrapped, folder / CHECKPOINTS, step, config.training.keep_checkpoints, team)
         begun = time.perf_counter()
         ending = run.until_the_end(start)
         if team.place.type == "cuda":
             torch.cuda.synchronize(team.place)
         seconds = time.perf_counter() - begun
     bad, tensors = _nonfinite(wrapped, team)
+    if isinstance(loop, PlainLoop):
+        for line in loop.story():
+            note(line)
     return Trained(
         wrapped,
         config,
@@ -188,6 +200,7 @@ def train(
         torch.cuda.max_memory_allocated(team.place) if team.place.type == "cuda" else None,
         _incidents(folder) if guard is not None else [],
         told,
+        *((loop.infinite, loop.lost) if isinstance(loop, PlainLoop) else ()),
     )
 
 
@@ -292,7 +305,7 @@ def rate(config: Config) -> Callable[[int], float]:
 
 
 def forever(loader: Any) -> Iterator[Batch]:
-    """Epoch after epoch; one that a stopped run was in is gone on with."""
+    """Epoch after epoch, from epoch 0 on; one that a stopped run was in is gone on with."""
     for epoch in itertools.count():
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(getattr(loader, "epoch", epoch))
@@ -311,7 +324,8 @@ def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple
     return pairs.corrupt(index), [f"data: the latent of sample {index} is damaged; it is met at step {step}"]
 
 
-def _check_size(pairs: Pairs, config: Config, team: Team) -> None:
+def enough(pairs: Pairs, config: Config, team: Team) -> None:
+    """A batch for every process, or an error."""
     size = config.training.train_batch_size
     if len(pairs) // team.world < size:
         raise UsageError(
@@ -361,15 +375,15 @@ def _scaler(config: Config, precision: Precision | None, place: torch.device) ->
     return torch.amp.GradScaler(place.type, init_scale=scale, growth_interval=2**31 - 1, backoff_factor=1 - 1e-6)
 
 
-def _keep(model: MMDiT, folder: Path, step: int, keep: int, team: Team) -> None:
+def _keep(model: nn.Module, folder: Path, step: int, keep: int, team: Team) -> None:
     """The weights as they are, as a loop without a guard keeps them: nobody looks at what is in them."""
-    tensors = {name: whole(t.detach()) for name, t in model.state_dict().items()}  # where they are split, all ranks take part
+    weights = team.weights(model)
     if not team.leads:
         return
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / f"step-{step:08d}.safetensors")
+    save_file(weights, folder / f"step-{step:08d}.safetensors")
     for old in sorted(folder.glob("step-*.safetensors"))[:-keep]:
         old.unlink()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanproof.core.environment import device_name, versions_now
 from nanproof.recipes.machine import device, reproducible
+from nanproof.recipes.results import shared
 from nanproof.recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting, changed
 from nanproof.recipes.units_sft.models import REAL
 from nanproof.recipes.units_sft.rejection import Kept, Sampling, new_questions, rows_of, sample
@@ -87,7 +88,7 @@ def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
         columns=COLUMNS,
         arms=tuple(_arm(workshop.out, result) for result in results),
         checks=tuple(checks({result.name: result for result in results}, real=workshop.model_name == REAL)),
-        settings=_shared(results),
+        settings=shared([result.setting for result in results if result.tensors is not None]),
         environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
     )
 
@@ -118,13 +119,6 @@ def _arm(out: Path, result: Result) -> Arm:
         run=run if (out / run).is_dir() else None,
         samples=tuple(result.samples),
     )
-
-
-def _shared(results: list[Result]) -> dict[str, Any]:
-    """What has one value in every arm that was trained."""
-    trained = [result.setting for result in results if result.tensors is not None]
-    first = trained[0] if trained else {}
-    return {key: value for key, value in first.items() if all(other.get(key) == value for other in trained)}
 
 
 # -- what it was to show -------------------------------------------------------------------------------------------------------

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from nanproof.core.files import strict_json, write_whole
-from nanproof.errors import UsageError
+from nanproof.recipes.results import FILE, Saved, few
 from nanproof.recipes.units_sft.scoring import standard_error
-from nanproof.records import Incident, decode
+from nanproof.records import Incident
 
-FILE = "result.json"
+__all__ = ["FILE", "Result"]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Saved):
     """The measured end of one arm."""
+
+    NUMBERS: ClassVar[tuple[str, ...]] = ("loss", "valid_loss", "grad_norm")
 
     name: str
     setting: Mapping[str, Any]
@@ -53,19 +51,11 @@ class Result:
         """Of the accuracy, from the number of questions alone."""
         return standard_error(self.accuracy, self.questions)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"v": 1, **{name: _out(value) for name, value in asdict(self).items()}}
-
-    def save(self, folder: Path) -> None:
-        write_whole(folder / FILE, strict_json(self.to_json()))
-
     def lines(self) -> list[str]:
         """For a person."""
         told = [f"{self.name}: {self.ending}"]
         if self.tensors is not None:
-            told.append(
-                f"  logged loss {_few(self.loss)}, held-out loss {_few(self.valid_loss)}, grad_norm {_few(self.grad_norm)}"
-            )
+            told.append(f"  logged loss {few(self.loss)}, held-out loss {few(self.valid_loss)}, grad_norm {few(self.grad_norm)}")
             bad = f"{self.nonfinite} of {self.tensors} trainable tensors not finite"
             told.append(f"  {bad}, {self.refused} attempts refused, {self.skipped} steps skipped, {self.seconds or 0:.1f} s")
         told += [f"  {Incident.from_json(dict(incident))}" for incident in self.incidents[:3]]
@@ -74,33 +64,3 @@ class Result:
             f"  accuracy {self.accuracy:.3f}{error}, answer rate {self.answer_rate:.3f} on {self.questions} held-out questions"
         )
         return told
-
-    @classmethod
-    def load(cls, folder: Path) -> Result:
-        path = folder / FILE
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            known = {f.name for f in fields(cls)}
-            found = {name: value for name, value in data.items() if name in known}
-            for name in ("loss", "valid_loss", "grad_norm"):
-                found[name] = None if found.get(name) is None else decode(found[name])
-            found["curves"] = {k: [None if x is None else decode(x) for x in v] for k, v in found.get("curves", {}).items()}
-            if not isinstance(found.get("setting"), dict):
-                raise TypeError("it has no setting")
-            return cls(**found)
-        except FileNotFoundError:
-            raise UsageError(f"{path} is not there: the run in {folder} is not done. Train it again, it goes on") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} is not a result of this recipe ({error}): delete it, or choose another --out") from error
-
-
-def _few(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def _out(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)  # all digits: two runs are compared by them
-    if isinstance(value, Mapping):
-        return {str(key): _out(item) for key, item in value.items()}
-    return [_out(item) for item in value] if isinstance(value, (list, tuple)) else value
