@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,9 @@ def measure(model: nn.Module, pairs: Pairs, noiser: Noiser, config: Config, prec
         sums = [_sums(model, mine, noiser, mode, size, precision, team) for mode in MODES]
     finally:
         model.train(training)
+        reshard: Any = getattr(model, "reshard", None)
+        if reshard is not None:  # FSDP2 waits for a backward with it; weights that are put back until then would not be seen
+            reshard()
     both, latent, text = (team.sum(each).tolist() for each in sums)
     return Measured(
         text_loss=_mean(both[0], both[2]),

@@ -50,7 +50,8 @@ def draw(
 ) -> Drawn:
     """
     Args:
-        steps: forwards that it takes; text and latents get cleaner together.
+        steps: forwards that it takes, or a few more where the steps of noise cannot be parted evenly into so many; text and
+            latents get cleaner together.
         how: of latents.
         temperature: of bytes; 0 takes the likeliest.
         ids: with "text_to_latent", the texts, [count, tokens].
@@ -60,12 +61,16 @@ def draw(
         raise UsageError(f"--steps {steps}: a whole number from 1 to {config.loss.diffusion_steps} is needed")
     if not temperature >= 0:
         raise UsageError(f"--temperature {temperature}: a number of 0 or more is needed")
+    # Steps of noise are counted down by a whole number: with any other count, latents would begin in the middle of the schedule.
+    steps = config.loss.diffusion_steps // (config.loss.diffusion_steps // steps)
     place = next(model.parameters()).device
     generator = torch.Generator(place).manual_seed(seed)
     shape = config.model
     if mode == "text_to_latent":
         if ids is None:
             raise UsageError("text_to_latent: a text is needed")
+        if ids.shape[1:] != (shape.text_length,):
+            raise UsageError(f"text_to_latent: ids of shape {list(ids.shape)}; windows of {shape.text_length} are needed")
         text, text_given = ids.to(place), True
     else:
         text, text_given = torch.full((count, shape.text_length), MASK, device=place), False
@@ -74,6 +79,9 @@ def draw(
     if mode == "latent_to_text":
         if latent is None:
             raise UsageError("latent_to_text: a latent is needed")
+        if latent.shape[1:] != (shape.latent_length, shape.latent_width):
+            wanted = f"[count, {shape.latent_length}, {shape.latent_width}]"
+            raise UsageError(f"latent_to_text: a latent of shape {list(latent.shape)}; {wanted} is needed")
         mixed, latent_given, text = latent.to(place), True, text[:1].expand(len(latent), -1).clone()
     else:
         size = (len(text), shape.latent_length, shape.latent_width)
@@ -89,15 +97,20 @@ def draw(
                 torch.full_like(text_time, 0.0) if latent_given else ((step + 1) / config.loss.diffusion_steps).expand(len(text))
             )
             logits, predicted = model(text, mixed, text_time, latent_time.to(text_time), keep)
-            if not bool(logits.isfinite().all() & predicted.isfinite().all()):
-                raise NotFinite("the model predicts numbers that are not finite: nothing can be drawn from it")
+            _check(logits, predicted)
             if not text_given:
                 text = _unmasked(text, logits.float(), now, later, temperature, generator)
             if not latent_given:
                 mixed = noise.step(predicted.float(), step, mixed, generator=generator).prev_sample
+        _check(mixed)  # what is predicted may be finite, and too large to be gone on with
     finally:
         model.train(training)
     return Drawn(text.cpu(), mixed.cpu(), agreement(text.cpu(), mixed.cpu(), scale))
+
+
+def _check(*tensors: Tensor) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise NotFinite("the model predicts numbers that are not finite: nothing can be drawn from it")
 
 
 def _unmasked(ids: Tensor, logits: Tensor, now: float, later: float, temperature: float, generator: torch.Generator) -> Tensor:
@@ -107,7 +120,8 @@ def _unmasked(ids: Tensor, logits: Tensor, now: float, later: float, temperature
     if temperature == 0:
         drawn = logits.argmax(-1)
     else:
-        chances = torch.softmax(logits / temperature, -1)
+        # Divided after the largest is 0: however low the temperature is, that stays finite.
+        chances = torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
         drawn = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(ids.shape)
     return torch.where(chosen, drawn, ids)
 

@@ -43,7 +43,9 @@ class Team:
             # Torch warns of in-place changes of what a model gives; nothing here makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
-        return nn.parallel.DistributedDataParallel(model, device_ids=[self.place] if self.place.type == "cuda" else None)
+        # The buffers are positions, the same everywhere: to send them around with every forward is of no use.
+        places = [self.place] if self.place.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights of a shared model by their own names, on the CPU of the first process; nothing on the others. All call."""
