@@ -200,8 +200,7 @@ def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_train_one_arm_and_the_first_alone_speaks(tmp_path, parallel):
-    """`broken` meets the damaged sample on one rank, and is lost on both; all of its weights are in one file. A second start
-    finds it done."""
+    """`broken` meets the damaged sample on one rank, and is lost on both; all of its weights are in one file."""
     quick = ["--set", "training.steps=10", "--set", "training.eval_every=5", "--set", "training.checkpoint_every=5"]
     words = ["recipe", "latent-dlm", "train", "--arm", "broken", *WORDS, *quick, "--set", f"training.parallel={parallel}"]
     with socket_port() as port:
@@ -226,6 +225,14 @@ def test_two_processes_train_one_arm_and_the_first_alone_speaks(tmp_path, parall
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     assert len(weights) == told["tensors"] and sum(tensor.numel() for tensor in weights.values()) == 78_785
     run("eval", "--arm", "broken", "--out", tmp_path, code=1)
+
+
+def test_what_is_wrong_with_the_call_is_said_by_the_first_process_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("0", "error: --arm nix is unknown"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        found = run("train", "--arm", "nix", "--out", tmp_path / "out", code=2)
+        assert found.stderr.partition("\n")[0] == said and found.stdout == ""
 
 
 def socket_port():

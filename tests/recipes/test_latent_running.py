@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +262,20 @@ def test_a_stopped_run_goes_on_and_again_replaces(tmp_path, monkeypatch):
     (tmp_path / "killed" / "fixed" / "left").write_text("over")
     other = studio(tmp_path / "killed", *quick, "training.seed=5").run(quiet, again=True)
     assert not (tmp_path / "killed" / "fixed" / "left").exists() and other.text_loss != whole.text_loss
+
+
+def test_an_arm_that_is_done_leaves_no_model_in_memory(tmp_path, monkeypatch):
+    """Seven arms in one process have to fit beside the data."""
+    seen, real = [], running.train
+
+    def noting(*args, **more):
+        trained = real(*args, **more)
+        seen.append(weakref.ref(trained.model))
+        return trained
+
+    monkeypatch.setattr(running, "train", noting)
+    studio(tmp_path, "training.steps=4").run(setting("guarded"))
+    assert len(seen) == 1 and seen[0]() is None
 
 
 # -- arms ----------------------------------------------------------------------------------------------------------------------

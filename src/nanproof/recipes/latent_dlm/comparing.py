@@ -172,7 +172,8 @@ def _damaged_sample(r: Result) -> int | None:
 
 def _validated(r: Result, name: str) -> list[tuple[int, float]]:
     """Step and value wherever it was measured."""
-    return [(int(step or 0), x) for step, x in zip(r.curves["step"], r.curves[name], strict=True) if x is not None]
+    found = zip(r.curves.get("step", ()), r.curves.get(name, ()), strict=True)
+    return [(int(step or 0), x) for step, x in found if x is not None]
 
 
 def _fall(found: Sequence[tuple[int, float]]) -> str:

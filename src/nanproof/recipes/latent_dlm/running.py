@@ -4,6 +4,7 @@ on twice. Of several processes the first alone touches folders; all of them trai
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -75,6 +76,11 @@ class Studio:
         if there is not None:
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
             return there
+        result = self._made(setting, config, told, folder)
+        gc.collect()  # a guard and its model refer to each other; the next arm needs the memory
+        return result
+
+    def _made(self, setting: Setting, config: Config, told: dict[str, Any], folder: Path) -> Result:
         with ExitStack() as held, reproducible():
             self._first(lambda: self._begin(folder, told, held))
             trained = self._trained(setting, config, folder)

@@ -125,6 +125,8 @@ def train(
         told.append(line)
         say(line)
 
+    if team.place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(team.place)  # an arm before this one may have taken more
     torch.manual_seed(config.training.seed)
     with torch.device(team.place):
         model = MMDiT(config.model)
