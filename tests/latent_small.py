@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 SMALL = (
+    "data.valid_share=0.01",
     "model.layers=1",
     "model.width=32",
     "model.heads=2",

@@ -1,4 +1,4 @@
-"""What the comparison of latent-dlm claims: each check holds for what was measured, and fails when a measurement says otherwise."""
+"""What the comparison of latent-dlm claims: each check holds for what was measured, and fails where a measurement differs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Shown:
 
     def to_json(self) -> dict[str, Any]:
         given = {} if self.given is None else {"given": self.given}
-        return {"mode": self.mode, **given, "text": self.text, "agreement": self.agreement}
+        return {"mode": self.mode.replace("_", "-"), **given, "text": self.text, "agreement": self.agreement}
 
 
 def show(
