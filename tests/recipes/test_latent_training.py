@@ -191,13 +191,9 @@ def weight_decay(go):
 
 def beta1(go):
     run, usual = go(optimizer__beta1=0.5), go()
-<<<<<<< HEAD
-    assert run.optimizer.param_groups[0]["betas"] == (0.5, 0.99) and not same(run.weights, usual.weights)
-=======
     assert run.optimizer.param_groups[0]["betas"] == (0.5, usual.optimizer.param_groups[0]["betas"][1]) and not same(
         run.weights, usual.weights
     )
->>>>>>> 26186d3749579e949d9fd9d01fa852485ffa014c
 
 
 def beta2(go):

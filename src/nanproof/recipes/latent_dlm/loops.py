@@ -61,20 +61,10 @@ class PlainLoop:
         self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
         self.next_step = self.skipped = self.back = 0
         self._seen: list[tuple[tuple[str, ...], Tensor]] = []
-<<<<<<< HEAD
-=======
-        self._rate = 0.0
-        """Of the last step that was seen; the schedule has gone on when it is asked for."""
->>>>>>> 26186d3749579e949d9fd9d01fa852485ffa014c
         self.infinite: int | None = None
         """The first step whose norm of the gradients was Inf."""
         self.lost: int | None = None
         """The step since which no loss was finite."""
-<<<<<<< HEAD
-        self._rate = 0.0
-        """Of the last step that was seen; the schedule has gone on when it is asked for."""
-=======
->>>>>>> 26186d3749579e949d9fd9d01fa852485ffa014c
 
     def _see(self, loss: Tensor, terms: Terms, norm: Tensor) -> None:
         named = {"loss": loss, **terms, "grad_norm": norm}
