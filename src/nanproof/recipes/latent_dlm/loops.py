@@ -61,6 +61,8 @@ class PlainLoop:
         self.model, self.optimizer, self.schedule, self.losses, self.config = model, optimizer, schedule, losses, config
         self.next_step = self.skipped = self.back = 0
         self._seen: list[tuple[tuple[str, ...], Tensor]] = []
+        self._rate = 0.0
+        """Of the last step that was seen; the schedule has gone on when it is asked for."""
         self.infinite: int | None = None
         """The first step whose norm of the gradients was Inf."""
         self.lost: int | None = None
