@@ -108,6 +108,9 @@ def ran(tmp_path_factory):
         for arm in ("fixed", "broken", "whole"):
             jobs[kind, arm] = ("test_latent_team:trained", (kind, arm, str(folder / f"{kind}-{arm}")), {})
         jobs[kind, "stopped"] = ("test_latent_team:stopped", (kind, str(folder / f"{kind}-stopped")), {})
+    for term in ("text_loss", "latent_loss"):
+        arguments = ("ddp", "fresh", str(folder / f"ddp-{term}"))
+        jobs["ddp", term] = ("test_latent_team:trained", arguments, {f"loss__{term}_weight": 0.0, "training__steps": 4})
     jobs["ddp", "guarded"] = ("test_latent_team:trained", ("ddp", "guarded", str(folder / "ddp-guarded")), {})
     jobs["plain", "orders"] = ("test_latent_team:orders", (False,), {})
     jobs["wrapped", "orders"] = ("test_latent_team:orders", (True,), {})
@@ -129,6 +132,12 @@ def test_both_ranks_refuse_the_same_step_and_the_guilty_one_is_named(kind, arm, 
     assert zero["sums"] == one["sums"] and zero["measured"] == one["measured"]
     log = [line for line in lines(folder / f"{kind}-{arm}" / training.LOG) if "loss" in line]
     assert [line["step"] for line in log] == list(range(12)) and zero["tokens"] == 12 * 2 * 4 * 18
+
+
+@pytest.mark.parametrize("term", ["text_loss", "latent_loss"])
+def test_a_term_of_weight_0_leaves_parameters_without_gradient_which_ddp_is_told(term, ran):
+    for result in ran[1]["ddp", term]:
+        assert result["ending"] == "finished" and result["skipped"] == 0 and result["incidents"] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -45,7 +45,11 @@ class Team:
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
         # The buffers are positions, the same everywhere: to send them around with every forward is of no use.
         places = [self.place] if self.place.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)
+        # A term of weight 0 is left out, and with it the parameters that only it reaches: DDP would wait for their gradients.
+        unused = 0 in (config.loss.text_loss_weight, config.loss.latent_loss_weight)
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=places, broadcast_buffers=False, find_unused_parameters=unused
+        )
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights of a shared model by their own names, on the CPU of the first process; nothing on the others. All call."""

@@ -262,9 +262,10 @@ class Run:
                 measured = start < self._training.steps and "eval_text_loss" in line
                 if line["step"] < start or (measured and line["step"] == start):
                     kept.append(text + "\n")
-        self._path.unlink(missing_ok=True)
         if kept:
             write_whole(self._path, "".join(kept))
+        else:
+            self._path.unlink(missing_ok=True)
 
     def log(self) -> None:
         window = self._loop.window()
