@@ -35,7 +35,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", help="section.key=value, such as optimizer.lr=5e-5; may be given several times. No arm changes it."),
 ]
-How = Literal["ddim", "ddpm"]
+How = Literal["ddpm", "ddim"]
 OUT = Path("runs/latent-dlm")
 
 
@@ -99,7 +99,7 @@ def sample(
     mode: Annotated[str, typer.Option(help="unconditional, text-to-latent or latent-to-text.")] = "unconditional",
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Forwards of the model; text and latents get cleaner together.")] = 50,
-    how: Annotated[How, typer.Option(help="How latents are drawn.")] = "ddim",
+    how: Annotated[How, typer.Option(help="How latents are drawn.")] = "ddpm",
     temperature: Annotated[float, typer.Option(help="Of bytes; 0 takes the likeliest.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the drawing.")] = 0,
     text: Annotated[

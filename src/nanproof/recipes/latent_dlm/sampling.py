@@ -42,7 +42,7 @@ def draw(
     mode: Mode = "unconditional",
     count: int = 4,
     steps: int = 50,
-    how: Literal["ddpm", "ddim"] = "ddim",
+    how: Literal["ddpm", "ddim"] = "ddpm",
     temperature: float = 1.0,
     seed: int = 0,
     ids: Tensor | None = None,

@@ -54,7 +54,7 @@ def show(
     given: Tensor | None = None,
     count: int = EACH,
     steps: int = STEPS,
-    how: Literal["ddpm", "ddim"] = "ddim",
+    how: Literal["ddpm", "ddim"] = "ddpm",
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[Shown]:
