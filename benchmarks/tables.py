@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import latent_tables
 from variants import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -434,6 +435,7 @@ def units_line() -> str:
 
 
 BLOCKS = {
+    **latent_tables.BLOCKS,
     "units-sft": units_table,
     "units-sft-search": units_search,
     "units-sft-line": units_line,
@@ -469,6 +471,7 @@ def filled(text: str) -> str:
 def generated() -> dict[Path, str]:
     """Documents that are made as a whole: the pages of causes, the references."""
     import cause_pages
+import latent_tables
     import reference_api
     import reference_cli
 

@@ -56,7 +56,7 @@ def test_a_result_comes_back_with_all_digits_and_every_nan(small_comparison, tmp
     there.save(tmp_path)
     assert (tmp_path / "result.json").read_text() == text and repr(Result.load(tmp_path)) == repr(there)
     assert math.isnan(there.latent_loss) == (arm == "broken")
-    assert there.steps == 60 and there.tensors == 45 and there.tokens_per_second > 0
+    assert there.steps == 60 and there.tensors == 69 and there.tokens_per_second > 0
     assert all(getattr(there, name) is not None for name in MEASURES)
 
 
@@ -69,8 +69,8 @@ def test_a_damaged_result_is_named(tmp_path, text):
 
 def test_the_lines_for_a_person(small_comparison):
     lines = "\n".join(Result.load(small_comparison.out / "guarded").lines())
-    assert "guarded: finished" in lines and "0 of 45 parameters not finite" in lines and "1 steps skipped" in lines
-    assert "step 24: nonfinite-loss, skipped." in lines and "model: 78,785 parameters" in lines
+    assert "guarded: finished" in lines and "0 of 69 parameters not finite" in lines and "1 steps skipped" in lines
+    assert "step 24: nonfinite-loss, skipped." in lines and "model: 392,417 parameters" in lines
     empty = Result(name="x", setting={}).lines()
     assert empty[1] == "  held-out text loss none, accuracy none, latent loss none"
 
@@ -113,7 +113,7 @@ def test_notes_say_what_doctor_and_scan_say(small_comparison):
     assert "scan: 3 of 3 checkpoints hold a weight that is not finite" in broken
     assert "doctor on its log: nothing wrong" in guarded
     assert "scan: none of 4 checkpoints holds a weight that is not finite; 3 are proven good" in guarded
-    assert sum(note.startswith("model: 78,785 parameters") for note in guarded) == 1
+    assert sum(note.startswith("model: 392,417 parameters") for note in guarded) == 1
 
 
 def test_scan_counts_one_bad_checkpoint(tmp_path):
@@ -158,7 +158,7 @@ def test_the_model_comes_back_with_its_dtype_and_configuration(small_comparison)
         ("scale.json", b'{"mean": [0], "std": [-1]}'),
         ("scale.json", None),
         ("config.yaml", None),
-        ("config.yaml", b"size: tiny\nmodel: {width: 64, heads: 4}"),
+        ("config.yaml", b"size: tiny\nmodel: {width: 32, heads: 4}"),
         ("config.yaml", b"modle: 3"),
     ],
 )
