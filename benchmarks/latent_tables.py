@@ -142,8 +142,8 @@ def line() -> str:
     pair, found = data["pairs"][0], _load("long")["long"]
     machine = found["machine"]
     return (
-        f"At {data['run']['parameters'] / 1e6:.0f} M parameters on an {data['device']} a guarded step takes {pair['ratio']:.3f} of "
-        f"an unguarded one (95 %: {pair['low']:.3f} to {pair['high']:.3f}). {found['steps']:,} steps at the small size with "
+        f"At {data['run']['parameters'] / 1e6:.0f} M parameters on an {data['device']} a guarded step takes {pair['ratio']:.3f} "
+        f"of an unguarded one (95 %: {pair['low']:.3f} to {pair['high']:.3f}). {found['steps']:,} steps at the small size with "
         f"{sum(machine['faults'].values())} random faults, {machine['kills']} of them kills, ended with "
         + ("exactly the weights" if machine["identical"] else "other weights than those")
         + " of the undisturbed run."

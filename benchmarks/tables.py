@@ -471,7 +471,6 @@ def filled(text: str) -> str:
 def generated() -> dict[Path, str]:
     """Documents that are made as a whole: the pages of causes, the references."""
     import cause_pages
-import latent_tables
     import reference_api
     import reference_cli
 

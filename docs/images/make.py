@@ -87,20 +87,20 @@ def report(folder: Path) -> None:
 
 
 def compared() -> None:
-    """The curves of the recipe's comparison, as it was measured on the real model."""
+    """The curves of the recipes' comparisons, as they were measured."""
     from playwright.sync_api import sync_playwright
 
-    page_of = ROOT / "docs" / "recipes" / "units-sft-comparison.html"
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page: Any = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
-        page.goto(page_of.as_uri())
-        page.wait_for_timeout(400)
-        page.evaluate("document.getElementById('legend').scrollIntoView()")
-        page.evaluate("window.scrollBy(0, 70)")
-        page.wait_for_timeout(200)
-        page.screenshot(path=FOLDER / "units-sft.png")
-        print(FOLDER / "units-sft.png")
+        for recipe in ("units-sft", "latent-dlm"):
+            page: Any = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
+            page.goto((ROOT / "docs" / "recipes" / f"{recipe}-comparison.html").as_uri())
+            page.wait_for_timeout(400)
+            page.evaluate("document.getElementById('legend').scrollIntoView()")
+            page.evaluate("window.scrollBy(0, 70)")
+            page.wait_for_timeout(200)
+            page.screenshot(path=FOLDER / f"{recipe}.png")
+            print(FOLDER / f"{recipe}.png")
         browser.close()
 
 
