@@ -37,16 +37,14 @@ def arms() -> str:
     return "\n".join([*lines, "", f"`nanproof recipe latent-dlm compare`; {_facts(data)}."])
 
 
-def count() -> str:
-    return f"{_load('base')['run']['parameters']:,}"
-
-
 def base() -> str:
     """The reported size, on one device."""
     data = _load("base")
     run, measured = data["run"], data["run"]["measured"]
     gradient, weight = run["faults"]
     lines = [
+        f"{run['parameters']:,} parameters.",
+        "",
         "| guarded against unguarded steps | tokens a step | unguarded | guarded | ratio (95 %) |",
         "|---|---:|---:|---:|---|",
     ]
@@ -152,7 +150,6 @@ def line() -> str:
 
 BLOCKS = {
     "latent-dlm": arms,
-    "latent-dlm-count": count,
     "latent-dlm-base": base,
     "latent-dlm-samples": samples,
     "latent-dlm-long": long,
