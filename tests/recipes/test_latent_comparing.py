@@ -43,6 +43,7 @@ def results():
             infinite=24,
             lost=25,
             curves=LOST,
+            notes=["data: the latent of sample 17 is damaged; it is met at step 24"],
         ),
         Result(name="patched", **{**WELL, "skipped": 0}, text_loss=3.2, latent_loss=0.9),
         Result(
@@ -87,7 +88,8 @@ def incident(**changes):
         ("broken", {"latent_loss": 0.9}, "broken: weights are NaN"),
         ("broken", {"latent_loss": None}, "broken: weights are NaN"),
         ("broken", {"curves": CURVES}, "broken: nothing is learned any more"),
-        ("broken", {"setting": {**SETTING, "training.steps": 40}}, "broken: nothing is learned any more"),
+        ("broken", {"notes": ["the latent of sample 1 is damaged; it is met at step 19"]}, "broken: nothing is learned any more"),
+        ("broken", {"notes": []}, "broken: nothing is learned any more"),
         ("patched", {"nonfinite": 1}, "patched: lives"),
         ("patched", {"latent_loss": 0.74}, "patched: lives"),
         ("patched", {"latent_loss": None}, "patched: lives"),
@@ -121,6 +123,15 @@ def test_a_claim_fails_when_the_measurement_says_otherwise(name, change, claim):
     by_name[name] = replace(by_name[name], **change)
     found = failing(by_name)
     assert len(found) == 1 and found[0].startswith(claim), found
+
+
+def test_the_damaged_step_is_the_one_that_was_met():
+    """An epoch may be shorter than 0.4 of the run: here the sample was met at step 20 of 100, and 3.3 was measured after it."""
+    by_name = results()
+    note = "data: the latent of sample 17 is damaged; it is met at step 20"
+    by_name["broken"] = replace(by_name["broken"], setting={**SETTING, "training.steps": 100}, notes=[note], curves=CURVES)
+    check = next(check for check in checks(by_name) if "nothing is learned" in check.claim)
+    assert check.measured == "3.4 at step 20 and 3.2 at step 60; the damaged step is 20" and not check.holds
 
 
 def test_seeds_that_agree_by_chance_leave_two_percent():

@@ -1,6 +1,7 @@
 """The arms: the training as it was reported, as the document patched it, as it was under nanproof, and as it should be.
 
-All of them read the same data, in which the latent of one sample was damaged. Weights in bf16, the loop and the losses are what
+All of them read the same data, with the latent of one sample damaged: the one that the arm's own order meets at a step in the
+middle of the run, so another seed or other batches damage another sample. Weights in bf16, the loop and the losses are what
 `broken` has in common with the report; `patched` differs from it by what the document changed and by nothing else.
 """
 
@@ -14,7 +15,7 @@ from nanproof.recipes.latent_dlm.config import Config
 from nanproof.report.text import printable
 
 DAMAGED_AT = 0.4
-"""The part of the run after which the damaged sample is met."""
+"""The part of the run after which the damaged sample is met; earlier where the first epoch is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nanproof.core.environment import device_name, versions_now
-from nanproof.recipes.latent_dlm.arms import DAMAGED_AT, SETTINGS, setting
+from nanproof.recipes.latent_dlm.arms import SETTINGS, setting
 from nanproof.recipes.latent_dlm.results import Result
 from nanproof.recipes.latent_dlm.running import Studio
 from nanproof.recipes.latent_dlm.training import RECORDS
@@ -18,6 +19,7 @@ FAR = 1.5
 """So many times the latent loss of fixed is far above it."""
 NEAR = 0.02
 """Seeds of fixed that happen to come closer to each other than this share of their loss do not make it a narrower claim."""
+_MET = re.compile(r"the latent of sample (\d+) is damaged; it is met at step (\d+)")
 COLUMNS = (
     Column("text_loss", "text loss", note="Cross entropy of masked bytes in nats, on held-out windows at the end."),
     Column("latent_loss", "latent loss", note="Squared error of what is predicted of held-out latents, never normalised."),
@@ -105,13 +107,13 @@ def _broken(r: Result) -> Iterable[Check]:
         f"{r.nonfinite} of {r.tensors} parameters not finite, held-out latent loss {few(r.latent_loss)}",
         bool(r.nonfinite) and r.latent_loss is not None and math.isnan(r.latent_loss),
     )
-    damaged = int(r.setting["training.steps"] * DAMAGED_AT)
+    met = _damaged(r)[1]
     texts = _validated(r, "eval_text_loss")
-    before, last = [found for found in texts if found[0] <= damaged][-1:], texts[-1:]
+    before, last = [found for found in texts if met is not None and found[0] <= met][-1:], texts[-1:]
     said = " and ".join(f"{loss:.4g} at step {step}" for step, loss in (*before, *last))
     yield Check(
         "broken: nothing is learned any more; the held-out text loss at the end is no better than before the damaged step",
-        f"{said}; the damaged step is {damaged}" if before else f"not measured before step {damaged}",
+        f"{said}; the damaged step is {met}" if before else f"not measured before step {_step(met)}",
         bool(before) and last != before and not last[0][1] < before[0][1],
     )
 
@@ -133,7 +135,7 @@ def _guarded(by_name: Mapping[str, Result]) -> Iterable[Check]:
         r.skipped == 1 and r.nonfinite == 0 and r.ending == "finished",
     )
     first = r.incidents[0] if len(r.incidents) == 1 else {}
-    found, index = first.get("diagnosis") or {}, _damaged_sample(r)
+    found, index = first.get("diagnosis") or {}, _damaged(r)[0]
     named = "of the terms latent_loss is " in first.get("message", "")
     sample = index is not None and f"dataset index {index} put into quarantine" in first.get("message", "")
     verified = found.get("cause") == "outlier-batch" and found.get("verified") is True
@@ -161,13 +163,13 @@ def _near(r: Result, seeds: Sequence[Result], name: str) -> Check:
     )
 
 
-def _damaged_sample(r: Result) -> int | None:
-    """As the notes of the training say it."""
+def _damaged(r: Result) -> tuple[int | None, int | None]:
+    """The damaged sample and the step that met it, as the notes of the training say it."""
     for note in r.notes:
-        _, found, rest = note.partition("the latent of sample ")
-        if found:
-            return int(rest.split()[0])
-    return None
+        found = _MET.search(note)
+        if found is not None:
+            return int(found[1]), int(found[2])
+    return None, None
 
 
 def _validated(r: Result, name: str) -> list[tuple[int, float]]:
