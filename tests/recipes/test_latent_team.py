@@ -13,8 +13,10 @@ from latent_toys import FRESH, lines, prepared, small
 
 pytest.importorskip("diffusers")
 
+from nanproof.errors import UsageError
 from nanproof.recipes.latent_dlm import training
 from nanproof.recipes.latent_dlm.arms import BROKEN, FIXED, GUARDED
+from nanproof.recipes.latent_dlm.running import Studio
 from nanproof.recipes.latent_dlm.team import Team, team
 from nanproof.recipes.latent_dlm.training import damaged, forever, train
 from two_ranks import two_ranks
@@ -99,6 +101,17 @@ def orders(rank, wrapped):
     return {"epochs": [seen[:12], seen[12:24], seen[24:]], "bad": bad, "said": said}
 
 
+def refused(rank, out):
+    """The folder is a file: only the first rank finds that out."""
+    config = small()
+    studio = Studio(Path(out), config, team=member(rank))
+    studio._data = prepared(config)
+    try:
+        studio.run(FRESH)
+    except (OSError, UsageError) as error:
+        return [type(error).__name__, str(error)]
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """All of it in one pair of processes: starting them takes longest."""
@@ -114,6 +127,8 @@ def ran(tmp_path_factory):
     jobs["ddp", "guarded"] = ("test_latent_team:trained", ("ddp", "guarded", str(folder / "ddp-guarded")), {})
     jobs["plain", "orders"] = ("test_latent_team:orders", (False,), {})
     jobs["wrapped", "orders"] = ("test_latent_team:orders", (True,), {})
+    (folder / "file").write_text("")
+    jobs["refused"] = ("test_latent_team:refused", (str(folder / "file"),), {})
     results = two_ranks(*jobs.values(), timeout=60)
     return folder, dict(zip(jobs, results, strict=True))
 
@@ -179,6 +194,12 @@ def test_the_reported_loop_runs_on_two_ranks_as_well_as_it_can(kind, ran):
     assert sum(float(w.double().sum()) for w in load_file(kept[-1]).values()) == pytest.approx(sum(zero["sums"]), abs=1e-6)
 
 
+def test_what_goes_wrong_on_the_first_rank_ends_the_other_too(ran):
+    """A disk that is full, a folder that is a file: the other would wait for it in a collective until that times out."""
+    zero, one = ran[1]["refused"]
+    assert zero[0] == "NotADirectoryError" and one[0] == "UsageError" and "Not a directory" in one[1]
+
+
 @pytest.mark.parametrize("how", ["plain", "wrapped"])
 def test_ranks_see_different_samples_and_every_epoch_another_order(how, ran):
     """Also the first epoch is the one that the place of the damaged sample is counted in."""
@@ -197,4 +218,3 @@ def test_one_process_is_a_team(monkeypatch):
         assert (alone.rank, alone.world, alone.leads) == (0, 1, True) and alone.share({"a": 1}) == {"a": 1}
         numbers = torch.tensor([1.0, 2.0])
         assert torch.equal(alone.sum(numbers), numbers)
-        alone.wait()

@@ -12,6 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
+from nanproof.core.files import reason
 from nanproof.errors import UsageError
 from nanproof.recipes.folders import begin, begun, check, doctors_word, locked, refuse_another
 from nanproof.recipes.latent_dlm import keeping
@@ -84,13 +87,15 @@ class Studio:
         with ExitStack() as held, reproducible():
             self._first(lambda: self._begin(folder, told, held))
             trained = self._trained(setting, config, folder)
-            return self._first(lambda: self._end(setting.name, told, trained, folder))
+            weights = self.team.weights(trained.model)
+            return self._first(lambda: self._end(setting.name, told, trained, weights, folder))
 
     def _begin(self, folder: Path, told: Mapping[str, Any], held: ExitStack) -> None:
         begin(folder, told)
         held.enter_context(locked(folder))
 
-    def _end(self, name: str, told: dict[str, Any], trained: Trained, folder: Path) -> Result:
+    def _end(self, name: str, told: dict[str, Any], trained: Trained, weights: dict[str, Tensor], folder: Path) -> Result:
+        keep(folder, weights, trained.config, self.data.scale)
         result = self._result(name, told, trained, folder)
         result.save(folder)  # last of all: what has a result is done
         return result
@@ -109,14 +114,10 @@ class Studio:
         return None
 
     def _trained(self, setting: Setting, config: Config, folder: Path) -> Trained:
-        """All processes. The weights end up in the folder."""
+        """All processes."""
         self.progress.say(f"{setting.name}: {setting.says}")
         with self.progress.of(f"train {setting.name}", config.training.steps) as advance:
-            trained = train(config, setting, self.data, folder, self.team, tick=advance, say=self._noted)
-        weights = self.team.weights(trained.model)
-        if self.team.leads:
-            keep(folder, weights, config, self.data.scale)
-        return trained
+            return train(config, setting, self.data, folder, self.team, tick=advance, say=self._noted)
 
     def _noted(self, line: str) -> None:
         self.progress.say(f"  {line}")
@@ -154,17 +155,17 @@ class Studio:
         return {**told, "processes": self.team.world}
 
     def _first(self, work: Callable[[], Found]) -> Found:
-        """What the first process finds, or what is wrong there, on all of them."""
+        """What the first process finds, or what is wrong there, on all of them: the others do not wait for one that has ended."""
         found: Any = None
-        wrong: str | None = None
+        wrong: Exception | None = None
         if self.team.leads:
             try:
                 found = work()
-            except UsageError as error:
-                wrong = str(error)
-        found, wrong = self.team.share((found, wrong))
-        if wrong is not None:
-            raise UsageError(wrong)
+            except Exception as error:
+                wrong = error
+        found, said = self.team.share((found, None if wrong is None else reason(wrong)))
+        if said is not None:
+            raise wrong if wrong is not None else UsageError(said)
         return found  # type: ignore[no-any-return]
 
 
@@ -181,11 +182,13 @@ def curves(log: Path) -> dict[str, list[float | None]]:
     """The log as lists of one length, by step; None where it was not measured. Where a run went back, what came of the way on
     replaces what was there."""
     rows: dict[int, dict[str, float]] = {}
+    newest = -1
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         found = json.loads(line)
         step, names = found["step"], VALIDATED if VALIDATED[0] in found else TRAINED
-        for later in [at for at in rows if at >= step]:
+        for later in [at for at in rows if at >= step] if step <= newest else ():
             rows[later] = {name: value for name, value in rows[later].items() if name not in names}
+        newest = max(newest, step)
         rows.setdefault(step, {}).update({name: decode(found[name]) for name in names if name in found})
     steps = sorted(step for step, row in rows.items() if row)
     made: dict[str, list[float | None]] = {"step": [float(step) for step in steps]}

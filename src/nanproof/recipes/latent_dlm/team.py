@@ -83,10 +83,6 @@ class Team:
         dist.broadcast_object_list(box, 0, device=self.place)
         return box[0]
 
-    def wait(self) -> None:
-        if self.world > 1:
-            dist.barrier()
-
 
 @contextmanager
 def team() -> Iterator[Team]:
