@@ -64,6 +64,19 @@ def test_samples_that_are_all_large_are_no_outliers():
     assert told.cause != "outlier-batch"
 
 
+def test_a_mask_that_is_added_is_no_outlier():
+    """Where most samples have no padding, their masks are 0 and the others' far larger: another sample is the damaged one."""
+    mask, x = torch.zeros(8, 1, 6), torch.randn(8, 6, 4)
+    mask[2, :, 4:], x[5, 0, 1] = -1e9, 1e25
+
+    def loss(model, batch):
+        made = model(batch["x"])
+        return (torch.softmax(made @ made.transpose(1, 2) + batch["mask"], -1) @ made).square().mean()
+
+    told = nanproof.diagnose(nn.Linear(4, 3), loss, {"mask": mask, "x": x})
+    assert (told.cause, told.where, told.samples, told.verified) == ("outlier-batch", "batch['x']", (5,), True)
+
+
 def test_evidence_is_in_numbers():
     """The input of exp, where it was, and where exp overflows."""
     model = nn.Linear(1, 1)

@@ -254,14 +254,15 @@ class Extreme:
 
 
 def extreme(batches: Sequence[Any], factor: float) -> Extreme | None:
-    """The first tensor in which some samples, but not half of them, are so many times larger than is usual there."""
+    """The first tensor in which some samples, but not half of them, are so many times larger than is usual there. Where most
+    samples are zero there is no usual size: a mask that is added, of samples some of which have padding, is no damage."""
     for batch in batches:
         samples, _ = batch_shape(batch)
         for name, t in tensors_in(batch):
             if t.is_floating_point() and t.dim() and t.shape[0] == samples > 2 and t.numel():
                 sizes = t.detach().abs().reshape(samples, -1).amax(1)
                 usual = sizes.median()
-                far = torch.nonzero(sizes > factor * usual.clamp(min=1e-6)).flatten().tolist()
+                far = torch.nonzero(sizes > factor * usual.clamp(min=1e-6)).flatten().tolist() if usual > 0 else []
                 if 0 < len(far) < samples:
                     return Extreme(name, tuple(far), float(sizes.max()), float(usual))
     return None

@@ -17,6 +17,9 @@ from nanproof.explain.locate import extreme, guilty_sample
 from nanproof.explain.trace import Operand
 from nanproof.records import few
 
+FAR = 1e6
+"""A sample that is so many times larger than the others of its batch is no sample of the same kind."""
+
 
 class NonfiniteBatch(Cause):
     """NaN or Inf in features, targets or log-probs that came with the batch."""
@@ -54,8 +57,9 @@ def _of_usual_size(x: Tensor) -> Tensor:
     if not x.is_floating_point() or x.dim() == 0 or len(x) < 3 or not x.numel():
         return x
     sizes = x.detach().abs().reshape(len(x), -1).amax(1)
-    usual = sizes.median().clamp(min=1e-6)
-    smaller = torch.where(sizes > FAR * usual, usual / sizes, torch.ones_like(sizes))
+    median = sizes.median()
+    usual = median.clamp(min=1e-6)
+    smaller = torch.where((median > 0) & (sizes > FAR * usual), usual / sizes, torch.ones_like(sizes))
     return x * smaller.reshape(-1, *[1] * (x.dim() - 1))
 
 
@@ -139,10 +143,6 @@ def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
         ]
         lists = small[-2:]
     return f"input lengths {lists[0]}, target lengths {lists[1]}" if len(lists) >= 2 else "lengths not at hand"
-
-
-FAR = 1e6
-"""A sample that is so many times larger than the others of its batch is no sample of the same kind."""
 
 
 class OutlierBatch(Cause):
