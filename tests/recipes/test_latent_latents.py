@@ -153,6 +153,16 @@ def test_the_same_settings_give_the_same_data_and_others_another_checksum(tiny, 
     assert make(config).checksum != again.checksum and len(again.checksum) == 64
 
 
+def test_other_held_out_text_is_another_checksum(tmp_path):
+    """Of a single document the end is held out: what arms are measured on has to be the same in all of them."""
+    config = Config.load("tiny", [f"data.text={tmp_path / 'text'}", "model.text_length=16"])
+    made = []
+    for end in (b"x", b"y"):
+        (tmp_path / "text").write_bytes(b"a" * 4000 + end * 96)
+        made.append(make(config))
+    assert torch.equal(made[0].train.ids, made[1].train.ids) and made[0].checksum != made[1].checksum
+
+
 def test_a_damaged_record_is_in_a_copy_alone(tiny):
     before = tiny.train.latents.clone()
     damaged = tiny.train.corrupt(7)

@@ -28,6 +28,7 @@ from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.results import MEASURES, Result
 from nanproof.recipes.latent_dlm.running import Studio, curves, scans_word
 from nanproof.recipes.latent_dlm.showing import window_of
+from nanproof.recipes.latent_dlm.team import Team
 
 CPU = torch.device("cpu")
 
@@ -156,6 +157,7 @@ def test_the_model_comes_back_with_its_dtype_and_configuration(small_comparison)
         ("scale.json", b"{"),
         ("scale.json", b"[]"),
         ("scale.json", b'{"mean": [0], "std": [-1]}'),
+        ("scale.json", b'{"mean": [0], "std": [1]}'),
         ("scale.json", None),
         ("config.yaml", None),
         ("config.yaml", b"size: tiny\nmodel: {width: 32, heads: 4}"),
@@ -175,6 +177,18 @@ def test_a_window_of_a_text():
     found = window_of("ab", 4, 3)
     assert found.tolist() == [[97, 98, 256, 258]] * 3
     assert window_of("abcdef", 4, 1).tolist() == [[97, 98, 99, 100]]
+
+
+def test_a_model_is_not_measured_on_other_text(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(97, 123)) * 200)
+    quick = (f"data.text={text}", "data.valid_share=0.1", "training.steps=2", "training.eval_every=2")
+    result = studio(tmp_path / "out", *quick).run(replace(FIXED, damaged=False))
+    alone = Team(place=CPU)
+    assert running.evaluated(tmp_path / "out" / "fixed", alone).text_loss == result.text_loss
+    text.write_bytes(bytes(range(97, 123)) * 199 + b"other words are held out.")
+    with pytest.raises(UsageError, match="was trained with other text"):
+        running.evaluated(tmp_path / "out" / "fixed", alone)
 
 
 # -- folders -------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ class Prepared:
     scale: latents.Scale
     """That the latents of both have gone through; fitted on those of `train`."""
     checksum: str
-    """sha256 of the training windows and of what the latents and the split were made with."""
+    """sha256 of the windows of both and of what the latents and the split were made with."""
 
 
 def make(config: Config) -> Prepared:
@@ -76,12 +77,12 @@ def make(config: Config) -> Prepared:
         "valid_share": data.valid_share,
         "seed": data.seed,
     }
-    return Prepared(train, valid, scale, checksum(ids[0], settings))
+    return Prepared(train, valid, scale, checksum(ids, settings))
 
 
-def checksum(ids: Tensor, settings: dict[str, object]) -> str:
+def checksum(windows: Sequence[Tensor], settings: dict[str, object]) -> str:
     """sha256 in hex; numpy is not needed for it."""
-    found = hashlib.sha256(json.dumps([settings, list(ids.shape)], sort_keys=True).encode())
-    for part in ids.reshape(-1).to(torch.int16).split(1 << 20):
+    found = hashlib.sha256(json.dumps([settings, *(list(ids.shape) for ids in windows)], sort_keys=True).encode())
+    for part in torch.cat([ids.reshape(-1) for ids in windows]).to(torch.int16).split(1 << 20):
         found.update(bytes(part.view(torch.uint8).tolist()))
     return found.hexdigest()

@@ -173,6 +173,11 @@ def evaluated(folder: Path, team: Team) -> Measured:
     """The model of an arm, measured again on the held-out windows; its result stays as it is."""
     kept = keeping.load(folder, team.place)
     data = make(kept.config)
+    if (begun(folder, KEYS) or {}).get("data", data.checksum) != data.checksum:
+        raise UsageError(
+            f"{folder} was trained with other text than data.text holds now: what is held out is not the same. Bring the text "
+            "back, or train it again, with --again"
+        )
     noiser = Noiser(kept.config, padded=data.train.padded or data.valid.padded)
     with reproducible():
         return measure(kept.model, data.valid, noiser, kept.config, kept.precision, team)
