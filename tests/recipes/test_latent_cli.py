@@ -171,6 +171,7 @@ def test_what_cannot_be_is_said_before_anything_is_begun(tmp_path, words, said):
         (["--steps", 2000], "error: --steps 2000: a whole number from 1 to 1000 is needed"),
         (["--temperature", -1], "error: --temperature -1.0: a number of 0 or more is needed"),
         (["--temperature", "nan"], "error: --temperature nan: a number of 0 or more is needed"),
+        (["--seed", 2**64], "error: --seed 18446744073709551616: a whole number from 0 to 2**63 - 1 is needed"),
         (["--text", "x"], "hint: Choose text-to-latent or latent-to-text"),
         (["--mode", "latent-to-text", "--text", ""], "error: --text is empty"),
     ],

@@ -94,6 +94,7 @@ def _sums(
         # argmax takes NaN for the largest: an answer from logits that are not finite is no answer.
         right = (logits.argmax(-1) == labels) & keep & logits.isfinite().all(-1)
         error = (predicted.float() - noised.target).square()[noised.counts]
-        found = (entropy, right.sum(), keep.sum(), error.double().sum(), torch.tensor(error.numel(), device=place))
-        total += torch.stack([x.to(total.device, torch.float64) for x in found])
+        squares = error.to(total.device).double().sum()
+        found = (entropy, right.sum(), keep.sum(), squares, torch.tensor(error.numel()))
+        total += torch.stack([x.to(total.device).double() for x in found])
     return total

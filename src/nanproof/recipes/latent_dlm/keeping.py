@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanproof.core.files import reason, write_whole
+from nanproof.core.files import reason, sync, write_whole
 from nanproof.errors import UsageError
 from nanproof.numerics.precision import Precision, choose
 from nanproof.recipes.latent_dlm.config import Config
@@ -40,6 +40,7 @@ def keep(folder: Path, weights: dict[str, Tensor], config: Config, scale: Scale)
     write_whole(folder / SCALE, json.dumps(scale.state()) + "\n")
     partial = folder / f".{MODEL}.partial"
     save_file(weights, partial)
+    sync(partial)
     partial.replace(folder / MODEL)
 
 
@@ -56,6 +57,8 @@ def load(folder: Path, place: torch.device) -> Kept:
     config = Config.load(folder / CONFIG)
     try:
         scale = Scale.from_state(json.loads((folder / SCALE).read_text(encoding="utf-8")))
+        if len(scale.mean) != config.model.latent_width:
+            raise ValueError(f"{SCALE} is of latents of width {len(scale.mean)}, not {config.model.latent_width}")
         weights = load_file(folder / MODEL)
         model = MMDiT(config.model)
         in_bf16 = all(tensor.dtype == torch.bfloat16 for tensor in weights.values())

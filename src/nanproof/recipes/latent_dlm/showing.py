@@ -63,6 +63,8 @@ def show(
     if chosen not in get_args(Mode):
         names = [name.replace("_", "-") for name in get_args(Mode)]
         raise UsageError(f"--mode {mode} is unknown. Choose {', '.join(names[:-1])} or {names[-1]}")
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed {seed}: a whole number from 0 to 2**63 - 1 is needed")
     shape = kept.config.model
     more: dict[str, Any] = {}
     if chosen == "unconditional":
