@@ -179,12 +179,13 @@ class LongRun:
 
     def _start(self, words: list[str], kind: str) -> subprocess.Popen[bytes]:
         (self.out / kind).mkdir(parents=True, exist_ok=True)
-        log = (self.out / kind / "output.txt").open("ab")
-        return subprocess.Popen([sys.executable, "-W", "ignore", _main(), *words, "--kind", kind], stdout=log, stderr=log)
+        with (self.out / kind / "output.txt").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-W", "ignore", _main(), *words, "--kind", kind], stdout=log, stderr=log)
 
     def compared(self, kills: dict[str, int], seconds: float) -> dict[str, Any]:
         found: dict[str, Any] = {"steps": self.config.training.steps, "seconds": seconds}
-        same = torch.load(self.out / "undisturbed" / "weights.pt", weights_only=True)
+        calm = self.out / "undisturbed" / "weights.pt"
+        same = torch.load(calm, weights_only=True) if calm.exists() else None
         for kind in self.runs:
             folder = self.out / kind
             if not (folder / "end.json").exists():
@@ -195,7 +196,7 @@ class LongRun:
             faults = [json.loads(line) for line in _lines(folder / "faults.jsonl")]
             found[kind] = {
                 **json.loads((folder / "end.json").read_text()),
-                "identical": all(torch.equal(own[name], same[name]) for name in same),
+                "identical": same is not None and all(torch.equal(own[name], same[name]) for name in same),
                 "faults": {k: sum(f["kind"] == k for f in faults) for k in KINDS},
                 "kills": kills[kind],
                 "incidents": len(incidents),

@@ -77,7 +77,8 @@ def test_an_arm_that_was_begun_with_other_settings_is_refused_too(tmp_path, no_t
         small(tmp_path).arm(QUICK)
 
 
-def test_two_processes_do_not_work_on_one_arm(language, tmp_path, no_training):
+@pytest.mark.parametrize("again", [False, True])
+def test_two_processes_do_not_work_on_one_arm(language, tmp_path, no_training, again):
     """The second is turned away before it trains anything, and nothing of the first is touched."""
     folder = tmp_path / "fixed"
     shop = small(tmp_path)
@@ -91,7 +92,7 @@ def test_two_processes_do_not_work_on_one_arm(language, tmp_path, no_training):
         assert other.stdout.readline() == b"held\n"
         before = tree(tmp_path)
         with pytest.raises(UsageError, match="fixed is in use by another process"):
-            shop.arm(QUICK)
+            shop.arm(QUICK, again=again)
         assert tree(tmp_path) == before
     finally:
         other.communicate()

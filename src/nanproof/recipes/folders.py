@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,14 @@ def begun(folder: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     if not isinstance(found, dict) or not set(keys) <= found.keys():
         raise UsageError(f"{path} is not of this recipe. Choose another --out")
     return found
+
+
+def clear(folder: Path, keys: Iterable[str]) -> None:
+    """Removes an arm that was begun, unless somebody works on it. What is not of the recipe is refused, as by `begun`."""
+    if begun(folder, keys) is not None:
+        with locked(folder):
+            pass
+        shutil.rmtree(folder)
 
 
 def check(folder: Path, told: Mapping[str, Any]) -> None:

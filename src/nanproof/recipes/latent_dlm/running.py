@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from nanproof.core.files import reason
 from nanproof.errors import UsageError
-from nanproof.recipes.folders import begin, begun, check, doctors_word, locked, refuse_another
+from nanproof.recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
 from nanproof.recipes.latent_dlm import keeping
 from nanproof.recipes.latent_dlm.arms import Setting, configured
 from nanproof.recipes.latent_dlm.config import Config
@@ -102,10 +101,8 @@ class Studio:
 
     def _there(self, folder: Path, told: Mapping[str, Any], again: bool) -> Result | None:
         """The result of an arm that is done, with the same settings. `again` clears its folder."""
-        if again and begun(folder, KEYS) is not None:
-            with locked(folder):  # nobody works in it
-                pass
-            shutil.rmtree(folder)
+        if again:
+            clear(folder, KEYS)
         if (folder / FILE).exists():
             there = Result.load(folder)
             refuse_another(folder, there.setting, told)

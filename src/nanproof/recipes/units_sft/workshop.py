@@ -15,7 +15,7 @@ from typing import Any
 
 from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
-from nanproof.recipes.folders import begin, begun, check, doctors_word, locked, refuse_another
+from nanproof.recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
 from nanproof.recipes.machine import device, ran_on, reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.units_sft import questions
@@ -100,8 +100,8 @@ class Workshop:
     def done(self, setting: Setting, *, again: bool = False, **more: Any) -> Result | None:
         """The result of an arm that is there already, made with the same settings. `again` clears the arm's folder."""
         folder, told = self.out / setting.name, self._told(setting, **more)
-        if again and begun(folder, KEYS) is not None:
-            shutil.rmtree(folder)
+        if again:
+            clear(folder, KEYS)
         if (folder / FILE).exists():
             there = Result.load(folder)
             refuse_another(folder, there.setting, told)
