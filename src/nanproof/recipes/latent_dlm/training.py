@@ -188,21 +188,22 @@ def train(
         for line in loop.story():
             note(line)
     return Trained(
-        wrapped,
-        config,
-        run.evaluate(loop.next_step),
-        ending,
-        loop.next_step,
-        seconds,
-        run.tokens * team.world,
-        loop.skipped,
-        loop.back,
-        bad,
-        tensors,
-        torch.cuda.max_memory_allocated(team.place) if team.place.type == "cuda" else None,
-        _incidents(folder) if guard is not None else [],
-        told,
-        *((loop.infinite, loop.lost) if isinstance(loop, PlainLoop) else ()),
+        model=wrapped,
+        config=config,
+        measured=run.evaluate(loop.next_step),
+        ending=ending,
+        steps=loop.next_step,
+        seconds=seconds,
+        tokens=run.tokens * team.world,
+        skipped=loop.skipped,
+        rolled_back=loop.back,
+        nonfinite=bad,
+        tensors=tensors,
+        memory=torch.cuda.max_memory_allocated(team.place) if team.place.type == "cuda" else None,
+        incidents=_incidents(folder) if guard is not None else [],
+        notes=told,
+        infinite=loop.infinite if isinstance(loop, PlainLoop) else None,
+        lost=loop.lost if isinstance(loop, PlainLoop) else None,
     )
 
 
