@@ -60,10 +60,10 @@ def train(
         chosen = setting(arm)
         with _studio(out, config, changes) as studio:
             result = studio.run(chosen, again=again)
-        if first():
+        if first():  # alone: torchrun ends the others as soon as one has failed, in the middle of a line
             show(result, as_json)
-        if result.nonfinite or result.ending != "finished":
-            raise typer.Exit(1)
+            if result.nonfinite or result.ending != "finished":
+                raise typer.Exit(1)
 
 
 @latent_dlm.command("eval")
@@ -160,8 +160,6 @@ def compare(
             found = run(studio, seeds)
         if first():
             compared(found, out, as_json)
-        elif not all(check.holds for check in found.checks):
-            raise typer.Exit(1)
 
 
 @contextmanager
