@@ -3,6 +3,7 @@ and see different samples, in another order every epoch."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def trained(rank, kind, arm, folder, stop=None, **changes):
         if done == stop:
             raise KeyboardInterrupt
 
+    warnings.simplefilter("error", FutureWarning)  # of torch, about what the recipe asks of it
     try:
         result = train(config, ARMS[arm], prepared(config, 160), Path(folder), member(rank), tick=tick, prepare=look)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -43,13 +44,15 @@ class Team:
             # Torch warns of in-place changes of what a model gives; nothing here makes one.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             return sharded(model, mesh=init_device_mesh(self.place.type, (self.world,)))
-        # The buffers are positions, the same everywhere: to send them around with every forward is of no use.
+        # The buffers are positions, the same everywhere: to send them around with every forward is of no use. Torch has renamed
+        # how that is said, and warns of the old name.
+        ddp = nn.parallel.DistributedDataParallel
+        sent = "forward_sync_buffers" if "forward_sync_buffers" in signature(ddp).parameters else "broadcast_buffers"
+        quiet: dict[str, Any] = {sent: False}
         places = [self.place] if self.place.type == "cuda" else None
         # A term of weight 0 is left out, and with it the parameters that only it reaches: DDP would wait for their gradients.
         unused = 0 in (config.loss.text_loss_weight, config.loss.latent_loss_weight)
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=places, broadcast_buffers=False, find_unused_parameters=unused
-        )
+        return ddp(model, device_ids=places, find_unused_parameters=unused, **quiet)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights of a shared model by their own names, on the CPU of the first process; nothing on the others. All call."""
