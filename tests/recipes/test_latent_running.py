@@ -220,6 +220,14 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(small_comparison,
     assert tree(folder) == before
 
 
+def test_numbers_that_the_device_does_not_have_leave_no_folder(tmp_path, no_training):
+    """A folder that was begun with them would refuse the arm as it should have been called."""
+    config = Config.load("tiny", [*SMALL, "training.dtype=fp16"])
+    with pytest.raises(UsageError, match="fp16"):
+        Studio(tmp_path, config, team=Team(place=CPU)).run(FIXED)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("name", "text"), [("thesis.tex", "years of work"), ("setting.json", '{"volume": 11}')])
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path, no_training, again, name, text):

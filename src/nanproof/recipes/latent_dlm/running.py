@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanproof.core.files import reason
 from nanproof.errors import UsageError
+from nanproof.numerics.precision import choose
 from nanproof.recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
 from nanproof.recipes.latent_dlm import keeping
 from nanproof.recipes.latent_dlm.arms import Setting, configured
@@ -72,6 +73,8 @@ class Studio:
         """Train an arm and measure it. One that is done is not done again; one that was stopped goes on, if it has a guard."""
         config = self.configured(setting)
         enough(self.data.train, config, self.team)  # where there are too few, nothing is begun
+        if setting.weights == "fp32":
+            choose(device=self.team.place, ask=config.training.dtype)  # nor where the device has no such numbers
         told = self._told(setting, config)
         folder = self.out / setting.name
         there = self._first(lambda: self._there(folder, told, again))
