@@ -11,6 +11,7 @@ from importlib.resources import files
 import pytest
 
 from nanproof.errors import UsageError
+from nanproof.recipes.latent_dlm.arms import configured, setting
 from nanproof.recipes.latent_dlm.config import KEYS, SECTIONS, SIZES, Config, Loss, Modes, Optimizer
 
 yaml = pytest.importorskip("yaml")
@@ -338,3 +339,16 @@ def test_reading_settings_imports_no_torch():
     use = "from nanproof.recipes.latent_dlm.config import Config; Config.load('base')"
     code = f"import sys; {use}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_a_person_has_set_is_known(tmp_path):
+    """In a file or by a change; a size that ships has chosen nothing. Arms leave such keys as they are."""
+    path = written(tmp_path, "size: base\noptimizer:\n  lr: 2e-4\nloss:\n  loss_scale: 2.0\n")
+    assert Config.chosen("base") == frozenset()
+    assert Config.chosen("tiny", ["training.seed=3"]) == {"training.seed"}
+    assert Config.chosen(path, ["optimizer.eps=1e-6"]) == {"optimizer.lr", "loss.loss_scale", "optimizer.eps"}
+    config = Config.load(path)
+    assert configured(config, setting("guarded"), Config.chosen(path)).optimizer.lr == 2e-4
+    assert configured(config, setting("guarded")).optimizer.lr == 1e-4
+    with pytest.raises(UsageError, match="no key of this recipe"):
+        Config.chosen(written(tmp_path, "optimizer:\n  rl: 1\n"))

@@ -179,8 +179,8 @@ def _studio(out: Path, config: str, changes: list[str] | None) -> Iterator[Studi
         if not first():
             logging.getLogger("nanproof").setLevel(logging.CRITICAL)
         with team() as us:
-            keys = [change.partition("=")[0].strip() for change in asked]
-            yield Studio(out, made, chosen=keys, team=us, progress=Progress(Console(stderr=True)))
+            chosen = Config.chosen(config, asked)
+            yield Studio(out, made, chosen=chosen, team=us, progress=Progress(Console(stderr=True)))
 
 
 def _needs() -> None:

@@ -218,6 +218,12 @@ class Config:
         config = _size(source) if isinstance(source, str) and source in SIZES else _file(Path(source))
         return config.with_(**dict(read_change(change, KEYS) for change in changes)) if changes else config
 
+    @staticmethod
+    def chosen(source: str | Path, changes: Sequence[str] = ()) -> frozenset[str]:
+        """The keys that a person has set: in a file of theirs, or by a change. Those of a size that ships are nobody's choice."""
+        own = {} if isinstance(source, str) and source in SIZES else _written(Path(source))[1]
+        return frozenset((*own, *(read_change(change, KEYS)[0] for change in changes)))
+
     @classmethod
     def from_json(cls, made: Mapping[str, Any]) -> Config:
         """Back from `to_json`. What is missing has its default, where there is one."""
@@ -263,6 +269,15 @@ def _size(name: str) -> Config:
 
 def _file(path: Path) -> Config:
     """A file may hold a few keys only."""
+    size, own = _written(path)
+    try:
+        return _size(size).with_(**own)
+    except UsageError as error:
+        raise UsageError(f"{printable(str(path))}: {error}") from None
+
+
+def _written(path: Path) -> tuple[str, dict[str, Any]]:
+    """The size that a file starts from, and the values that it sets, by their full keys."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -278,7 +293,7 @@ def _file(path: Path) -> Config:
         size = made.pop("size", SIZES[0])
         if not isinstance(size, str) or size not in SIZES:
             raise UsageError(f"size: not one of {', '.join(SIZES)}")
-        return _size(size).with_(**_flat(made))
+        return size, _flat(made)
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
 
