@@ -28,6 +28,7 @@ OTHER = {
     "data.packed": False,
     "data.valid_share": 0.25,
     "data.seed": 7,
+    "data.damaged": False,
     "optimizer.lr": 5e-5,
     "optimizer.grad_clip_norm": 0.5,
     "optimizer.weight_decay": 0.1,

@@ -47,7 +47,7 @@ def steps_that_meet(config, arm, data, folder):
 
 def said(result) -> tuple[int, int]:
     """Sample and step, from the words of a run."""
-    (word,) = [note for note in result.notes if note.startswith("data: ")]
+    (word,) = [note for note in result.notes if note.startswith("data: the latent")]
     sample, step = (int(part) for part in word.replace(";", "").split() if part.isdigit())
     return sample, step
 

@@ -17,7 +17,7 @@ pytest.importorskip("diffusers")
 
 from nanproof.errors import UsageError
 from nanproof.recipes.latent_dlm import dataset, training
-from nanproof.recipes.latent_dlm.arms import BROKEN, PATCHED
+from nanproof.recipes.latent_dlm.arms import BROKEN, FIXED, PATCHED
 from nanproof.recipes.latent_dlm.config import KEYS, Config
 from nanproof.recipes.latent_dlm.diffusion import Noiser
 from nanproof.recipes.latent_dlm.training import Trained, train
@@ -162,6 +162,13 @@ def data_seed(go, tmp_path):
     one, a = from_text(go, where=tmp_path / "a")
     two, b = from_text(go, where=tmp_path / "a", data__seed=1)
     assert a.checksum != b.checksum and one.result.measured != two.result.measured and same(one.first, two.first)
+
+
+def damaged(go):
+    """The arm has a damaged sample, unless the data is not to have one."""
+    one, two = go(FIXED), go(FIXED, data__damaged=False)
+    assert any("is damaged" in note for note in one.result.notes)
+    assert not any("damaged" in note for note in two.result.notes) and two.result.skipped == 0
 
 
 # -- optimizer -----------------------------------------------------------------------------------------------------------------

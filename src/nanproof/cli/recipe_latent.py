@@ -59,7 +59,13 @@ def train(
 
         chosen = setting(arm)
         with _studio(out, config, changes) as studio:
-            result = studio.run(chosen, again=again)
+            try:
+                result = studio.run(chosen, again=again)
+            except KeyboardInterrupt:
+                goes = "goes on from the last good checkpoint" if chosen.loop == "guarded" else "begins anew"
+                if first():
+                    typer.echo(f"stopped: the same command {goes}", err=True)
+                raise
         if first():  # alone: torchrun ends the others as soon as one has failed, in the middle of a line
             show(result, as_json)
             if result.nonfinite or result.ending != "finished":

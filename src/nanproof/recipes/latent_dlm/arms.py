@@ -52,7 +52,8 @@ PATCHED = replace(
     arm="patched",
     loop="document",
     losses="document",
-    says="the document's fix: bad losses and norms skipped, losses clamped to 100, latents normalised, half the learning rate",
+    says="the document's fix: bad losses and norms skipped, losses clamped to 100, latents normalised; learning rate and "
+    "clipping halved, warm-up and accumulation doubled, latent weight 0.1",
 )
 GUARDED = replace(BROKEN, arm="guarded", loop="guarded", heal=True, says="broken, under nanproof with healing on")
 FIXED = replace(

@@ -179,7 +179,7 @@ def _validated(r: Result, name: str) -> list[tuple[int, float]]:
 
 
 def _fall(found: Sequence[tuple[int, float]]) -> str:
-    return f"{found[0][1]:.4g} to {found[-1][1]:.4g}" if found else "not measured"
+    return f"{found[0][1]:.4g} to {found[-1][1]:.4g}" if len(found) > 1 else "not measured on the way"
 
 
 def _step(step: int | None) -> str:

@@ -94,6 +94,8 @@ class Data(Section):
     """Share of the documents that is never trained on."""
     seed: Seed = 0
     """Which documents those are."""
+    damaged: bool = True
+    """Whether the latent of one sample is damaged, as in the comparison; false for a training of one's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,8 @@ class Shown:
     """Cosine between its latent and the latent of its text; chance is about 0."""
     given: str | None = None
     """The text that was given, or whose latent was."""
+    latent: tuple[tuple[float, ...], ...] = ()
+    """That was drawn, or that was given."""
 
     @property
     def told(self) -> str:
@@ -44,7 +46,8 @@ class Shown:
 
     def to_json(self) -> dict[str, Any]:
         given = {} if self.given is None else {"given": self.given}
-        return {"mode": self.mode.replace("_", "-"), **given, "text": self.text, "agreement": self.agreement}
+        latent = [[round(x, 4) for x in row] for row in self.latent]
+        return {"mode": self.mode.replace("_", "-"), **given, "text": self.text, "agreement": self.agreement, "latent": latent}
 
 
 def show(
@@ -89,8 +92,8 @@ def show(
     )
     known = [None] * len(drawn.ids) if given is None else [decode(ids, past_end=True) for ids in given]
     return [
-        Shown(chosen, decode(ids, past_end=True), agreement, before)  # type: ignore[arg-type]
-        for ids, agreement, before in zip(drawn.ids, drawn.agreement, known, strict=True)
+        Shown(chosen, decode(ids, past_end=True), agreement, before, tuple(map(tuple, latent.tolist())))  # type: ignore[arg-type]
+        for ids, latent, agreement, before in zip(drawn.ids, drawn.latent, drawn.agreement, known, strict=True)
     ]
 
 

@@ -187,6 +187,15 @@ def train(
     if isinstance(loop, PlainLoop):
         for line in loop.story():
             note(line)
+    incidents = _incidents(folder) if guard is not None else []
+    if (
+        said
+        and ending == "finished"
+        and not incidents
+        and not (isinstance(loop, PlainLoop) and loop.story())
+        and not loop.skipped
+    ):
+        note("data: the damaged sample did no harm; where its latent is given and not to be predicted, it does none")
     return Trained(
         model=wrapped,
         config=config,
@@ -200,7 +209,7 @@ def train(
         nonfinite=bad,
         tensors=tensors,
         memory=torch.cuda.max_memory_allocated(team.place) if team.place.type == "cuda" else None,
-        incidents=_incidents(folder) if guard is not None else [],
+        incidents=incidents,
         notes=told,
         infinite=loop.infinite if isinstance(loop, PlainLoop) else None,
         lost=loop.lost if isinstance(loop, PlainLoop) else None,
@@ -319,7 +328,7 @@ def forever(loader: Any) -> Iterator[Batch]:
 def damaged(pairs: Pairs, config: Config, setting: Setting, team: Team) -> tuple[Pairs, list[str]]:
     """The data with one damaged latent, in the batch of a step in the middle of the run: of the first rank, if there are more.
     Every sample is met in the first epoch, so that step lies in it."""
-    if not setting.damaged:
+    if not (setting.damaged and config.data.damaged):
         return pairs, []
     order = list(team.order(pairs, config.training.seed)) if team.rank == 0 else []
     samples = config.training.train_batch_size * config.training.gradient_accumulation_steps
