@@ -35,7 +35,8 @@ from nanproof.recipes.latent_dlm.dataset import make
 from nanproof.recipes.latent_dlm.diffusion import Noiser
 from nanproof.recipes.latent_dlm.model import MMDiT, count
 from nanproof.recipes.latent_dlm.sampling import draw
-from nanproof.recipes.latent_dlm.training import Losses, Trained, forever, rate, train
+from nanproof.recipes.latent_dlm.stepping import forever, rate
+from nanproof.recipes.latent_dlm.training import Losses, Trained, train
 from nanproof.recipes.machine import device
 from nanproof.records import read_incidents
 from variants import save, synchronize

@@ -28,7 +28,8 @@ from nanproof.recipes.latent_dlm.arms import FIXED
 from nanproof.recipes.latent_dlm.config import Config
 from nanproof.recipes.latent_dlm.dataset import Pairs, Prepared, make
 from nanproof.recipes.latent_dlm.model import MMDiT
-from nanproof.recipes.latent_dlm.training import LOG, train
+from nanproof.recipes.latent_dlm.stepping import LOG
+from nanproof.recipes.latent_dlm.training import train
 from nanproof.recipes.machine import reproducible
 from nanproof.records import read_incidents
 

@@ -18,9 +18,9 @@ from latent_toys import ALONE, FRESH, lines, prepared, same, small, weights
 
 pytest.importorskip("diffusers")
 
-from nanproof.recipes.latent_dlm import training
 from nanproof.recipes.latent_dlm.arms import BROKEN, FIXED, GUARDED, PATCHED, configured, setting
 from nanproof.recipes.latent_dlm.evaluating import Measured
+from nanproof.recipes.latent_dlm.stepping import LOG
 from nanproof.recipes.latent_dlm.training import train
 from nanproof.records import read_steps
 
@@ -87,7 +87,7 @@ def test_a_guarded_run_refuses_that_step_alone_and_names_term_and_sample(arm, tm
     (entry,) = lines(tmp_path / "nanproof" / "quarantine.jsonl")
     assert entry["index"] == sample and incident.diagnosis.cause == "outlier-batch"
     assert result.measured.finite and all(bool(w.isfinite().all()) for w in weights(result.model).values())
-    log = [line for line in lines(tmp_path / training.LOG) if "loss" in line]
+    log = [line for line in lines(tmp_path / LOG) if "loss" in line]
     assert [line["step"] for line in log] == list(range(40)) and log[-1]["skipped"] == 1
     assert [line["step"] for line in log if not isinstance(line["loss"], float)] == [step]
 
@@ -96,7 +96,7 @@ def test_the_broken_arm_never_comes_back_and_its_log_says_so(tmp_path):
     config = configured(small(training__steps=20, training__checkpoint_every=5, **NO_GIVEN_LATENT), BROKEN)
     result = train(config, BROKEN, prepared(config, 200), tmp_path, ALONE)
     assert result.nonfinite > 0 and not result.measured.finite and result.ending == "finished" and result.incidents == []
-    log = [line for line in lines(tmp_path / training.LOG) if "loss" in line]  # strict JSON
+    log = [line for line in lines(tmp_path / LOG) if "loss" in line]  # strict JSON
     assert all(isinstance(line["loss"], float) for line in log[:8]) and all(line["loss"] == "nan" for line in log[9:])
     assert log[8]["grad_norm"] in ("nan", "inf")
     from safetensors.torch import load_file
@@ -144,7 +144,7 @@ def undisturbed(tmp_path_factory):
     torch.set_num_threads(1)
     folders = {arm.damaged: tmp_path_factory.mktemp("undisturbed") for arm in (FRESH, FIXED)}
     results = {arm.damaged: once(arm, folders[arm.damaged]) for arm in (FRESH, FIXED)}
-    return {key: (weights(result.model), lines(folders[key] / training.LOG), result) for key, result in results.items()}
+    return {key: (weights(result.model), lines(folders[key] / LOG), result) for key, result in results.items()}
 
 
 def went_on(result) -> int:
@@ -161,7 +161,7 @@ def check(result, folder, undisturbed):
     wanted, log, first = undisturbed
     assert same(weights(result.model), wanted) and result.measured == first.measured and result.ending == "finished"
     assert (result.skipped, len(result.incidents)) == (first.skipped, len(first.incidents))
-    assert without_time(lines(folder / training.LOG)) == without_time(log)
+    assert without_time(lines(folder / LOG)) == without_time(log)
     assert not list(folder.glob(".*partial"))
 
 
@@ -187,7 +187,7 @@ def test_a_quarantined_sample_does_not_come_again_after_a_break(tmp_path):
     result = once(FIXED, tmp_path)
     assert 0 < went_on(result) <= 8 and result.ending == "finished" and result.nonfinite == 0
     assert [incident.step for incident in result.incidents] == [8]
-    log = [line for line in lines(tmp_path / training.LOG) if "loss" in line]
+    log = [line for line in lines(tmp_path / LOG) if "loss" in line]
     assert [line["step"] for line in log] == list(range(20)) and all(isinstance(line["loss"], float) for line in log)
 
 
@@ -199,7 +199,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path, undisturbed)
         [sys.executable, "-c", SCRIPT, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}, timeout=120, check=False
     )
     assert done.returncode == 9
-    with (tmp_path / training.LOG).open("a") as file:
+    with (tmp_path / LOG).open("a") as file:
         file.write('{"step": 13, "lo')
     result = once(FRESH, tmp_path)
     assert went_on(result) in (8, 12)  # the last may not have been written yet
@@ -233,9 +233,9 @@ def test_a_poisoned_checkpoint_is_passed_over(tmp_path, undisturbed, caplog):
 def test_a_log_of_nothing_but_rubbish_does_not_stop_a_run(tmp_path):
     config = small(training__checkpoint_every=4)
     train(config, FRESH, prepared(config), tmp_path, ALONE)
-    (tmp_path / training.LOG).write_text('[1]\n"x"\nnull\n{"step": "a"}\n{}\nNaN\n\n')
+    (tmp_path / LOG).write_text('[1]\n"x"\nnull\n{"step": "a"}\n{}\nNaN\n\n')
     result = train(config, FRESH, prepared(config), tmp_path, ALONE)
-    assert result.ending == "finished" and all(line["step"] >= 4 for line in lines(tmp_path / training.LOG))
+    assert result.ending == "finished" and all(line["step"] >= 4 for line in lines(tmp_path / LOG))
 
 
 # -- weights that break --------------------------------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ def test_weights_that_become_infinite_send_the_run_back(tmp_path):
     assert (result.rolled_back, result.nonfinite, result.steps, result.ending) == (1, 0, 20, "finished")
     calm = train(config, FRESH, prepared(config, 200), tmp_path / "b", ALONE)
     assert same(weights(result.model), weights(calm.model)) and result.measured == calm.measured
-    steps = [line["step"] for line in lines(tmp_path / "a" / training.LOG) if "loss" in line]
+    steps = [line["step"] for line in lines(tmp_path / "a" / LOG) if "loss" in line]
     falls = [i for i in range(1, len(steps)) if steps[i] <= steps[i - 1]]
     assert len(falls) == 1 and set(steps) == set(range(20))
-    later = {line["step"]: line["loss"] for line in lines(tmp_path / "a" / training.LOG) if "loss" in line}
-    wanted = {line["step"]: line["loss"] for line in lines(tmp_path / "b" / training.LOG) if "loss" in line}
+    later = {line["step"]: line["loss"] for line in lines(tmp_path / "a" / LOG) if "loss" in line}
+    wanted = {line["step"]: line["loss"] for line in lines(tmp_path / "b" / LOG) if "loss" in line}
     assert later == wanted
-    back = [line["rolled_back"] for line in lines(tmp_path / "a" / training.LOG) if "loss" in line]
+    back = [line["rolled_back"] for line in lines(tmp_path / "a" / LOG) if "loss" in line]
     assert back[0] == 0 and back[-1] == 1
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_breaks_again_and_again_is_halted_and_that_is_a_result(tmp_pa
     result = breaking(config, tmp_path, at=9, times=50)
     assert result.ending.startswith("halted: ") and "max_rollbacks" in result.ending and result.steps < 40
     assert isinstance(result.measured, Measured)
-    assert lines(tmp_path / training.LOG)[-1]["step"] == result.steps
+    assert lines(tmp_path / LOG)[-1]["step"] == result.steps
 
 
 def test_a_run_of_nothing_but_bad_data_is_halted(tmp_path):
@@ -287,7 +287,7 @@ def test_a_run_of_nothing_but_bad_data_is_halted(tmp_path):
     data.train.latents.fill_(math.nan)
     result = train(config, FRESH, data, tmp_path, ALONE)
     assert result.ending.startswith("halted: ") and result.skipped >= 10 and result.nonfinite == 0 and result.steps < 60
-    text = (tmp_path / training.LOG).read_text()
+    text = (tmp_path / LOG).read_text()
     assert "NaN" not in text and all(json.loads(line) for line in text.splitlines())
 
 
@@ -296,5 +296,5 @@ def test_the_documents_loop_counts_what_it_skips_in_the_log(tmp_path):
     data = prepared(config, 200)
     data.train.latents[::10] = math.nan
     result = train(config, replace(PATCHED, damaged=False), data, tmp_path, ALONE)
-    log = [line for line in lines(tmp_path / training.LOG) if "loss" in line]
+    log = [line for line in lines(tmp_path / LOG) if "loss" in line]
     assert 0 < result.skipped < 20 and log[-1]["skipped"] == result.skipped and result.nonfinite == 0

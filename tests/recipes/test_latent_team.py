@@ -18,8 +18,9 @@ from nanproof.errors import UsageError
 from nanproof.recipes.latent_dlm import training
 from nanproof.recipes.latent_dlm.arms import BROKEN, FIXED, GUARDED
 from nanproof.recipes.latent_dlm.running import Studio
+from nanproof.recipes.latent_dlm.stepping import LOG, forever
 from nanproof.recipes.latent_dlm.team import Team, team
-from nanproof.recipes.latent_dlm.training import damaged, forever, train
+from nanproof.recipes.latent_dlm.training import damaged, train
 from two_ranks import two_ranks
 
 ARMS = {"fixed": FIXED, "guarded": GUARDED, "broken": BROKEN, "fresh": FRESH, "whole": replace(BROKEN, damaged=False)}
@@ -147,7 +148,7 @@ def test_both_ranks_refuse_the_same_step_and_the_guilty_one_is_named(kind, arm, 
         ((step, action, rank, message),) = result["incidents"]
         assert (step, action, rank) == (at, "skipped", 0) and "latent_loss" in message
     assert zero["sums"] == one["sums"] and zero["measured"] == one["measured"]
-    log = [line for line in lines(folder / f"{kind}-{arm}" / training.LOG) if "loss" in line]
+    log = [line for line in lines(folder / f"{kind}-{arm}" / LOG) if "loss" in line]
     assert [line["step"] for line in log] == list(range(12)) and zero["tokens"] == 12 * 2 * 4 * 18
 
 
@@ -172,7 +173,7 @@ def test_a_stopped_run_goes_on_with_both_ranks_and_ends_as_if_it_had_not_been(ki
         assert any(note.startswith("went on from the checkpoint of step") for note in again["notes"])
         assert again["sums"] == calm["sums"] and again["measured"] == calm["measured"]
     folder = ran[0]
-    logs = [lines(folder / f"{kind}-stopped{end}" / training.LOG) for end in ("", "-calm")]
+    logs = [lines(folder / f"{kind}-stopped{end}" / LOG) for end in ("", "-calm")]
     for log in logs:
         for line in log:
             line.pop("tokens_per_second", None)

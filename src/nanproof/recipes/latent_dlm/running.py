@@ -26,8 +26,9 @@ from nanproof.recipes.latent_dlm.evaluating import Measured, measure
 from nanproof.recipes.latent_dlm.keeping import keep
 from nanproof.recipes.latent_dlm.results import Result
 from nanproof.recipes.latent_dlm.showing import samples
+from nanproof.recipes.latent_dlm.stepping import LOG
 from nanproof.recipes.latent_dlm.team import Team
-from nanproof.recipes.latent_dlm.training import CHECKPOINTS, LOG, Trained, enough, train
+from nanproof.recipes.latent_dlm.training import CHECKPOINTS, Trained, enough, train
 from nanproof.recipes.machine import ran_on, reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.results import FILE
