@@ -25,7 +25,7 @@ from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
 from nanproof.core.stats import RunningStats
 from nanproof.core.telemetry import Courier
-from nanproof.core.terms import Terms, mean_of, terms_of
+from nanproof.core.terms import Terms, mean_of, terms_of, with_terms
 from nanproof.core.verdict import Learned, Reading, Verdict, judge
 from nanproof.errors import UsageError
 from nanproof.policy import Policy
@@ -258,9 +258,9 @@ class Stepper:
                 keeper.put_back(broken)
                 verdict.packed[Verdict.WEIGHTS_BAD] = broken
                 refused = refused | broken
-            parcel = self._courier.send(_with_terms(verdict.packed, terms))
+            parcel = self._courier.send(with_terms(verdict.packed, terms))
             return refused, lambda: Reading.of(parcel(), scaled, names)
-        reading = Reading.of(_with_terms(verdict.packed, terms).tolist(), scaled, names)
+        reading = Reading.of(with_terms(verdict.packed, terms).tolist(), scaled, names)
         self.path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()
@@ -375,9 +375,3 @@ class Stepper:
 
     def _scalar(self, loss: Tensor) -> Tensor:
         return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)
-
-
-def _with_terms(packed: Tensor, terms: Terms | None) -> Tensor:
-    if terms is None:
-        return packed
-    return torch.cat((packed, terms.vector.to(packed.device, packed.dtype, non_blocking=True)))

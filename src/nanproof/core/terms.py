@@ -111,6 +111,13 @@ def mean_of(found: Iterable[Terms | None]) -> Terms | None:
     return Terms(tuple(values), torch.stack([torch.stack(each).mean() for each in values.values()]))
 
 
+def with_terms(packed: Tensor, terms: Terms | None) -> Tensor:
+    """A verdict with the terms behind it, so that one copy takes both to the host."""
+    if terms is None:
+        return packed
+    return torch.cat((packed, terms.vector.to(packed.device, packed.dtype, non_blocking=True)))
+
+
 def read(terms: Terms | None) -> NamedTerms:
     """Names and values. Waits for the device: for failures."""
     return () if terms is None else tuple(zip(terms.names, terms.vector.tolist(), strict=True))

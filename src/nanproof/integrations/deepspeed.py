@@ -36,7 +36,7 @@ from nanproof.core.parameters import nonfinite
 from nanproof.core.ranks import Ranks
 from nanproof.core.stats import RunningStats, SpikeWatch
 from nanproof.core.telemetry import Journal
-from nanproof.core.terms import Terms, mean_of, read, terms_of
+from nanproof.core.terms import Terms, mean_of, read, terms_of, with_terms
 from nanproof.core.verdict import Reading, judge
 from nanproof.errors import TrainingHalted, UnsupportedError, UsageError
 from nanproof.explain.diagnose import diagnose
@@ -220,7 +220,7 @@ class EngineGuard(LoopGuard):
         batches, self._batches = self._batches, []
         pieces, scale = self._holder.pieces(), self._holder.scale
         own = torch.stack([x.float() for x in losses]).mean().to(self._device)
-        reading = replace(self._judge(pieces, own, scale), terms=read(mean_of(terms)))
+        reading = self._judge(pieces, own, scale, mean_of(terms))
         number, self._next = self._next, self._next + 1
         record = reading.record(
             number, self._names, list(range(len(self._names))), tuple(float(x) for x in self.engine.get_lr()), False
@@ -250,7 +250,7 @@ class EngineGuard(LoopGuard):
 
     # -- verdicts --------------------------------------------------------------------------------------------------------------
 
-    def _judge(self, pieces: Pieces, own_loss: Tensor, scale: float) -> Reading:
+    def _judge(self, pieces: Pieces, own_loss: Tensor, scale: float, terms: Terms | None) -> Reading:
         """One all_reduce of a number a parameter, one read."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         for gradients, places in self._by_kind(pieces):
@@ -280,7 +280,7 @@ class EngineGuard(LoopGuard):
         )
         assert verdict.learned is not None
         self._stats.take(verdict.learned.point, verdict.learned.loss, verdict.learned.spike, verdict.skip == 0)
-        return Reading.of(verdict.packed.tolist(), scaled)
+        return Reading.of(with_terms(verdict.packed, terms).tolist(), scaled, () if terms is None else terms.names)
 
     def _by_kind(self, pieces: Pieces) -> list[tuple[list[Tensor], list[int]]]:
         kinds: dict[Any, tuple[list[Tensor], list[int]]] = {}
