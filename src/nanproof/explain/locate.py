@@ -254,18 +254,26 @@ class Extreme:
 
 
 def extreme(batches: Sequence[Any], factor: float) -> Extreme | None:
-    """The first tensor in which some samples, but not half of them, are so many times larger than is usual there. Where most
-    samples are zero there is no usual size: a mask that is added, of samples some of which have padding, is no damage."""
+    """The first tensor of a batch in which some samples are far off."""
     for batch in batches:
         samples, _ = batch_shape(batch)
         for name, t in tensors_in(batch):
-            if t.is_floating_point() and t.dim() and t.shape[0] == samples > 2 and t.numel():
-                sizes = t.detach().abs().reshape(samples, -1).amax(1)
-                usual = sizes.median()
-                far = torch.nonzero(sizes > factor * usual.clamp(min=1e-6)).flatten().tolist() if usual > 0 else []
-                if 0 < len(far) < samples:
-                    return Extreme(name, tuple(far), float(sizes.max()), float(usual))
+            found = far_off(t, factor) if t.dim() and t.shape[0] == samples else None
+            if found is not None and bool(found[2].any()):
+                sizes, usual, far = found
+                return Extreme(name, tuple(torch.nonzero(far).flatten().tolist()), float(sizes.max()), float(usual))
     return None
+
+
+def far_off(t: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The largest number of each sample, the median of those, and which samples are so many times larger than that; None where
+    there is nothing to compare. Where most samples are zero there is no usual size: a mask that is added, of samples some of
+    which have padding, is no damage."""
+    if not t.is_floating_point() or t.dim() == 0 or len(t) < 3 or not t.numel():
+        return None
+    sizes = t.detach().abs().reshape(len(t), -1).amax(1)
+    usual = sizes.median()
+    return sizes, usual, (sizes > factor * usual.clamp(min=1e-6)) & (usual > 0)
 
 
 def coordinates(birth: Birth, batches: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,7 +13,7 @@ from nanproof.core.tree import tensors_in
 from nanproof.explain.case import Case, Trial
 from nanproof.explain.cause import Cause, Match, at_birth
 from nanproof.explain.interventions import NoEmptyMean, SafeDivision, ZeroInfinity
-from nanproof.explain.locate import extreme, guilty_sample
+from nanproof.explain.locate import extreme, far_off, guilty_sample
 from nanproof.explain.trace import Operand
 from nanproof.records import few
 
@@ -54,12 +54,11 @@ class NonfiniteBatch(Cause):
 
 def _of_usual_size(x: Tensor) -> Tensor:
     """Samples that are far too large, at the size of the others."""
-    if not x.is_floating_point() or x.dim() == 0 or len(x) < 3 or not x.numel():
+    found = far_off(x, FAR)
+    if found is None:
         return x
-    sizes = x.detach().abs().reshape(len(x), -1).amax(1)
-    median = sizes.median()
-    usual = median.clamp(min=1e-6)
-    smaller = torch.where((median > 0) & (sizes > FAR * usual), usual / sizes, torch.ones_like(sizes))
+    sizes, usual, far = found
+    smaller = torch.where(far, usual / sizes, torch.ones_like(sizes))
     return x * smaller.reshape(-1, *[1] * (x.dim() - 1))
 
 
