@@ -63,7 +63,18 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "From `nanproof.numerics.rl`: [trl.md](../frameworks/trl.md#for-losses-of-your-own).",
         [
             ("nanproof.numerics.rl", name)
-            for name in ("log_ratio", "ratio", "Ratio", "kl", "masked_mean", "group_advantages", "Advantages", "Signals")
+            for name in (
+                "log_ratio",
+                "ratio",
+                "Ratio",
+                "kl",
+                "clamped_kl",
+                "KL",
+                "masked_mean",
+                "group_advantages",
+                "Advantages",
+                "Signals",
+            )
         ],
     ),
     "Precision": (

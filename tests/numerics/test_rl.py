@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanproof.errors import UsageError
-from nanproof.numerics.rl import Signals, group_advantages, kl, log_ratio, masked_mean, ratio
+from nanproof.numerics.rl import Signals, clamped_kl, group_advantages, kl, log_ratio, masked_mean, ratio
 
 NAN, INF = math.nan, math.inf
 ordinary = st.floats(-60, 0, width=32)
@@ -56,6 +56,7 @@ def test_masked_positions_reach_neither_the_loss_nor_the_gradient(drawn):
         "k1": (lambda x: kl(x, other, keep, "k1"), SLOW["k1"], lambda n, o: 1.0, 0.0),
         "k2": (lambda x: kl(x, other, keep, "k2"), SLOW["k2"], lambda n, o: n - o, 0.0),
         "k3": (lambda x: kl(x, other, keep), SLOW["k3"], lambda n, o: 1 - math.exp(o - n), 0.0),
+        "clamped k3": (lambda x: clamped_kl(x, other, keep, 1e3).value, SLOW["k3"], lambda n, o: 1 - math.exp(o - n), 0.0),
     }
     for name, (fast, value, slope, elsewhere) in cases.items():
         x = tensor(new).requires_grad_()
@@ -79,7 +80,8 @@ def test_what_is_not_finite_and_counts_stays_not_finite(drawn, at, bad, in_new, 
     (old if in_new else new)[row][column] = -1.0
     mask[row][column] = True
     new, old, mask = tensor(new), tensor(old), torch.tensor(mask)
-    pieces = [ratio(new, old, mask, limit).value, log_ratio(new, old, mask), *(kl(new, old, mask, k) for k in ("k1", "k2", "k3"))]
+    pieces = [ratio(new, old, mask, limit).value, log_ratio(new, old, mask), *(kl(new, old, mask, k) for k in SLOW)]
+    pieces += [clamped_kl(new, old, mask, limit or 1.0, k).value for k in SLOW]
     for piece in pieces:
         assert not math.isfinite(piece[row, column])
         assert not math.isfinite(masked_mean(piece, mask))
@@ -108,6 +110,24 @@ def test_a_limit_is_reported_with_every_ratio_it_changes(drawn, limit):
     assert out.share.item() == pytest.approx(out.clamped.item() / max(1, len(exact)))
 
 
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(tokens(), st.floats(0.5, 30), st.sampled_from(sorted(SLOW)))
+def test_a_limit_is_reported_with_every_divergence_it_changes(drawn, limit, kind):
+    """Value, gradient and count are those of a loop that holds the log-ratio first; a token that was held has no gradient."""
+    new, ref, mask = drawn
+    x, keep = tensor(new).requires_grad_(), torch.tensor(mask)
+    out = clamped_kl(x, tensor(ref), keep, limit, kind)
+    held = lambda n, r: min(max(r - n, -limit), limit)  # noqa: E731
+    wanted = tensor(slow(lambda n, r: SLOW[kind](0.0, held(n, r)), new, ref, mask, 0.0))
+    torch.testing.assert_close(out.value.detach(), wanted, rtol=1e-3, atol=1e-4)
+    out.value.sum().backward()
+    beyond = tensor(slow(lambda n, r: float(abs(r - n) > limit + 1e-4), new, ref, mask, 0.0)).bool()
+    edge = tensor(slow(lambda n, r: float(abs(abs(r - n) - limit) <= 1e-4), new, ref, mask, 0.0)).bool()
+    assert bool((x.grad[~keep | beyond] == 0).all())
+    assert beyond.sum() <= out.clamped <= beyond.sum() + edge.sum()
+    assert out.share.item() == pytest.approx(out.clamped.item() / max(1, sum(map(sum, mask))))
+
+
 def test_half_precision_is_widened_before_exp():
     """fp16 ends at 65504: a log-ratio of 12 would be Inf."""
     new, old, mask = torch.tensor([12.0]).half(), torch.tensor([0.0]).half(), torch.tensor([True])
@@ -128,26 +148,30 @@ def test_masked_means_are_those_of_a_loop(drawn):
     assert masked_mean(x, m.long(), -1).tolist() == pytest.approx(rows, rel=1e-4, abs=1e-2)
 
 
-def slow_advantages(rewards, size, scale, floor):
-    """In float64, a loop over groups."""
+def slow_advantages(rewards, size, scale, floor, valid=None):
+    """In float64, a loop over groups; rows that are not valid are not looked at."""
+    valid = [True] * len(rewards) if valid is None else valid
 
     def deviation(numbers):
         mean = math.fsum(numbers) / len(numbers)
         return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
 
-    out, zero, floored = [], 0, 0
+    everyone = [x for x, good in zip(rewards, valid, strict=True) if good]
+    out, zero, floored, short = [], 0, 0, 0
     for i in range(0, len(rewards), size):
-        group = rewards[i : i + size]
-        if len(set(group)) == 1:
-            zero += 1
+        rows = [(x, good) for x, good in zip(rewards[i : i + size], valid[i : i + size], strict=True)]
+        group = [x for x, good in rows if good]
+        if len(group) < 2 or len(set(group)) == 1:
+            short += len(group) < 2
+            zero += len(group) >= 2
             out += [0.0] * size
             continue
-        divisor = {"group": deviation(group), "batch": deviation(rewards), "none": 1.0}[scale]
+        divisor = {"group": deviation(group), "batch": deviation(everyone), "none": 1.0}[scale]
         if scale != "none" and divisor < floor:
             divisor, floored = floor, floored + 1
-        mean = math.fsum(group) / size
-        out += [(x - mean) / divisor for x in group]
-    return out, zero, floored
+        mean = math.fsum(group) / len(group)
+        out += [(x - mean) / divisor if good else 0.0 for x, good in rows]
+    return out, zero, floored, short
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -163,16 +187,29 @@ def slow_advantages(rewards, size, scale, floor):
     st.sampled_from(["group", "batch", "none"]),
     st.sampled_from([0.0, 0.05, 1.5]),
     st.sampled_from([1.0, 1e-20, 1e20]),
+    st.data(),
 )
-def test_advantages_are_those_of_a_loop(drawn, scale, floor, size):
-    """Also of rewards whose squares leave fp32, and of groups that are equal: exactly 0, and counted."""
+def test_advantages_are_those_of_a_loop(drawn, scale, floor, size, data):
+    """Also of rewards whose squares leave fp32, and of groups that are equal: exactly 0, and counted. With rows that are not
+    valid: those of the loop over the others, whatever their own rewards are."""
     group, made = drawn
     rewards = (torch.tensor(made).flatten() * size).tolist()
     found = group_advantages(torch.tensor(rewards), group, scale, floor)
-    wanted, zero, floored = slow_advantages(rewards, group, scale, floor)
-    assert found.value.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5 * (size if scale == "none" else 1))
-    assert (found.zero_groups.item(), found.floored_groups.item()) == (zero, floored)
+    counts = ("zero_groups", "floored_groups", "short_groups")
+    near = {"rel": 1e-4, "abs": 1e-5 * (size if scale == "none" else 1)}
+    wanted, *counted = slow_advantages(rewards, group, scale, floor)
+    assert found.value.tolist() == pytest.approx(wanted, **near)
+    assert [getattr(found, name).item() for name in counts] == counted and counted[2] == 0
     assert found.value.dtype == torch.float32
+
+    valid = [data.draw(st.booleans()) for _ in rewards]
+    wanted, *counted = slow_advantages(rewards, group, scale, floor, valid)
+    spoiled = [x if good else data.draw(anything) for x, good in zip(rewards, valid, strict=True)]
+    found = group_advantages(torch.tensor(spoiled), group, scale, floor, torch.tensor(valid))
+    assert found.value.tolist() == pytest.approx(wanted, **near)
+    assert all(x == 0.0 for x, good in zip(found.value.tolist(), valid, strict=True) if not good)
+    assert [getattr(found, name).item() for name in counts] == counted
+    assert bool(found.std.isfinite().all()) and found.value.dtype == torch.float32
 
 
 def test_equal_rewards_are_not_divided_by_what_rounding_left():
@@ -195,6 +232,10 @@ def test_a_reward_that_is_not_finite_spoils_its_group_and_no_other(bad, floor):
     found = group_advantages(rewards, 2, floor=floor)
     assert torch.isfinite(found.value).tolist() == [True, True, False, False, False, False]
     assert found.zero_groups.item() == 0
+    valid = torch.tensor([True, True, False, True, True, True])
+    found = group_advantages(rewards, 2, floor=floor, valid=valid)
+    assert torch.isfinite(found.value).tolist() == [True, True, True, False, False, False], "also in a group that is too short"
+    assert (found.zero_groups.item(), found.short_groups.item()) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +246,8 @@ def test_a_reward_that_is_not_finite_spoils_its_group_and_no_other(bad, floor):
         (torch.ones(4, 1), 2, {}, "one number per completion"),
         (torch.ones(4), 2, {"scale": "all"}, "'all'"),
         (torch.ones(4), 2, {"floor": -1.0}, "at least 0"),
+        (torch.ones(4), 2, {"valid": torch.ones(2)}, r"not one of shape \[2\]"),
+        (torch.ones(4), 2, {"valid": [1, 1, 1, 0]}, "not list"),
     ],
 )
 def test_what_cannot_be_right_is_refused(rewards, size, kwargs, said):
@@ -220,6 +263,9 @@ def test_arguments_that_do_not_fit_are_named():
         masked_mean(x, [1])
     with pytest.raises(UsageError, match="above 0"):
         ratio(x, x, torch.ones(2, 3), limit=0.0)
+    for limit in (-1.0, NAN):
+        with pytest.raises(UsageError, match=r"clamped_kl.*above 0"):
+            clamped_kl(x, x, torch.ones(2, 3), limit)
     with pytest.raises(UsageError, match="k4"):
         kl(x, x, torch.ones(2, 3), "k4")
 

@@ -40,29 +40,36 @@ class Ratio:
 def ratio(new: Tensor, old: Tensor, mask: Tensor, limit: float | None = None) -> Ratio:
     """Importance ratios. `limit`: the log-ratio is held between -limit and limit, and how often is reported, never silently.
     The limit is for large numbers: a log-ratio that is not finite gives a ratio that is not finite."""
-    if limit is not None and not limit > 0:
-        raise UsageError(f"ratio(limit={limit!r}): a number above 0 is needed, such as 20.0; None leaves the log-ratio alone")
-    difference = log_ratio(new, old, mask)
-    keep = _keep(mask, difference, "ratio")
-    clamped = torch.zeros((), dtype=torch.int64, device=difference.device)
-    if limit is not None:
-        far = (difference.abs() > limit) & difference.isfinite()
-        clamped = far.sum()
-        difference = torch.where(far, difference.clamp(-limit, limit), difference)
-    return Ratio(_exp(difference), clamped, clamped / keep.sum().clamp(min=1))
+    _check_limit(limit, "ratio")
+    difference, clamped, share = _held(log_ratio(new, old, mask), mask, limit)
+    return Ratio(_exp(difference), clamped, share)
 
 
 def kl(new: Tensor, ref: Tensor, mask: Tensor, kind: Literal["k1", "k2", "k3"] = "k3") -> Tensor:
     """Estimates of the KL divergence of `new` from `ref`, per token, 0 at masked positions. With d = ref - new: k1 is -d, k2 is
-    d² / 2, and k3 is exp(d) - d - 1, which is never negative and has no bias."""
-    difference = log_ratio(ref, new, mask)
-    if kind == "k1":
-        return -difference
-    if kind == "k2":
-        return difference.square() / 2
-    if kind == "k3":
-        return difference.expm1() - difference
-    raise UsageError(f'kl(kind={kind!r}): "k1", "k2" or "k3" is needed')
+    d² / 2, and k3 is exp(d) - d - 1, which is never negative and has no bias. `clamped_kl` is the same with a limit."""
+    return _divergence(log_ratio(ref, new, mask), kind, "kl")
+
+
+@dataclass(frozen=True)
+class KL:
+    """A divergence per token, and what the limit did to it."""
+
+    value: Tensor
+    """As `kl` has it; 0 at masked positions."""
+    clamped: Tensor
+    """How many positions the limit changed (0-d, on the device)."""
+    share: Tensor
+    """The same, as a share of the positions that count."""
+
+
+def clamped_kl(new: Tensor, ref: Tensor, mask: Tensor, limit: float, kind: Literal["k1", "k2", "k3"] = "k3") -> KL:
+    """`kl` with the log-ratio held between -limit and limit first, and how often that was. A token that was held has no gradient:
+    it does not pull the policy back, so a share that stays above 0 is a policy that has left its reference. What is not finite
+    stays not finite. k3 at a log-ratio of 20 is 5e8 already: a limit keeps the number finite, not the training sound."""
+    _check_limit(limit, "clamped_kl")
+    difference, clamped, share = _held(log_ratio(ref, new, mask), mask, limit)
+    return KL(_divergence(difference, kind, "clamped_kl"), clamped, share)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -86,36 +93,47 @@ class Advantages:
     """How many groups have equal rewards throughout, so that their advantages are exactly 0 and teach nothing."""
     floored_groups: Tensor
     """How many groups were divided by the floor instead of their own, smaller deviation."""
+    short_groups: Tensor
+    """How many groups had fewer than two valid rows, so that there was nothing to compare: advantage 0, deviation 0."""
 
 
 def group_advantages(
-    rewards: Tensor, group_size: int, scale: Literal["group", "batch", "none"] = "group", floor: float = 0.0
+    rewards: Tensor,
+    group_size: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    floor: float = 0.0,
+    valid: Tensor | None = None,
 ) -> Advantages:
     """Rewards minus their group's mean, over the deviation of the group or of the whole batch.
 
     Equal rewards give exactly 0, not a rounding error divided by a rounding error. `floor` bounds the deviation from below:
     groups that are equal up to rounding are then not blown up to advantages of ordinary size.
+
+    `valid`: False for a row that says nothing of the policy, such as a completion that sampling had to end because its logits
+    were not finite. Its reward is not looked at: it is left out of mean and deviation, and its advantage is exactly 0. A group
+    with fewer than two valid rows teaches nothing: it is counted in `short_groups`, and its advantages are 0. A valid reward
+    that is not finite stays not finite in any group.
     """
-    _check_groups(rewards, group_size, scale, floor)
+    _check_groups(rewards, group_size, scale, floor, valid)
     groups = rewards.detach().float().view(-1, group_size)
-    # From the least reward on, so that equal rewards are exactly 0 apart and large ones cancel before they are added up.
-    above = groups - groups.amin(1, keepdim=True)
-    centred = above - above.mean(1, keepdim=True)
-    std = _std(centred, 1)
+    keep = None if valid is None else (valid != 0).view(-1, group_size)
+    centred = _centred(groups, keep, 1)
+    std = _std(centred, 1, None if keep is None else keep.sum(1))
     zero = (centred == 0).all(1)
+    short = torch.zeros_like(zero) if keep is None else keep.sum(1) < 2
+    zero = zero & ~short
     floored = torch.zeros_like(zero)
     value = centred
     if scale != "none":
-        if scale == "batch":
-            low = groups.amin()
-            divisor = _std(groups - low - (groups - low).mean(), None)
-        else:
-            divisor = std
-        floored = (divisor < floor) & ~zero
+        batch = scale == "batch"
+        divisor = _std(_centred(groups, keep, None), None, None if keep is None else keep.sum()) if batch else std
+        floored = (divisor < floor) & ~zero & ~short
         divisor = divisor.clamp(min=floor)
         # 0 / 0 can only be a group of equal rewards, whose advantage is 0; the divisor of NaN stays as it is.
         value = centred / torch.where(divisor == 0, 1.0, divisor).reshape(-1, 1)
-    return Advantages(value.reshape(-1), std, zero.sum(), floored.sum())
+        if keep is not None:  # 0 / NaN, beside a reward that is not finite
+            value = torch.where(keep, value, 0.0)
+    return Advantages(value.reshape(-1), std, zero.sum(), floored.sum(), short.sum())
 
 
 @dataclass(frozen=True)
@@ -237,17 +255,56 @@ def _extremes(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(some, low, math.nan), torch.where(some, high, math.nan)
 
 
-def _std(centred: Tensor, dim: int | None) -> Tensor:
-    """Of numbers around 0. Scaled to 1 first, so that squares neither overflow nor vanish."""
+def _check_limit(limit: float | None, where: str) -> None:
+    if limit is not None and not limit > 0:
+        raise UsageError(f"{where}(limit={limit!r}): a number above 0 is needed, such as 20.0; None leaves the log-ratio alone")
+
+
+def _held(difference: Tensor, mask: Tensor, limit: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-ratios between -limit and limit, how many of them were not, and that as a share of the positions that count."""
+    clamped = torch.zeros((), dtype=torch.int64, device=difference.device)
+    if limit is not None:
+        far = (difference.abs() > limit) & difference.isfinite()
+        clamped = far.sum()
+        difference = torch.where(far, difference.clamp(-limit, limit), difference)
+    return difference, clamped, clamped / (mask != 0).sum().clamp(min=1)
+
+
+def _divergence(difference: Tensor, kind: str, where: str) -> Tensor:
+    if kind == "k1":
+        return -difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind == "k3":
+        return difference.expm1() - difference
+    raise UsageError(f'{where}(kind={kind!r}): "k1", "k2" or "k3" is needed')
+
+
+def _centred(groups: Tensor, keep: Tensor | None, dim: int | None) -> Tensor:
+    """Minus the mean of those that count, in each row or over all of them; 0 where one does not count."""
+    # From the least reward on, so that equal rewards are exactly 0 apart and large ones cancel before they are added up.
+    if keep is None:
+        above = groups - (groups.amin() if dim is None else groups.amin(dim, keepdim=True))
+        return above - (above.mean() if dim is None else above.mean(dim, keepdim=True))
+    over = (0, 1) if dim is None else (dim,)
+    least = torch.where(keep, groups, math.inf).amin(over, keepdim=True)
+    above = torch.where(keep, groups - least, 0.0)
+    return torch.where(keep, above - above.sum(over, keepdim=True) / keep.sum(over, keepdim=True), 0.0)
+
+
+def _std(centred: Tensor, dim: int | None, counted: Tensor | None = None) -> Tensor:
+    """Of numbers around 0. Scaled to 1 first, so that squares neither overflow nor vanish. `counted`: how many of them there are,
+    where the others are exactly 0."""
     size = centred.abs().amax() if dim is None else centred.abs().amax(dim, keepdim=True)
     size = torch.where(size == 0, 1.0, size)
     count = centred.numel() if dim is None else centred.shape[dim]
+    less: int | Tensor = count - 1 if counted is None else (counted - 1).clamp(min=1)
     scaled = centred / size
     total = scaled.square().sum() if dim is None else scaled.square().sum(dim)
-    return (total / (count - 1)).sqrt() * (size if dim is None else size.squeeze(dim))
+    return (total / less).sqrt() * (size if dim is None else size.squeeze(dim))
 
 
-def _check_groups(rewards: Any, group_size: int, scale: str, floor: float) -> None:
+def _check_groups(rewards: Any, group_size: int, scale: str, floor: float, valid: Any) -> None:
     where = "group_advantages"
     if not isinstance(rewards, Tensor) or rewards.dim() != 1 or not rewards.numel():
         raise UsageError(f"{where}(rewards=...): a tensor with one number per completion is needed, group after group")
@@ -259,3 +316,6 @@ def _check_groups(rewards: Any, group_size: int, scale: str, floor: float) -> No
         raise UsageError(f'{where}(scale={scale!r}): "group", "batch" or "none" is needed')
     if not 0 <= floor < math.inf:
         raise UsageError(f"{where}(floor={floor!r}): a number of at least 0 is needed")
+    if valid is not None and (not isinstance(valid, Tensor) or valid.shape != rewards.shape):
+        what = f"one of shape {list(valid.shape)}" if isinstance(valid, Tensor) else type(valid).__name__
+        raise UsageError(f"{where}(valid=...): a tensor with True or False per completion is needed, not {what}")
