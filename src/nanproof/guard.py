@@ -87,14 +87,15 @@ class Guard:
         run_dir = None if run_dir is None else Path(run_dir).absolute()
         self.model = model
         self.optimizer = bare_optimizer(optimizer)
-        self.loss_fn = loss_fn
-        self.scheduler = scheduler
+        self.loss_fn, self.scheduler = loss_fn, scheduler
         self.policy = policy if policy is not None else Policy()
         self.incidents: list[Incident] = []
         """Everything that went wrong so far, in the order it was found."""
         self.forecasts: list[Forecast] = []
         """What was seen coming so far; with `observe` only."""
         self._stepper = Stepper(model, self.optimizer, max_norm, scaler, self.policy)
+        self.counters = self._stepper.counters
+        """Callables that return scalars on the device by name. Every record has their values, and no wait is added for them."""
         self._ranks = self._stepper.ranks
         self._watch = SpikeWatch()
         self._caps = SkipCaps(self.policy)

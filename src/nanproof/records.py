@@ -127,6 +127,8 @@ class StepRecord:
     """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
     terms: tuple[tuple[str, float], ...] = ()
     """Name and value of each term of the loss, where they are known: without weights, the mean over micro-batches."""
+    counters: tuple[tuple[str, float], ...] = ()
+    """Name and value of what the loop counts itself, as it stood at this step: see `Guard.counters`."""
     observed: Observed | None = None
     """Activations, and more, where the guard observes."""
     time: float | None = field(default=None, compare=False)
@@ -138,7 +140,7 @@ class StepRecord:
         return {name: norm for name, norm in zip(self.names, self.norms, strict=True) if norm != ABSENT}
 
     def to_json(self) -> dict[str, Any]:
-        terms = {"terms": _named(self.terms)} if self.terms else {}
+        named = {key: _named(pairs) for key, pairs in (("terms", self.terms), ("counters", self.counters)) if pairs}
         return {
             "v": VERSION,
             "kind": "step",
@@ -155,7 +157,7 @@ class StepRecord:
             "loss_size": encode(self.loss_size),
             "weights_checked": self.weights_checked,
             "norms": _numbers(self.norms),
-            **terms,
+            **named,
             "time": self.time,
         }
 
@@ -183,6 +185,7 @@ class StepRecord:
             names=tuple(names),
             norms=_array(data["norms"]),
             terms=_pairs(data.get("terms", {})),
+            counters=_pairs(data.get("counters", {})),
             observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
             time=data.get("time"),
         )

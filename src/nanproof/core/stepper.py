@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import learning_rates
+from nanproof.core.counters import Counters, counted
 from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients
 from nanproof.core.keepers import BufferKeeper, WeightKeeper
@@ -86,6 +87,8 @@ class Stepper:
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self.buffers = BufferKeeper(model)
         self.weights = self._weight_keeper()
+        self.counters: list[Counters] = []
+        """What the loop counts itself; asked at every step."""
         self._courier = Courier(device)
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
@@ -245,8 +248,9 @@ class Stepper:
         self, verdict: Verdict, gradients: list[Tensor], clipped: bool, terms: Terms | None
     ) -> tuple[Tensor, Callable[[], Reading]]:
         """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later. The
-        terms of the loss travel with it."""
-        names = () if terms is None else terms.names
+        terms of the loss, and what the loop counts, travel with it."""
+        counts = counted(self.counters, self.parameters.device)
+        names = [() if found is None else found.names for found in (terms, counts)]
         keeper, scaled = self.weights, self.scale is not None
         refused = verdict.skip > 0
         if keeper is not None:
@@ -258,9 +262,9 @@ class Stepper:
                 keeper.put_back(broken)
                 verdict.packed[Verdict.WEIGHTS_BAD] = broken
                 refused = refused | broken
-            parcel = self._courier.send(with_terms(verdict.packed, terms))
-            return refused, lambda: Reading.of(parcel(), scaled, names)
-        reading = Reading.of(with_terms(verdict.packed, terms).tolist(), scaled, names)
+            parcel = self._courier.send(with_terms(verdict.packed, terms, counts))
+            return refused, lambda: Reading.of(parcel(), scaled, *names)
+        reading = Reading.of(with_terms(verdict.packed, terms, counts).tolist(), scaled, *names)
         self.path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()

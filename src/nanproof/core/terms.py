@@ -111,11 +111,10 @@ def mean_of(found: Iterable[Terms | None]) -> Terms | None:
     return Terms(tuple(values), torch.stack([torch.stack(each).mean() for each in values.values()]))
 
 
-def with_terms(packed: Tensor, terms: Terms | None) -> Tensor:
-    """A verdict with the terms behind it, so that one copy takes both to the host."""
-    if terms is None:
-        return packed
-    return torch.cat((packed, terms.vector.to(packed.device, packed.dtype, non_blocking=True)))
+def with_terms(packed: Tensor, *behind: Terms | None) -> Tensor:
+    """A verdict with the terms of its loss behind it, and what else is to go with it: one copy takes all to the host."""
+    vectors = [terms.vector.to(packed.device, packed.dtype, non_blocking=True) for terms in behind if terms is not None]
+    return torch.cat((packed, *vectors)) if vectors else packed
 
 
 def read(terms: Terms | None) -> NamedTerms:

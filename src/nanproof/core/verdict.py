@@ -65,11 +65,14 @@ class Reading:
     norms: list[float]
     terms: tuple[tuple[str, float], ...] = ()
     """Name and value of each term of the loss, where they are known."""
+    counters: tuple[tuple[str, float], ...] = ()
+    """Name and value of what the loop counts itself."""
 
     @classmethod
-    def of(cls, values: list[float], scaled: bool, terms: tuple[str, ...] = ()) -> Reading:
-        """`terms`: names of those that stand behind the norms."""
-        end = len(values) - len(terms)
+    def of(cls, values: list[float], scaled: bool, terms: tuple[str, ...] = (), counters: tuple[str, ...] = ()) -> Reading:
+        """`terms`, `counters`: names of those that stand behind the norms, in this order."""
+        last = len(values) - len(counters)
+        end = last - len(terms)
         loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size, held = values[: Verdict.HEAD]
         return cls(
             loss,
@@ -85,7 +88,8 @@ class Reading:
             size,
             held > 0,
             values[Verdict.HEAD : end],
-            tuple(zip(terms, values[end:], strict=True)),
+            tuple(zip(terms, values[end:last], strict=True)),
+            tuple(zip(counters, values[last:], strict=True)),
         )
 
     @property
@@ -113,6 +117,7 @@ class Reading:
             names=names,
             norms=norms,
             terms=self.terms,
+            counters=self.counters,
             time=round(time.time(), 3),
         )
 

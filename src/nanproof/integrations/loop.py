@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.attempts import Attempt
+from nanproof.core.counters import Counters
 from nanproof.core.runner import LossFn
 from nanproof.core.stepper import Report
 from nanproof.core.verdict import Reading
@@ -48,6 +49,7 @@ class LoopGuard(Guard):
         self.policy = policy if policy is not None else Policy()
         self.incidents: list[Incident] = []
         self.forecasts: list[Forecast] = []
+        self.counters: list[Counters] = []
         self.observe = Observe.of(observe)
         """What is looked at besides loss and gradients, from the next `start` on; None is nothing."""
         self.started = False
@@ -105,7 +107,7 @@ class LoopGuard(Guard):
             scheduler: one that the guard advances after accepted steps; None where the loop does that.
         """
         self.close()
-        incidents, forecasts, history = self.incidents, self.forecasts, self._history
+        incidents, forecasts, history, counters = self.incidents, self.forecasts, self._history, self.counters
         if loss_fn is not None:
             loss_fn = _Weighted(loss_fn)
         super().__init__(
@@ -123,6 +125,7 @@ class LoopGuard(Guard):
         while history and history[-1].step >= step:
             history.pop()
         self.incidents, self.forecasts, self._history, self._next = incidents, forecasts, history, step
+        self.counters += counters
         self._open = self._taken = None
         self._examiner.why_not_again = self.why_not_again or self._examiner.why_not_again
         self.started = True

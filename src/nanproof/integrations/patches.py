@@ -11,7 +11,7 @@ class Patches:
     """What was replaced, in order."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, bool, Any]] = []
+        self._undo: list[tuple[Any, str, bool, Any] | Callable[[], object]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         """Calls of `owner.name(...)` become `wrapper(original, ...)`. Returns the original."""
@@ -30,10 +30,18 @@ class Patches:
         self._undo.append((owner, name, own, vars(owner).get(name)))
         setattr(owner, name, value)
 
+    def later(self, put_back: Callable[[], object]) -> None:
+        """Something that was changed in another way, and how it is put back."""
+        self._undo.append(put_back)
+
     def undo(self) -> None:
         """Everything as it was."""
         while self._undo:
-            owner, name, own, before = self._undo.pop()
+            done = self._undo.pop()
+            if callable(done):
+                done()
+                continue
+            owner, name, own, before = done
             if own:
                 setattr(owner, name, before)
             else:

@@ -161,7 +161,7 @@ class _Watch(TrainerCallback):
         self._losses = HonestLoss(state.global_step, guard.refused_so_far)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
-        extend_grpo(trainer, self._patches, replaying=lambda: self._again.running)
+        extend_grpo(trainer, self._patches, replaying=lambda: self._again.running, guard=guard)
         self._again.training_step = wrap(trainer, "training_step", self._step)
         wrap(trainer, "_prepare_inputs", self._prepared)
         wrap(trainer, "log", self._log)

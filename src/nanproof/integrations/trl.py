@@ -3,7 +3,8 @@
 Its loss takes exp of the log-ratios of every token and masks afterwards. A token that does not count (what a tool answered, or
 padding in older versions) can so overflow it: Inf * 0 is NaN. Here such tokens have equal log-probabilities in all policies
 before exp; where nothing overflows, loss and gradients are the same bit for bit. And the signals of policy-gradient training are
-gathered on the device, and read when the trainer logs: as `nanproof/rl/...`, before anything is clipped or truncated.
+gathered on the device, and read when the trainer logs: as `nanproof/rl/...`, before anything is clipped or truncated. What would
+have overflowed is counted with them, and said once. Sampling has a file of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanproof.errors import UnsupportedError
+from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.trl_masked import MaskedOverflow
+from nanproof.integrations.trl_sampling import SAMPLING, Sampling
 from nanproof.integrations.versions import check_version
 from nanproof.numerics.rl import Signals, read_together
 
@@ -28,6 +33,7 @@ NEEDED = {
     "_compute_loss": ("model", "inputs"),
     "_get_per_token_logps_and_entropies": ("model",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+    **SAMPLING,
 }
 """Private methods of GRPOTrainer that are wrapped, and the parameters they must begin with."""
 
@@ -43,16 +49,18 @@ _COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sampler_ratio_min": torch.fmin,
     "sampler_nonfinite": torch.add,
     "kl_max": torch.fmax,
+    "masked_overflow": torch.add,
 }
 """How a signal is carried from one batch to the next; the others are averaged. fmax and fmin pass over NaN, but keep Inf."""
 
 
-def extend_grpo(trainer: Any, patches: Patches, replaying: Callable[[], bool]) -> None:
+def extend_grpo(trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: LoopGuard | None = None) -> None:
     """To be called when training begins, before the adapter replaces methods of its own. Does nothing to a trainer that is not
-    a GRPOTrainer. `replaying` says whether a step is being run again, which must not be counted twice."""
+    a GRPOTrainer. `replaying` says whether a step is being run again, which must not be counted twice. With a guard, sampling is
+    guarded too, and what was found is an incident of it."""
     if _is_grpo(trainer):
         check_grpo(trainer)
-        _Extension(trainer, patches, replaying)
+        _Extension(trainer, patches, replaying, guard)
 
 
 def check_grpo(trainer: Any) -> None:
@@ -68,7 +76,8 @@ def check_grpo(trainer: Any) -> None:
             version = getattr(sys.modules.get("trl"), "__version__", "unknown")
             raise UnsupportedError(
                 f"protect(trainer): {type(trainer).__name__}.{name} {said} in TRL {version}; it is needed as "
-                f"{name}({', '.join(parameters)}, ...), to keep masked tokens from overflowing the loss. Use TRL 1.16"
+                f"{name}({', '.join(parameters)}, ...), to guard sampling and keep masked tokens from overflowing the loss. Use "
+                "TRL 1.16"
             )
     if getattr(trainer, "compute_liger_loss", None) is not None and getattr(trainer.args, "use_liger_kernel", False):
         log.warning(
@@ -80,8 +89,11 @@ def check_grpo(trainer: Any) -> None:
 class _Extension:
     """Stands between one GRPOTrainer and its loss."""
 
-    def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool]) -> None:
-        self._trainer, self._replaying = trainer, replaying
+    def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: LoopGuard | None) -> None:
+        self._trainer, self._replaying, self._guard = trainer, replaying, guard
+        self._sampling = None if guard is None else Sampling(trainer, patches, guard)
+        self._overflow = None if guard is None else MaskedOverflow(guard)
+        """None once it was said."""
         self._window: Window | None = Window()
         """None when signals cannot be had; training goes on without."""
         self._batch: tuple[dict[str, Any], Tensor] | None = None
@@ -90,6 +102,7 @@ class _Extension:
         patches.wrap(trainer, "_get_per_token_logps_and_entropies", self._log_probs)
         patches.wrap(trainer, "_calculate_rewards", self._rewards)
         patches.wrap(trainer, "log", self._log)
+        patches.later(self._last_words)
 
     def _loss(self, original: Callable[..., Any], model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         mask = inputs["completion_mask"]
@@ -99,9 +112,12 @@ class _Extension:
         neutral = {name: _neutral(inputs.get(name), keep) for name in LOG_PROBS if name in inputs}
         self._batch = inputs, keep
         try:
-            return original(model, {**inputs, **neutral}, *args, **kwargs)
+            loss = original(model, {**inputs, **neutral}, *args, **kwargs)
         finally:
             self._batch = None
+        if self._overflow is not None and self._counts:
+            self._overflow.judge(loss)
+        return loss
 
     def _log_probs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The policy's log-probabilities for the loss. Those of the old policy and of the reference, which TRL computes with the
@@ -111,52 +127,75 @@ class _Extension:
             return found
         inputs, keep = self._batch
         log_probs, entropies, *rest = found
-        self._note(
-            lambda: Signals.of_tokens(
+        policies = {"old": inputs.get("old_per_token_logps"), "ref": inputs.get("ref_per_token_logps")}
+
+        def signals() -> Signals:
+            said = Signals.of_tokens(
                 log_probs,
                 keep,
-                old=inputs.get("old_per_token_logps"),
-                ref=inputs.get("ref_per_token_logps"),
+                **policies,
                 sampler=inputs.get("sampling_per_token_logps"),
                 entropy=entropies,
                 level=getattr(self._trainer, "importance_sampling_level", "token"),
             )
-        )
+            if self._overflow is not None:
+                self._overflow.look(said, log_probs.detach(), policies.values(), keep)
+            return said
+
+        self._note(signals)
         return (_neutral(log_probs, keep), _neutral(entropies, keep), *rest)
 
     def _rewards(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One row per completion of all ranks, group after group, and one column per reward function."""
         rewards = original(*args, **kwargs)
+        valid: Tensor | None = None
+        if self._sampling is not None:
+            rewards, valid = self._sampling.unscored(rewards)
 
         def signals() -> Signals:
             weights = self._trainer.reward_weights.to(rewards.device, non_blocking=True)
             # TRL takes NaN for "not scored" and leaves it out. What no function scored has no reward.
             scored = torch.where(rewards.isnan().all(1), torch.nan, (rewards * weights).nansum(1))
-            return Signals.of_rewards(scored, self._trainer.num_generations)
+            return Signals.of_rewards(scored, self._trainer.num_generations, valid)
 
         self._note(signals)
         return rewards
 
     def _note(self, signals: Callable[[], Signals]) -> None:
         """Of training, once for every batch. Nothing here waits for the device."""
-        if self._window is None or not self._trainer.model.training or self._replaying():
+        if self._window is None or not self._counts:
             return
         try:
             self._window.add(signals())
         except Exception as error:
-            self._window = None
+            self._window = self._overflow = None
             log.warning("nanproof: no more nanproof/rl/... in the logs, because they cannot be computed here: %r", error)
 
+    @property
+    def _counts(self) -> bool:
+        """Whether this is training, for the first time."""
+        return bool(self._trainer.model.training) and not self._replaying()
+
     def _log(self, original: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._window is not None and self._trainer.model.training:
-            found = self._window.read()
-            logs.update({f"nanproof/rl/{name}": value for name, value in found.items()})
+        """Everything comes to the host in one transfer. A log between two batches, such as the summary, has nothing to say."""
+        if self._window is not None and self._window.some and self._trainer.model.training:
+            beside = {} if self._sampling is None else self._sampling.counters()
+            found = self._window.read({**beside, **(self._overflow.first if self._overflow is not None else {})})
+            if self._overflow is not None and self._overflow.say(found):
+                self._overflow = None
+            logs.update({f"nanproof/{name if name in beside else f'rl/{name}'}": value for name, value in found.items()})
             if found.get("reward_nonfinite"):
                 log.warning(
                     "nanproof: up to step %d: %d rewards were NaN or Inf; a batch with one of them teaches nothing, look at the "
                     "reward functions", self._trainer.state.global_step - 1, found["reward_nonfinite"],
                 )  # fmt: skip
         return original(logs, *args, **kwargs)
+
+    def _last_words(self) -> None:
+        """The run is over, perhaps because a device failed: what no log has told yet."""
+        with suppress(RuntimeError):
+            if self._overflow is not None:
+                self._overflow.say(read_together(self._overflow.first))
 
 
 class Window:
@@ -182,10 +221,14 @@ class Window:
             bad = ~torch.stack(list(present.values())).isfinite().all()
             self._values["nonfinite_batches"] = bad + self._values.get("nonfinite_batches", 0.0)
 
-    def read(self) -> dict[str, float]:
-        """The numbers so far, in one transfer, and a new window. A signal that was never a number is left out."""
+    @property
+    def some(self) -> bool:
+        return bool(self._values)
+
+    def read(self, beside: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+        """The numbers so far, in one transfer with others, and a new window. A signal that was never a number is left out."""
         means = {name: self._values[name] / count for name, count in self._finite.items()}
-        numbers = read_together({**self._values, **means})
+        numbers = read_together({**self._values, **means, **(beside or {})})
         self._values, self._finite = {}, {}
         return {name: x for name, x in numbers.items() if x == x}
 

@@ -160,18 +160,27 @@ class Signals:
     kl_max: Tensor | None = None
     kl_mean: Tensor | None = None
     entropy: Tensor | None = None
+    masked_overflow: Tensor | None = None
+    """How many tokens that do not count have a ratio or a divergence that is not finite: what a loss that masks only after exp
+    makes NaN."""
 
     @classmethod
-    def of_rewards(cls, rewards: Tensor, group_size: int) -> Signals:
-        """Of the rewards of whole groups, one after the other."""
-        groups = group_advantages(rewards, group_size, scale="none")
-        whole = rewards.isfinite().view(-1, group_size).all(1)
+    def of_rewards(cls, rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Signals:
+        """Of the rewards of whole groups, one after the other. Rows that are not `valid` are left out, as `group_advantages` has
+        it; so are groups with fewer than two that are."""
+        groups = group_advantages(rewards, group_size, scale="none", valid=valid)
+        finite = rewards.isfinite()
+        if valid is not None:
+            finite = finite | (valid == 0)
+        whole = finite.view(-1, group_size).all(1)
+        if valid is not None:
+            whole = whole & ((valid != 0).view(-1, group_size).sum(1) > 1)
         count = whole.sum()
         return cls(
             group_std_mean=torch.where(whole, groups.std, 0.0).sum() / count,
             group_std_min=_extremes(groups.std, whole)[0],
             zero_advantage_share=groups.zero_groups / count,
-            reward_nonfinite=(~rewards.isfinite()).sum(),
+            reward_nonfinite=(~finite).sum(),
         )
 
     @classmethod
@@ -197,7 +206,12 @@ class Signals:
         if level == "sequence":
             change, counted = masked_mean(change, keep, -1), keep.any(-1)
         found["ratio_min"], found["ratio_max"] = _extremes(_exp(change), counted)
+        # As such a loss computes it: no wider, and masked by nobody.
+        plain = new - old
+        overflows = ~(plain.exp() if level == "token" else plain).isfinite()
         if ref is not None:
+            plain = ref.detach() - new
+            overflows = overflows | ~(plain.exp() - plain).isfinite()
             divergence = kl(new, ref.detach(), keep)
             found["kl_mean"], found["kl_max"] = masked_mean(divergence, keep), _extremes(divergence, keep)[1]
         if sampler is not None:
@@ -206,6 +220,7 @@ class Signals:
             found["sampler_nonfinite"] = (keep & ~sampler.isfinite()).sum()
         if entropy is not None:
             found["entropy"] = masked_mean(entropy.detach(), keep)
+        found["masked_overflow"] = (overflows & ~keep).sum()
         return cls(**found)
 
     def present(self) -> dict[str, Tensor]:
