@@ -4,13 +4,15 @@ NanproofError
 ├── UsageError         the call cannot be right: what was wrong, where, and what to do (also a ValueError)
 ├── UnsupportedError   the combination is known not to work; the message names what does
 ├── TrainingHalted     the cap on refused steps was reached; carries the incident
+├── BadLogits          a model gave logits from which nothing can be sampled; carries the rows
 └── RefusedFile        a file was not read because reading it could execute code, or it is not what it says
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanproof.records import Incident
@@ -35,6 +37,18 @@ class TrainingHalted(NanproofError):
         super().__init__(message)
         self.incident = incident
         """The refused step that reached the cap."""
+
+
+class BadLogits(NanproofError):
+    """A model gave logits from which nothing can be sampled."""
+
+    def __init__(self, message: str, rows: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.rows = list(rows)
+        """The `nanproof.numerics.generation.BadRow` of each."""
+
+    def __reduce__(self) -> tuple[type[BadLogits], tuple[str, list[Any]]]:
+        return type(self), (str(self), self.rows)
 
 
 class RefusedFile(NanproofError):
