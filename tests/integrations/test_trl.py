@@ -127,15 +127,21 @@ def spoiled(folder, who):
 
 @pytest.mark.parametrize("who", ["policy", "reference", "old"])
 def test_a_token_that_does_not_count_cannot_break_the_loss(who, tmp_path):
-    """Log-probabilities of what a tool said: fallen by 120, or -inf, or NaN. Stock TRL: NaN at once. Protected: nothing."""
+    """Log-probabilities of what a tool said: fallen by 120, or -inf, or NaN. Stock TRL: NaN at once. Protected: nothing, and it
+    is said once."""
     trainer = spoiled(tmp_path / "plain", who)
     trainer.train()
     assert not tiny.finite(trainer) and tiny.logged(trainer, "loss") == [0.0] * 2
     guarded = spoiled(tmp_path / "guarded", who)
     guard = protect(guarded)
     guarded.train()
-    assert guard.incidents == [] and tiny.finite(guarded)
+    assert tiny.finite(guarded) and guard.refused_so_far == 0
     assert all(math.isfinite(x) for key in ("loss", "kl", "grad_norm") for x in tiny.logged(guarded, key))
+    (incident,) = guard.incidents
+    assert (incident.step, incident.kind, incident.action) == (0, "nonfinite-loss", "recorded")
+    assert (incident.diagnosis.cause, incident.diagnosis.verified) == ("exp-overflow", True)
+    assert f"largest log-ratio is {120 if who == 'policy' else 'inf'}." in incident.message
+    assert tiny.logged(guarded, "nanproof/rl/masked_overflow") == [4, 4] and "4 tokens" in incident.message
 
 
 @pytest.mark.parametrize(
@@ -344,7 +350,7 @@ def test_signals_are_gathered_without_waiting_for_the_device():
             window.add(Signals.of_rewards(torch.randn(6), 3))
         with pytest.raises(AssertionError, match="waits"):
             x.sum().item()
-    assert len(window.read()) == 13
+    assert len(window.read()) == 14
 
 
 def test_a_version_of_trl_without_the_names_is_refused(tmp_path, caplog):

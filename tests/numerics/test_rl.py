@@ -298,6 +298,7 @@ def test_signals_are_those_of_a_loop(drawn, data):
                 "kl_max",
                 "kl_mean",
                 "entropy",
+                "masked_overflow",
             )
         }
     )
@@ -314,6 +315,8 @@ def test_signals_are_those_of_a_loop(drawn, data):
     assert found["kl_max"] == pytest.approx(max(divergences, default=NAN), **near)
     assert found["kl_mean"] == pytest.approx(sum(divergences) / len(kept) if kept else 0.0, **near)
     assert found["entropy"] == pytest.approx(sum(e for *_, e in kept) / len(kept) if kept else 0.0, **near)
+    beside = [(n, o) for rows in zip(new, old, mask, strict=True) for n, o, keep in zip(*rows, strict=True) if not keep]
+    assert found["masked_overflow"] == sum(not (n - o < 88.72 and o - n < 88.72 and n - o > -INF) for n, o in beside)
     assert found["sampler_nonfinite"] == sum(not math.isfinite(s) for _, _, s, _ in kept)
     if kept and found["sampler_nonfinite"] == 0 and all(abs(s) < 61 for _, _, s, _ in kept):
         assert found["sampler_ratio_max"] == pytest.approx(max(math.exp(o - s) for _, o, s, _ in kept), **near)
@@ -336,6 +339,11 @@ def test_a_reward_that_is_not_finite_is_counted_and_its_group_left_out():
     assert found == pytest.approx(
         {"group_std_mean": math.sqrt(2) / 2, "group_std_min": 0.0, "zero_advantage_share": 0.5, "reward_nonfinite": 1}
     )
+    valid = torch.tensor([True, True, False, True, True, True])
+    found = Signals.of_rewards(torch.tensor([0.0, 2.0, INF, 1.0, 7.0, 7.0]), 2, valid).read()
+    assert found == pytest.approx(
+        {"group_std_mean": math.sqrt(2) / 2, "group_std_min": 0.0, "zero_advantage_share": 0.5, "reward_nonfinite": 0}
+    ), "a row that is not valid is no fault of the rewards, and its group of one has no spread"
     found = Signals.of_rewards(torch.tensor([NAN, 2.0]), 2).read()
     assert found.pop("reward_nonfinite") == 1 and all(math.isnan(x) for x in found.values())
 
@@ -347,10 +355,10 @@ def test_ratios_of_sequences_are_by_the_mean_of_their_tokens():
         torch.tensor([[1, 1], [1, 0]]),
     )
     found = Signals.of_tokens(new, mask, old=old, level="sequence").read()
-    assert found == pytest.approx({"ratio_max": math.exp(3), "ratio_min": math.exp((1 - 2) / 2)})
+    assert found == pytest.approx({"ratio_max": math.exp(3), "ratio_min": math.exp((1 - 2) / 2), "masked_overflow": 1})
 
 
 def test_signals_without_an_old_policy_say_a_ratio_of_1():
     found = Signals.of_tokens(torch.tensor([[-3.0, NAN]]), torch.tensor([[1, 0]])).read()
-    assert found == {"ratio_max": 1.0, "ratio_min": 1.0}
+    assert found == {"ratio_max": 1.0, "ratio_min": 1.0, "masked_overflow": 1.0}
     assert math.isnan(Signals.of_tokens(torch.tensor([[-3.0, NAN]]), torch.tensor([[1, 1]])).read()["ratio_max"])

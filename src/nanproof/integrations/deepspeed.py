@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanproof.core.caps import SkipCaps
+from nanproof.core.counters import counted
 from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients, Witness, from_finding, make_incident
 from nanproof.core.inquest import told
@@ -280,7 +281,9 @@ class EngineGuard(LoopGuard):
         )
         assert verdict.learned is not None
         self._stats.take(verdict.learned.point, verdict.learned.loss, verdict.learned.spike, verdict.skip == 0)
-        return Reading.of(with_terms(verdict.packed, terms).tolist(), scaled, () if terms is None else terms.names)
+        counts = counted(self.counters, self._device)
+        names = [() if found is None else found.names for found in (terms, counts)]
+        return Reading.of(with_terms(verdict.packed, terms, counts).tolist(), scaled, *names)
 
     def _by_kind(self, pieces: Pieces) -> list[tuple[list[Tensor], list[int]]]:
         kinds: dict[Any, tuple[list[Tensor], list[int]]] = {}
