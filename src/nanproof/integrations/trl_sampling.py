@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ SAMPLING = {
     "_generate_and_score_completions": ("inputs",),
 }
 """Private methods of GRPOTrainer that are wrapped for this, and the parameters they must begin with."""
+
+
+_UNTRAINED = ", are masked from the loss and have no part in their group's advantages"
 
 
 class Sampling:
@@ -162,7 +166,7 @@ class Sampling:
         if training and all(self._everyone):
             why = "no row of a generation could be sampled: the model is broken"
         if why is None:
-            guard._report(incident)
+            guard._report(replace(incident, message=f"{incident.message}; these rows end there{_UNTRAINED if training else ''}"))
             return False
         if guard.open:
             guard.abandon()
@@ -183,25 +187,29 @@ class Sampling:
         message = f"{count}{'' if training else ' in an evaluation'}"
         if births:
             message += f"; {births[0]}"
-        message += "; they end there, are masked from the loss and have no part in their group's advantages"
         step = self._guard.next_step - self._guard.open
         return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=self._diagnosis(rows, births))
 
     def _from_all_ranks(self) -> list[BadRow]:
-        """All ranks know that there are bad rows, so all of them come here."""
-        if self._trainer.accelerator.num_processes == 1:
+        """With their rows counted over all ranks. All ranks know that there are bad rows, so all of them come here."""
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
             return self._births
         from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
-        gathered: list[BadRow] = gather_object(self._births)
+        before = accelerator.process_index * len(self._bad or ())
+        gathered: list[BadRow] = gather_object([replace(birth, row=before + birth.row) for birth in self._births])
         return gathered
 
     def _diagnosis(self, rows: list[int], births: list[BadRow]) -> Diagnosis:
         first = births[0] if births else None
         cause, confidence, where = "unknown", 0.0, first.where if first is not None else None
-        broken = self._guard._stepper.broken_state()
+        broken, fix = self._guard._stepper.broken_state(), None
         if broken:
             cause, confidence, where = "nonfinite-weights-at-start", 0.96, broken[0]
+            if self._guard.accepted_so_far:
+                fix = f"Find what else writes into {where}: no step that the guard let through did. Snapshots or checkpoints let "
+                fix += "the run go back by itself."
         elif first is not None and first.kind == "all-banned":
             cause, confidence = "all-tokens-banned", 0.9
         return Diagnosis(
@@ -212,7 +220,7 @@ class Sampling:
             op=first.op if first is not None else None,
             samples=tuple(rows),
             evidence=tuple([f"not finite: {', '.join(broken[:3])}"] * bool(broken) + [str(birth) for birth in births[:3]]),
-            fix=causes.fix_of(cause),
+            fix=fix or causes.fix_of(cause),
         )
 
     def _say(self, what: str) -> None:
