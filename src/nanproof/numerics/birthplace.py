@@ -84,10 +84,13 @@ class PromptKeeper:
         self._hook.remove()
         self._latest = None
 
-    def find(self, prompt: Prompt, ids: Tensor, row: int, position: int) -> Birthplace:
-        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there."""
+    def find(self, prompt: Prompt, ids: Tensor | None, row: int, position: int) -> Birthplace:
+        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there,
+        None where they are gone, which leaves the weights to look at."""
         if _versions(self.model) != prompt.versions:
             return Birthplace(because="the weights were changed since, so the forward cannot be run again")
+        if ids is None:
+            return _said(Case("generation", model=self.model), None)
         call, kept = _prefix(prompt, ids, row, position)
         replay = Replay(self.model, call, [kept], mode=prompt.mode, deadline=Deadline.after(_SECONDS))
         look = Survey(self.model)
@@ -99,9 +102,7 @@ class PromptKeeper:
                 because="the same prefix gives finite logits when it is run again: it was transient, or it came from the cache "
                 "or from a logits processor before this one"
             )
-        case = Case("generation", replay=replay)
-        birth = locate(replay, look, outcome)
-        return _said(case, birth)
+        return _said(Case("generation", replay=replay), locate(replay, look, outcome))
 
 
 def _said(case: Case, birth: Birth | None) -> Birthplace:
@@ -117,7 +118,8 @@ def _said(case: Case, birth: Birth | None) -> Birthplace:
     if inputs:
         return Birthplace(where, op, f"{inputs[0].name.removeprefix('batch')} has {inputs[0].count} numbers that are not finite")
     if birth is None:
-        return Birthplace(because="the forward is bad when it is run again, but the operation was not found")
+        again = case.replay is not None
+        return Birthplace(because="it is bad when run again, but the operation was not found" if again else None)
     return Birthplace(where, op, f"at {birth.op.source}" if birth.op.source else None)
 
 
@@ -139,6 +141,8 @@ def _prefix(prompt: Prompt, ids: Tensor, row: int, position: int) -> tuple[Any, 
     whole = ids.to(first.device)
     if ids.shape[1] != width + position or not torch.equal(whole[row, :width], first[row]):
         raise ValueError("the model was called with other tokens than the processor")
+    if (mask := kwargs.get("attention_mask")) is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        kwargs["attention_mask"] = _padding(mask.get("full_attention") if isinstance(mask, dict) else mask, width)
     encoder = ("attention_mask",) if key == "decoder_input_ids" else ()
     batch = {n: v if n in encoder else _longer(n, v, width, position) for n, v in kwargs.items() if n != key}
     batch["ids"] = whole
@@ -172,9 +176,15 @@ def _longer(name: str, value: Any, width: int, by: int) -> Any:
     if value.dim() == 2 and not value.is_floating_point():
         fill = 1 if name.endswith("attention_mask") else 0
         return torch.cat([value, value.new_full((len(value), by), fill)], -1)
-    if name.endswith("attention_mask"):
-        raise ValueError("an attention mask of this shape cannot be made longer")
     return value
+
+
+def _padding(mask: Any, width: int) -> Any:
+    """Which tokens of the prompt count, from a mask that says of each token which ones it sees: the last one sees them all."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise ValueError("an attention mask of this kind cannot be made longer")
+    seen = mask[:, 0, -1, :width]
+    return (seen if seen.dtype == torch.bool else seen == 0).long()
 
 
 def _versions(model: nn.Module) -> tuple[int, ...]:

@@ -310,11 +310,12 @@ class NumericalStabilityLogitsProcessor:
     def _resolve(self, of: Generation) -> None:
         """Add what is bad in a generation to what was found. Waits for the device."""
         first, evidence = (t.tolist() for t in of.fold())
+        moved = [False] * len(first) if of.moved is None else of.moved.tolist()
         place: Birthplace | None = None
         rows = sorted((position, row) for row, position in enumerate(first) if position >= 0 and row not in of.known)
         for position, row in rows:
             if place is None or not place.everywhere:
-                place = self._birthplace(of, row, position) if len(of.known) < _LOCATED else Birthplace()
+                place = self._birthplace(of, row, position, moved[row]) if len(of.known) < _LOCATED else Birthplace()
             kind = "nan" if evidence[row] != evidence[row] else "inf" if evidence[row] > 0 else "all-banned"
             bad = BadRow(row, position, kind, of.number, place.where, place.op, place.because)
             of.known[row] = bad
@@ -323,11 +324,12 @@ class NumericalStabilityLogitsProcessor:
             if self.verbose:
                 log.warning("nanproof: %s", bad)
 
-    def _birthplace(self, of: Generation, row: int, position: int) -> Birthplace:
+    def _birthplace(self, of: Generation, row: int, position: int, moved: bool) -> Birthplace:
         if self._keeper is None or of.prompt is None:
             return Birthplace()
         try:
-            return self._keeper.find(of.prompt, of.ids[:, : of.width + position], row, position)
+            tokens = None if moved else of.ids[:, : of.width + position]
+            return self._keeper.find(of.prompt, tokens, row, position)
         except Exception:
             log.debug("nanproof: where the row went bad was not found", exc_info=True)
             return Birthplace()

@@ -1,4 +1,4 @@
-"""What is noted of the rows of logits of one generation: on the device, in a few small operations a step. Read on failure only."""
+"""What is noted of the rows of logits of one generation: on the device, in a few small operations a step, and read on failure."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class Generation:
     steps: int = 0
     tops: list[Tensor] = field(default_factory=list)
     """The maximum of each row, of the steps that are not folded yet."""
+    others: list[Tensor] = field(default_factory=list)
+    """Whether each row's tokens are others than at the step before, of the steps that are not folded yet."""
+    moved: Tensor | None = None
+    """Rows that held other tokens once: beams. What was sampled there is not known any more."""
     first: Tensor | None = None
     """The position at which each row turned bad; -1 for a healthy one."""
     evidence: Tensor | None = None
@@ -67,9 +71,10 @@ class Generation:
         """Take note of a step; returns which rows only end."""
         if self.steps and input_ids.device == self.ended.device == self.ids.device:
             # Beam search moves rows about: what was noted of a row holds for the tokens that were there.
-            same = (input_ids[:, :-1] == self.ids).all(1)
-            self.ended = torch.where(same, self.ended, 0.0)
-        self.ended = self.ended.add(top, alpha=0)  # 0 times a number is 0, 0 times anything else is NaN; and NaN stays
+            others = (input_ids[:, :-1] != self.ids).any(1)
+            self.others.append(others)
+            self.ended.masked_fill_(others, 0)
+        self.ended.add_(top, alpha=0)  # 0 times a number is 0, 0 times anything else is NaN; and NaN stays
         self.ids = input_ids
         if self.tops and self.tops[0].dtype != top.dtype:
             self.fold()
@@ -88,6 +93,10 @@ class Generation:
             first = torch.where(some, index + (self.steps - len(self.tops)), -1)
             evidence = torch.where(some, tops.gather(0, index[None])[0], 0.0)
             self.tops.clear()
+            if self.others:
+                moved = torch.stack(self.others).any(0)
+                self.moved = moved if self.moved is None else self.moved | moved
+                self.others.clear()
             if self.first is None or self.evidence is None:
                 self.first, self.evidence = first, evidence
             else:
