@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LogitsProcessorList,
+)
 from transformers.generation.logits_process import TemperatureLogitsWarper as Stock
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
@@ -476,6 +483,28 @@ def test_what_is_not_bad_a_second_time_is_said_to_be_transient(model):
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
         assert "weights were changed since" in processor.read()[0].because
+
+
+def test_an_image_encoder_is_looked_into():
+    """`generate` runs it outside the model's forward. A pixel that is Inf makes its row bad, and the encoder is named."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**sizes, vocab_size=40, eos_token_id=EOS, pad_token_id=PAD),
+        image_token_index=39,
+        image_seq_length=4,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[39] * 4 + [row, 5] for row in (6, 7, 8)])
+    images = torch.randn(3, 3, 28, 28)
+    images[1, 0, 0, 0] = INF
+    with NumericalStabilityLogitsProcessor(on_bad="end", model=model) as processor:
+        kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": images, "do_sample": True}
+        tokens = model.generate(**kwargs, max_new_tokens=3, logits_processor=[processor])[:, 6:]
+        [bad] = processor.read()
+    assert tokens[1].tolist() == [EOS, PAD, PAD] and (bad.row, bad.position) == (1, 0)
+    assert bad.where.startswith("model.vision_tower") and bad.because == "the input pixel_values has 1 that are NaN or Inf"
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_bad_beam_loses(model):

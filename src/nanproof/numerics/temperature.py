@@ -60,7 +60,7 @@ class TemperatureLogitsWarper:
         temperature = max(self.temperature, _SMALLEST)
         # What is not finite passes through: its base is 0. So is that of a row whose maximum can be divided: x - x is 0 for every
         # finite x, and NaN for all others.
-        base = scores.amax(-1, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
+        base = scores.detach().amax(-1, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
         reach = base / temperature
         base.masked_fill_((reach - reach) == 0, 0.0)
         wide = torch.promote_types(scores.dtype, torch.float32)
