@@ -6,8 +6,11 @@ behind it. Whatever goes wrong in here, the answer is that nothing is known, nev
 
 from __future__ import annotations
 
-import logging
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,8 +23,6 @@ from nanproof.explain.calls import Survey
 from nanproof.explain.case import BadWeight, Case
 from nanproof.explain.locate import Birth, locate
 from nanproof.explain.replay import Deadline, Replay
-
-log = logging.getLogger("nanproof")
 
 _SECONDS = 30.0
 """How long one look may take."""
@@ -50,6 +51,8 @@ class Prompt:
     mode: Mode
     versions: tuple[int, ...]
     """Of the parameters: weights that were changed since say nothing about the row any more."""
+    pixels: Tensor | None
+    """What an image encoder was called with before. `generate` calls it by itself, outside the forward."""
 
 
 class PromptKeeper:
@@ -63,7 +66,10 @@ class PromptKeeper:
         self.saw_prompt = False
         """A prompt was put into an empty cache since `prompt` was asked: a new generation, even if its tokens are as many as
         the last one's next step would have."""
-        self._hook: Any = self.model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        self._pixels: Tensor | None = None
+        self._hooks: list[Any] = [self.model.register_forward_pre_hook(self._keep, with_kwargs=True)]
+        if (encoder := _image_encoder(self.model)) is not None:
+            self._hooks.append(encoder.register_forward_pre_hook(self._keep_pixels, with_kwargs=True))
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or rehearsal:
@@ -72,36 +78,68 @@ class PromptKeeper:
         tokens = kwargs.get("input_ids")
         self.saw_prompt = bool(kwargs.get("use_cache")) and isinstance(tokens, Tensor) and tokens.shape[-1] > 1
 
+    def _keep_pixels(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and not rehearsal:
+            self._pixels = kwargs.get("pixel_values", args[0] if args else None)
+
     def prompt(self) -> Prompt | None:
         """Of the generation that begins: the call that came last."""
         self.saw_prompt = False
         if self._latest is None:
             return None
         modules, device = list(self.model.modules()), next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        return Prompt(*self._latest, Mode.now(modules, device), _versions(self.model))
+        pixels, self._pixels = self._pixels, None
+        return Prompt(*self._latest, Mode.now(modules, device), _versions(self.model), pixels)
 
     def close(self) -> None:
-        self._hook.remove()
-        self._latest = None
+        for hook in self._hooks:
+            hook.remove()
+        self._latest = self._pixels = None
 
-    def find(self, prompt: Prompt, ids: Tensor, row: int, position: int) -> Birthplace:
-        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there."""
+    def find(self, prompt: Prompt, ids: Tensor | None, row: int, position: int) -> Birthplace:
+        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there,
+        None where they are gone, which leaves the weights to look at."""
         if _versions(self.model) != prompt.versions:
             return Birthplace(because="the weights were changed since, so the forward cannot be run again")
-        call, kept = _prefix(prompt, ids, row, position)
-        replay = Replay(self.model, call, [kept], mode=prompt.mode, deadline=Deadline.after(_SECONDS))
-        look = Survey(self.model)
-        outcome = replay.run(look.watching(), backward=False)
-        if outcome.error is not None:
-            raise outcome.error
-        if outcome.finite:
+        if ids is None:
+            return _said(Case("generation", model=self.model), None)
+        call, batch = _prefix(prompt, ids, row, position)
+        found = self._again(call, batch, prompt.mode)
+        if found is None:
             return Birthplace(
                 because="the same prefix gives finite logits when it is run again: it was transient, or it came from the cache "
                 "or from a logits processor before this one"
             )
-        case = Case("generation", replay=replay)
-        birth = locate(replay, look, outcome)
-        return _said(case, birth)
+        if "mm_encoder_outputs" in batch and prompt.pixels is not None and not found.everywhere:
+            with suppress(Exception):  # an encoder that takes more than pixels
+                return self._again(_features, {"pixel_values": prompt.pixels}, prompt.mode) or found
+        return found
+
+    def _again(self, call: Callable[[nn.Module, Any], Tensor], batch: dict[str, Any], mode: Mode) -> Birthplace | None:
+        """What a second run shows; None if it is finite."""
+        replay = Replay(self.model, call, [batch], mode=mode, deadline=Deadline.after(_SECONDS))
+        look = Survey(self.model)
+        outcome = replay.run(look.watching(), backward=False)
+        if outcome.error is not None:
+            raise outcome.error
+        return None if outcome.finite else _said(Case("generation", replay=replay), locate(replay, look, outcome))
+
+
+def _image_encoder(model: nn.Module) -> nn.Module | None:
+    """The outermost module whose main input is pixels, and that does not read tokens."""
+    for module in model.modules():
+        pixels = module is not model and getattr(module, "main_input_name", None) == "pixel_values"
+        if pixels and "input_ids" not in signature(module.forward).parameters:
+            return module
+    return None
+
+
+def _features(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The image features as `generate` makes them, as one number."""
+    inner: Any = getattr(model, "base_model", model)
+    with torch.no_grad():
+        out = inner.get_image_features(**batch, return_dict=True)
+        return torch.stack([t.abs().amax() for _, t in tensors_in(out) if t.is_floating_point()]).sum()
 
 
 def _said(case: Case, birth: Birth | None) -> Birthplace:
@@ -115,9 +153,11 @@ def _said(case: Case, birth: Birth | None) -> Birthplace:
         return Birthplace(where or guilty.name.rpartition(".")[0], op, f"weight {guilty.name} has {_count(guilty)}{more}", True)
     inputs = [bad for bad in case.bad_batch if not bad.only_negative]
     if inputs:
-        return Birthplace(where, op, f"{inputs[0].name.removeprefix('batch')} has {inputs[0].count} numbers that are not finite")
+        name = re.sub(r"\['(\w+)'\]", r".\1", inputs[0].name.removeprefix("batch")).lstrip(".")
+        return Birthplace(where, op, f"the input {name} has {inputs[0].count} that are NaN or Inf")
     if birth is None:
-        return Birthplace(because="the forward is bad when it is run again, but the operation was not found")
+        again = case.replay is not None
+        return Birthplace(because="it is bad when run again, but the operation was not found" if again else None)
     return Birthplace(where, op, f"at {birth.op.source}" if birth.op.source else None)
 
 
@@ -139,13 +179,14 @@ def _prefix(prompt: Prompt, ids: Tensor, row: int, position: int) -> tuple[Any, 
     whole = ids.to(first.device)
     if ids.shape[1] != width + position or not torch.equal(whole[row, :width], first[row]):
         raise ValueError("the model was called with other tokens than the processor")
+    if (mask := kwargs.get("attention_mask")) is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        kwargs["attention_mask"] = _padding(mask.get("full_attention") if isinstance(mask, dict) else mask, width)
     encoder = ("attention_mask",) if key == "decoder_input_ids" else ()
     batch = {n: v if n in encoder else _longer(n, v, width, position) for n, v in kwargs.items() if n != key}
     batch["ids"] = whole
     others = [_longer("", value, width, position) for value in (args[1:] if key is None else args)]
-    tensors = [t for _, t in tensors_in([batch, others]) if t.dim()]
     place = row
-    if all(len(t) in (1, rows) for t in tensors) and rows > 1:  # else rows do not lie one behind the other: run them all
+    if rows > 1 and all(_by_row(v, rows) for v in (*batch.values(), *others)):  # else they are all run again
         place = 0
         batch, others = map_tensors([batch, others], lambda t: t[row : row + 1] if t.dim() and len(t) == rows else t)
     if "use_cache" in batch:
@@ -162,6 +203,13 @@ def _prefix(prompt: Prompt, ids: Tensor, row: int, position: int) -> tuple[Any, 
     return call, batch
 
 
+def _by_row(value: Any, rows: int) -> bool:
+    """Whether a row of the argument is a row of the batch, or the argument is the same for all."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or len(value) in (1, rows)
+    return not any(True for _ in tensors_in(value))
+
+
 def _longer(name: str, value: Any, width: int, by: int) -> Any:
     """An argument of the prompt's length, for as many tokens more."""
     if not by or not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != width:
@@ -172,9 +220,15 @@ def _longer(name: str, value: Any, width: int, by: int) -> Any:
     if value.dim() == 2 and not value.is_floating_point():
         fill = 1 if name.endswith("attention_mask") else 0
         return torch.cat([value, value.new_full((len(value), by), fill)], -1)
-    if name.endswith("attention_mask"):
-        raise ValueError("an attention mask of this shape cannot be made longer")
     return value
+
+
+def _padding(mask: Any, width: int) -> Any:
+    """Which tokens of the prompt count, from a mask that says of each token which ones it sees: the last one sees them all."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise ValueError("an attention mask of this kind cannot be made longer")
+    seen = mask[:, 0, -1, :width]
+    return (seen if seen.dtype == torch.bool else seen == 0).long()
 
 
 def _versions(model: nn.Module) -> tuple[int, ...]:

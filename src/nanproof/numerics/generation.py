@@ -74,6 +74,8 @@ class NumericalStabilityLogitsProcessor:
         self._check_arguments(clip_value, min_prob, on_bad, eos_token_id, model, eos_score)
         self.clip_value, self.min_prob, self.verbose = clip_value, min_prob, verbose
         self.on_bad, self.shift, self.eos_score = on_bad, shift, float(eos_score)
+        self._changes = shift or clip_value is not None or min_prob is not None
+        self._tells = on_bad == "raise" or verbose
         self._eos_token_id, self._model = eos_token_id, model
         self._keeper = None if model is None else PromptKeeper(model)
         self._flags = Flags()
@@ -113,54 +115,43 @@ class NumericalStabilityLogitsProcessor:
     # -- generating ------------------------------------------------------------------------------------------------------------
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point() or not scores.shape[1]:
-            raise UsageError("NumericalStabilityLogitsProcessor: scores must be logits of shape [rows, vocabulary]")
-        if input_ids.dim() != 2 or len(input_ids) != len(scores):
-            raise UsageError(
-                f"NumericalStabilityLogitsProcessor: input_ids of shape {list(input_ids.shape)} do not fit scores of shape "
-                f"{list(scores.shape)}: one row of tokens so far for each row of logits is needed"
-            )
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(input_ids, scores)
+        if self._flags.sent:
             self._poll()
-            now = self._continued(input_ids, scores) or self._begin(input_ids, scores)
-            return self._step(now, input_ids, scores)
-
-    def _continued(self, input_ids: Tensor, scores: Tensor) -> Generation | None:
         now = self._now
-        if self._fresh or now is None or now.ended.device != scores.device:
-            return None
-        if self._keeper is not None and self._keeper.saw_prompt:
-            return None
-        return now if (input_ids.shape[0], input_ids.shape[1] - 1) == tuple(now.ids.shape) else None
-
-    def _begin(self, input_ids: Tensor, scores: Tensor) -> Generation:
-        self._close_generation()
-        ended = torch.zeros(len(scores), device=scores.device)
-        prompt = None if self._keeper is None else self._keeper.prompt()
-        self._now = Generation(self._begun, input_ids.shape[1], input_ids, ended, prompt)
-        self._begun, self._fresh = self._begun + 1, False
-        return self._now
-
-    def _step(self, now: Generation, input_ids: Tensor, scores: Tensor) -> Tensor:
-        ends = now.look(input_ids, scores.amax(-1))
+        again = self._fresh or (self._keeper is not None and self._keeper.saw_prompt)
+        if now is None or again or not now.goes_on(input_ids, scores):
+            now = self._begin(input_ids, scores)
+        ends = now.look(input_ids, scores.amax(-1, keepdim=True))
         self._tokens += len(scores)
-        tells = self.on_bad == "raise" or self.verbose
-        waits = scores.device.type != "cuda"
-        count = ends.sum() if tells or waits else None
-        if count is not None and not waits:
-            self._flags.send(count, now, last=False)
-        elif count is not None and int(count):
-            if tells:
-                self._learn(now, int(count), last=False)
+        if now.device.type == "cuda":
+            if self._tells:
+                self._flags.send(ends.sum(), now, last=False)
+        elif count := int(ends.sum()):
+            if self._tells:
+                self._learn(now, count, last=False)
                 self._raise_unsaid()
-        elif waits and not self._changes:
+        elif not self._changes:
             return scores
         shaped = self._shaped(scores, ends) if self._changes else scores
-        return torch.where(ends.unsqueeze(1), self._ending(shaped), shaped)
+        return torch.where(ends, self._ending(shaped), shaped)
 
-    @property
-    def _changes(self) -> bool:
-        return self.shift or self.clip_value is not None or self.min_prob is not None
+    def _begin(self, input_ids: Tensor, scores: Tensor) -> Generation:
+        this = "NumericalStabilityLogitsProcessor"
+        if not isinstance(scores, Tensor) or scores.dim() != 2 or not scores.is_floating_point() or not scores.shape[1]:
+            raise UsageError(f"{this}: scores must be logits of shape [rows, vocabulary]")
+        if input_ids.dim() != 2 or len(input_ids) != len(scores):
+            raise UsageError(
+                f"{this}: input_ids of shape {list(input_ids.shape)} do not fit scores of shape {list(scores.shape)}: one row of "
+                "tokens so far for each row of logits is needed"
+            )
+        self._close_generation()
+        prompt = None if self._keeper is None else self._keeper.prompt()
+        self._now = Generation.of(self._begun, input_ids, scores, prompt)
+        self._begun, self._fresh = self._begun + 1, False
+        return self._now
 
     def _shaped(self, scores: Tensor, ends: Tensor) -> Tensor:
         """What the options make of healthy rows. Banned tokens stay banned."""
@@ -168,7 +159,7 @@ class NumericalStabilityLogitsProcessor:
         wide = torch.promote_types(scores.dtype, torch.float32)
         if self.clip_value is not None:
             clipped = torch.where(banned, scores, scores.clamp(-self.clip_value, self.clip_value))
-            changed = ((clipped != scores) & ~ends.unsqueeze(1)).sum()
+            changed = ((clipped != scores) & ~ends).sum()
             self._clipped = changed if self._clipped is None else changed + self._clipped
             scores = clipped
         if self.min_prob is not None:
@@ -310,11 +301,12 @@ class NumericalStabilityLogitsProcessor:
     def _resolve(self, of: Generation) -> None:
         """Add what is bad in a generation to what was found. Waits for the device."""
         first, evidence = (t.tolist() for t in of.fold())
+        moved = [False] * len(first) if of.moved is None else of.moved.tolist()
         place: Birthplace | None = None
         rows = sorted((position, row) for row, position in enumerate(first) if position >= 0 and row not in of.known)
         for position, row in rows:
             if place is None or not place.everywhere:
-                place = self._birthplace(of, row, position) if len(of.known) < _LOCATED else Birthplace()
+                place = self._birthplace(of, row, position, moved[row]) if len(of.known) < _LOCATED else Birthplace()
             kind = "nan" if evidence[row] != evidence[row] else "inf" if evidence[row] > 0 else "all-banned"
             bad = BadRow(row, position, kind, of.number, place.where, place.op, place.because)
             of.known[row] = bad
@@ -323,11 +315,12 @@ class NumericalStabilityLogitsProcessor:
             if self.verbose:
                 log.warning("nanproof: %s", bad)
 
-    def _birthplace(self, of: Generation, row: int, position: int) -> Birthplace:
+    def _birthplace(self, of: Generation, row: int, position: int, moved: bool) -> Birthplace:
         if self._keeper is None or of.prompt is None:
             return Birthplace()
         try:
-            return self._keeper.find(of.prompt, of.ids[:, : of.width + position], row, position)
+            tokens = None if moved else of.ids[:, : of.width + position]
+            return self._keeper.find(of.prompt, tokens, row, position)
         except Exception:
             log.debug("nanproof: where the row went bad was not found", exc_info=True)
             return Birthplace()

@@ -1,4 +1,4 @@
-"""What is noted of the rows of logits of one generation: on the device, in a few small operations a step. Read on failure only."""
+"""What is noted of the rows of logits of one generation: on the device, in a few small operations a step, and read on failure."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ class BadRow:
         return f"row {self.row} of generation {self.generation}, position {self.position}: {_SAID[self.kind]}{born}{because}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Generation:
-    """What is known of one generation, on the device."""
+    """What is known of one generation, on the device. Columns [rows, 1] where one number a row is kept."""
 
     number: int
     width: int
     """Of the prompt."""
+    shape: torch.Size
+    """Of the logits."""
+    device: torch.device
     ids: Tensor
     """The tokens at the latest step."""
     ended: Tensor
@@ -57,22 +60,35 @@ class Generation:
     steps: int = 0
     tops: list[Tensor] = field(default_factory=list)
     """The maximum of each row, of the steps that are not folded yet."""
+    others: list[Tensor] = field(default_factory=list)
+    """Whether each row's tokens are others than at the step before, of the same steps."""
+    moved: Tensor | None = None
+    """Rows that held other tokens once: beams. What was sampled there is not known any more."""
     first: Tensor | None = None
     """The position at which each row turned bad; -1 for a healthy one."""
     evidence: Tensor | None = None
     """The maximum of each row there; 0 for a healthy one."""
     known: dict[int, BadRow] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, number: int, input_ids: Tensor, scores: Tensor, prompt: Prompt | None) -> Generation:
+        ended = torch.zeros(len(scores), 1, device=scores.device)
+        return cls(number, input_ids.shape[1], scores.shape, scores.device, input_ids, ended, prompt)
+
+    def goes_on(self, input_ids: Tensor, scores: Tensor) -> bool:
+        """Whether these may be its next step: one more column of tokens."""
+        rows, width = self.ids.shape
+        return input_ids.shape == (rows, width + 1) and scores.shape == self.shape and scores.device == self.device
+
     def look(self, input_ids: Tensor, top: Tensor) -> Tensor:
         """Take note of a step; returns which rows only end."""
-        if self.steps and input_ids.device == self.ended.device == self.ids.device:
+        if self.steps and input_ids.device == self.device:
             # Beam search moves rows about: what was noted of a row holds for the tokens that were there.
-            same = (input_ids[:, :-1] == self.ids).all(1)
-            self.ended = torch.where(same, self.ended, 0.0)
-        self.ended = self.ended.add(top, alpha=0)  # 0 times a number is 0, 0 times anything else is NaN; and NaN stays
+            others = (input_ids[:, :-1] != self.ids).any(1, keepdim=True)
+            self.others.append(others)
+            self.ended.masked_fill_(others, 0)
+        self.ended.add_(top, alpha=0)  # 0 times a number is 0, 0 times anything else is NaN; and NaN stays
         self.ids = input_ids
-        if self.tops and self.tops[0].dtype != top.dtype:
-            self.fold()
         self.tops.append(top)
         self.steps += 1
         if len(self.tops) == _FOLDED:
@@ -80,14 +96,19 @@ class Generation:
         return self.ended != 0
 
     def fold(self) -> tuple[Tensor, Tensor]:
-        """(first, evidence), up to date."""
+        """(first, evidence), one number a row, up to date."""
         if self.tops:
-            tops = torch.stack(self.tops)
+            wide = torch.float64 if any(top.dtype == torch.float64 for top in self.tops) else torch.float32
+            tops = torch.cat([top.to(wide) for top in self.tops], 1)
             bad = (tops - tops) != 0
-            some, index = bad.any(0), bad.to(torch.uint8).argmax(0)
+            some, index = bad.any(1), bad.to(torch.uint8).argmax(1)
             first = torch.where(some, index + (self.steps - len(self.tops)), -1)
-            evidence = torch.where(some, tops.gather(0, index[None])[0], 0.0)
+            evidence = torch.where(some, tops.gather(1, index[:, None])[:, 0], 0.0)
+            if self.others:
+                moved = torch.cat(self.others, 1).any(1)
+                self.moved = moved if self.moved is None else self.moved | moved
             self.tops.clear()
+            self.others.clear()
             if self.first is None or self.evidence is None:
                 self.first, self.evidence = first, evidence
             else:
@@ -107,7 +128,8 @@ class Flags:
     """Numbers on their way from a CUDA device to the host, through pinned memory. Nothing here waits."""
 
     def __init__(self) -> None:
-        self._sent: deque[tuple[Tensor, Any, Generation, bool]] = deque()
+        self.sent: deque[tuple[Tensor, Any, Generation, bool]] = deque()
+        """Under way, or arrived and not looked at."""
         self._free: list[tuple[Tensor, Any]] = []
 
     def send(self, number: Tensor, of: Generation, last: bool) -> None:
@@ -117,15 +139,15 @@ class Flags:
             host, event = torch.empty((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
         host.copy_(number, non_blocking=True)
         event.record(torch.cuda.current_stream(number.device))
-        self._sent.append((host, event, of, last))
+        self.sent.append((host, event, of, last))
 
     def arrived(self) -> list[tuple[int, Generation, bool]]:
         found = []
-        while self._sent and self._sent[0][1].query():
-            host, event, of, last = self._sent.popleft()
+        while self.sent and self.sent[0][1].query():
+            host, event, of, last = self.sent.popleft()
             found.append((int(host), of, last))
             self._free.append((host, event))
         return found
 
     def clear(self) -> None:
-        self._sent.clear()
+        self.sent.clear()

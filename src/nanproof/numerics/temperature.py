@@ -58,11 +58,11 @@ class TemperatureLogitsWarper:
         if self.temperature > 1.0:
             return scores / self.temperature  # cannot overflow
         temperature = max(self.temperature, _SMALLEST)
-        top = scores.amax(-1, keepdim=True)
-        reach = top / temperature
-        # x - x is 0 for every finite x and NaN for all others.
-        overflows = ((reach - reach) != 0) & ((top - top) == 0)
-        base = torch.where(overflows, top, torch.zeros_like(top))
+        # What is not finite passes through: its base is 0. So is that of a row whose maximum can be divided: x - x is 0 for every
+        # finite x, and NaN for all others.
+        base = scores.detach().amax(-1, keepdim=True).nan_to_num_(0.0, 0.0, 0.0)
+        reach = base / temperature
+        base.masked_fill_((reach - reach) == 0, 0.0)
         wide = torch.promote_types(scores.dtype, torch.float32)
         # Minus 0 changes no bit, and one rounding at the end is what division in half precision does as well.
         return (scores.to(wide) - base.to(wide)).div_(temperature).to(scores.dtype)

@@ -1,0 +1,178 @@
+"""What the finite-logits processor costs a generated token: prints a table, and with `--save` writes results/generation.json.
+
+python benchmarks/generation.py --save         # on CUDA: about 90 seconds
+python benchmarks/generation.py --size tiny    # to try it, on anything
+
+A Llama in bf16 samples with `generate` of transformers. In each round every variant generates the same number of tokens once, the
+order turns from round to round, and the figure is the median over rounds of its time over that round's time without a processor,
+with a bootstrap interval. Every variant must draw the same tokens. The model has no EOS, so that nothing ends early: what
+`generate` itself does for EOS would only make the ratio smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nanproof.core.environment import device_name
+from nanproof.numerics.generation import NumericalStabilityLogitsProcessor, TemperatureLogitsWarper
+from variants import save, synchronize
+
+EOS = 2
+BODIES = {
+    "50m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 14, "num_attention_heads": 8},
+    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model and batch."""
+
+    body: str
+    vocabulary: int
+    batch: int
+    prompt: int
+    tokens: int
+
+
+SIZES = {
+    "50m": [Setting("50m", vocabulary, batch, 32, 32) for vocabulary in (32_000, 152_000) for batch in (8, 64)],
+    "tiny": [Setting("tiny", 500, 4, 8, 8)],
+}
+
+
+def make(setting: Setting, device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**BODIES[setting.body], vocab_size=setting.vocabulary, tie_word_embeddings=True, bos_token_id=1)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def variants(model: LlamaForCausalLM) -> dict[str, list[Any]]:
+    """The logits processors. The first is what the others are compared with."""
+    return {
+        "none": [],
+        "raise": [NumericalStabilityLogitsProcessor(eos_token_id=EOS, model=model)],
+        "end": [NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS, model=model)],
+        "end and temperature 0.7": [
+            NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS),
+            TemperatureLogitsWarper(0.7),
+        ],
+    }
+
+
+def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % of the medians of resampled values."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str, Any]:
+    model = make(setting, device)
+    ids = torch.randint(3, setting.vocabulary, (setting.batch, setting.prompt), device=device)
+    mask = torch.ones_like(ids)
+    made = variants(model)
+
+    def generate(name: str) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        synchronize(device.type)
+        begun = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=setting.tokens,
+            logits_processor=made[name],
+        )
+        synchronize(device.type)
+        return (time.perf_counter() - begun) / setting.tokens, out
+
+    first = {name: generate(name)[1] for name in made}
+    first = {name: generate(name)[1] for name in made}
+    for name in ("raise", "end"):
+        assert torch.equal(first[name], first["none"]), f"{name} draws other tokens"
+    times: dict[str, list[float]] = {name: [] for name in made}
+    end, turn = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or turn < 4:
+        names = list(made)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(generate(name)[0])
+        turn += 1
+    rows = {}
+    for name, values in times.items():
+        ratios = [value / base for value, base in zip(values, times["none"], strict=True)]
+        low, high = interval(ratios)
+        rows[name] = {"ms": 1e3 * statistics.median(values), "ratio": statistics.median(ratios), "low": low, "high": high}
+    for processors in made.values():
+        for processor in processors:
+            if isinstance(processor, NumericalStabilityLogitsProcessor):
+                processor.check()
+                assert not processor.read()
+                processor.close()
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {**asdict(setting), "parameters": parameters, "rounds": turn, "rows": rows, "alone": alone(setting, device)}
+    show(found)
+    return found
+
+
+def alone(setting: Setting, device: torch.device, calls: int = 200) -> dict[str, float]:
+    """Microseconds of one call of the processor by itself: until the host can go on, and until the device is done."""
+    processor = NumericalStabilityLogitsProcessor(eos_token_id=EOS)
+    scores = torch.randn(setting.batch, setting.vocabulary, device=device)
+    ids = torch.ones(setting.batch, setting.prompt + 2 * calls, dtype=torch.long, device=device)
+
+    def run(begin: int) -> tuple[float, float]:
+        synchronize(device.type)
+        begun = time.perf_counter()
+        for step in range(begin, begin + calls):
+            processor(ids[:, : setting.prompt + step], scores)
+        host = time.perf_counter() - begun
+        synchronize(device.type)
+        return 1e6 * host / calls, 1e6 * (time.perf_counter() - begun) / calls
+
+    run(0)
+    host, whole = run(calls)
+    return {"host_us": host, "whole_us": whole}
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"Llama of {found['parameters'] / 1e6:.0f} M in bf16, vocabulary {found['vocabulary']}, batch {found['batch']}, "
+        f"{found['tokens']} tokens, {found['rounds']} rounds; one call alone: {found['alone']['host_us']:.0f} us of the host, "
+        f"{found['alone']['whole_us']:.0f} us until done"
+    )
+    for name, row in found["rows"].items():
+        print(f"  {name:26s} {row['ms']:8.3f} ms a token   {row['ratio']:.4f}   (95 %: {row['low']:.4f} to {row['high']:.4f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[*SIZES], default="50m")
+    parser.add_argument("--seconds", type=float, default=None, help="for each setting; 18 by default, 1 for tiny")
+    parser.add_argument("--save", action="store_true")
+    asked = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    seconds = asked.seconds if asked.seconds is not None else 1.0 if asked.size == "tiny" else 18.0
+    transformers.logging.set_verbosity_error()
+    settings = [measure(setting, device, seconds) for setting in SIZES[asked.size]]
+    if asked.save:
+        results = {"transformers": transformers.__version__, "dtype": "bfloat16", "settings": settings}
+        print(f"written to {save('generation', device_name(device), results).name}")
+
+
+if __name__ == "__main__":
+    main()
