@@ -31,13 +31,12 @@ def by_row(completions, **_):
 
 
 def breaking(folder, at, rows=(1,), start=None, **kwargs):
-    """A trainer whose model gives NaN for some rows at the calls of `at`, when it samples. (To score tokens TRL reads the weight
-    of the head, and does not call it.)"""
+    """A trainer whose model gives NaN for some rows at the calls of `at`, when it samples."""
     trainer = tiny.grpo(folder, reward=by_row, start=start, **{"max_steps": 2, **kwargs})
     calls = iter(range(10_000))
 
     def hook(_module, _args, out):
-        if next(calls) in at:
+        if not torch.is_grad_enabled() and next(calls) in at:
             out = out.clone()
             out[list(rows)] = NAN
         return out

@@ -217,7 +217,7 @@ class Sampling:
             confidence=confidence,
             phase="weights" if broken else "forward",
             where=where,
-            op=first.op if first is not None else None,
+            op=first.op if first is not None and not broken else None,
             samples=tuple(rows),
             evidence=tuple([f"not finite: {', '.join(broken[:3])}"] * bool(broken) + [str(birth) for birth in births[:3]]),
             fix=fix or causes.fix_of(cause),
