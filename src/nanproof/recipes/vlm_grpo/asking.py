@@ -1,0 +1,127 @@
+"""Scenes as the model takes them, and its replies: the one way in which it is asked, for training and for testing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
+from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
+from nanproof.recipes.vlm_grpo.scenes import Scene
+
+LONGEST = 12
+"""Tokens of a reply: the longest right one has nine with its end."""
+Tick = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """What was sampled: one row a reply."""
+
+    prompt: dict[str, Tensor]
+    """What the model was given; padded on the left."""
+    ids: Tensor
+    """Tokens of the replies, with their end; padding behind it."""
+    mask: Tensor
+    """1 up to the end of each reply and at it."""
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How good replies were: means over scenes."""
+
+    caption: float
+    place: float
+    scenes: int
+
+    @property
+    def reward(self) -> float:
+        return self.caption + self.place
+
+
+def messages(scene: Scene) -> list[dict[str, Any]]:
+    """The question, behind its image."""
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": scene.question}]}]
+
+
+def prompts(seeing: Seeing, scenes: Sequence[Scene], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Tensors for the model: ids, their mask, and the pixels."""
+    texts = [seeing.processor.apply_chat_template(messages(scene), add_generation_prompt=True) for scene in scenes]
+    pictures = [[scene.picture()] for scene in scenes]
+    made = seeing.processor(images=pictures, text=texts, padding=True, padding_side="left", return_tensors="pt")
+    return {name: value.to(device) for name, value in made.items()}
+
+
+def never(seeing: Seeing) -> list[int]:
+    """Tokens that no reply may have: the place of an image, and the judge's."""
+    own = getattr(seeing.model.config, "image_token_id", None)
+    there = seeing.tokenizer.get_vocab()
+    return sorted({t for t in (own, there.get(IMAGE), there.get(VERDICT)) if t is not None})
+
+
+def reply(
+    seeing: Seeing,
+    prompt: dict[str, Tensor],
+    *,
+    temperature: float = 1.0,
+    processors: Sequence[Any] = (),
+    banned: Sequence[int] = (),
+    longest: int = LONGEST,
+) -> Replies:
+    """Sample a reply to each prompt; temperature 0 takes the likeliest token."""
+    model, end = seeing.model, seeing.tokenizer.eos_token_id
+    was = model.training
+    model.eval()
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    try:
+        with torch.no_grad():
+            given = model.generate(
+                **prompt,
+                max_new_tokens=longest,
+                logits_processor=list(processors),
+                suppress_tokens=list(banned) or None,
+                pad_token_id=seeing.tokenizer.pad_token_id,
+                eos_token_id=end,
+                **how,
+            )
+    finally:
+        model.train(was)
+    ids = given[:, prompt["input_ids"].shape[1] :]
+    ended = (ids == end).cumsum(1)
+    mask = ((ended == 0) | ((ended == 1) & (ids == end))).long()
+    texts = seeing.tokenizer.batch_decode(
+        [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)], skip_special_tokens=True
+    )
+    return Replies(prompt, ids, mask, texts)
+
+
+def examine(
+    seeing: Seeing,
+    scenes: Sequence[Scene],
+    *,
+    temperature: float = 1.0,
+    processors: Sequence[Any] = (),
+    at_once: int = 256,
+    tick: Tick = lambda done, said: None,
+) -> tuple[Marks, list[str]]:
+    """Ask about every scene and mark the replies."""
+    device = next(seeing.model.parameters()).device
+    texts: list[str] = []
+    for start in range(0, len(scenes), at_once):
+        asked = prompts(seeing, scenes[start : start + at_once], device)
+        texts += reply(seeing, asked, temperature=temperature, processors=processors, banned=never(seeing)).texts
+        tick(len(texts), "")
+    return marked(texts, scenes), texts
+
+
+def marked(texts: Sequence[str], scenes: Sequence[Scene]) -> Marks:
+    """Means of both rewards."""
+    pairs = list(zip(texts, scenes, strict=True))
+    captions = [caption_reward(text, scene) for text, scene in pairs]
+    places = [place_reward(text, scene) for text, scene in pairs]
+    return Marks(sum(captions) / len(pairs), sum(places) / len(pairs), len(pairs))

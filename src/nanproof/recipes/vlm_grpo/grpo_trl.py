@@ -1,0 +1,201 @@
+"""GRPO by TRL's GRPOTrainer. Its sampling is its own; behind each reply the judge writes its verdict, which does not count.
+
+That takes two of TRL's private methods, because a rollout of one's own has to do all that TRL does to a prompt. Their signatures
+are looked at before anything is begun: another TRL is refused with a clear word.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanproof.errors import TrainingHalted, UnsupportedError
+from nanproof.integrations import protect
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.versions import check_version
+from nanproof.numerics.precision import choose
+from nanproof.policy import Policy
+from nanproof.recipes.machine import device, needs
+from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
+from nanproof.recipes.vlm_grpo.asking import LONGEST, never
+from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
+from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
+from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
+from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
+from nanproof.recipes.vlm_grpo.scenes import Scene
+from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, died_of_sampling, said
+
+NEEDED = {
+    "_tokenize_prompts": ("prompts",),
+    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
+}
+"""Private methods of GRPOTrainer that the rollout calls, and the parameters they must begin with."""
+
+
+def usable() -> None:
+    """TRL is there, and is one that this was written for."""
+    needs("trl", "datasets", "transformers", "peft", "accelerate")
+    import trl
+
+    check_version("trl")
+    for name, parameters in NEEDED.items():
+        method = getattr(trl.GRPOTrainer, name, None)
+        found = tuple(inspect.signature(method).parameters)[1:] if callable(method) else None
+        if found is None or found[: len(parameters)] != parameters:
+            raise UnsupportedError(
+                f"TRL {trl.__version__}: GRPOTrainer.{name}({', '.join(parameters)}) is needed and not there. Use TRL 1.16, or "
+                "--trainer loop, which needs no TRL"
+            )
+
+
+def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Path, tick: Tick) -> Trained:
+    """Train one arm. That it dies of its own setting is a result too: the ending says so."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    usable()
+    notes: list[str] = []
+    banned = [t for t in never(seeing) if setting.ban == "sampling" or t != seeing.token(VERDICT)]
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        per_device_train_batch_size=setting.batch,
+        num_generations=setting.group,
+        max_completion_length=LONGEST,
+        generation_kwargs={"suppress_tokens": banned},
+        temperature=setting.temperature,
+        beta=setting.beta,
+        learning_rate=setting.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=min(setting.warmup, setting.steps // 2),
+        max_grad_norm=setting.max_norm,
+        max_steps=setting.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=device().type == "cpu",
+        disable_tqdm=True,
+        seed=setting.seed,
+        data_seed=setting.seed,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        **_precision(seeing.model, setting, notes),
+    )
+
+    def caption(said: list[str], scene: list[int], **rest: Any) -> list[float]:
+        return [caption_reward(text, scenes[i]) for text, i in zip(said, scene, strict=True)]
+
+    def place(said: list[str], scene: list[int], **rest: Any) -> list[float]:
+        return [place_reward(text, scenes[i]) for text, i in zip(said, scene, strict=True)]
+
+    torch.manual_seed(setting.seed)
+    trainer = GRPOTrainer(
+        seeing.model,
+        reward_funcs=[caption, place],
+        args=arguments,
+        train_dataset=Dataset.from_list([_row(i, scene) for i, scene in enumerate(scenes)]),
+        processing_class=seeing.processor,
+        peft_config=adapters(setting.rank, setting.alpha),
+        rollout_func=_rollout(seeing, scenes),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_bar(tick))
+    if setting.ban == "policy":
+        lower(trainer.model, seeing.token(VERDICT), LOWERED)
+    trained = Trained(trainer.model, setting, notes=notes)
+    patch = _Document(trainer) if setting.patched else None
+    guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / RECORDS) if setting.protect else None
+    begun = time.perf_counter()
+    try:
+        trainer.train()
+    except TrainingHalted as error:
+        trained.ending = f"halted: {error}"
+    except RuntimeError as error:
+        if not died_of_sampling(error):
+            raise
+        trained.ending = f"raised {type(error).__name__}: {error}"
+    finally:
+        if patch is not None:
+            patch.undo()
+    trained.seconds = time.perf_counter() - begun
+    trained.steps = trainer.state.global_step
+    trained.log = [_line(found) for found in trainer.state.log_history if "loss" in found]
+    if guard is not None:
+        trained.incidents = list(guard.incidents)
+        trained.refused = guard.refused_in_all
+        trained.skipped = trained.steps - guard.accepted_so_far
+        trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
+        trained.bad_rows = int(sum(found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history))
+    if patch is not None:
+        trained.bad_rows = patch.processor.nan_rows
+        trained.notes += [*patch.processor.notes(), *patch.callback.notes()]
+    return trained
+
+
+def _row(index: int, scene: Scene) -> dict[str, Any]:
+    """The message carries the number of its scene, for the judge."""
+    asked = {"role": "user", "content": scene.question, "scene": index}
+    return {"prompt": [asked], "image": scene.picture(), "scene": index}
+
+
+def _rollout(seeing: Seeing, scenes: Sequence[Scene]) -> Any:
+    """TRL's own sampling, with the judge's verdict behind each reply. Rewards are of the reply alone: `said`."""
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
+        replies, log_probs = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
+        replies = [readable(seeing, reply) for reply in replies]
+        texts = seeing.tokenizer.batch_decode(replies, skip_special_tokens=True)
+        asked = [scenes[prompt[0]["scene"]] for prompt in prompts]
+        judged = [verdict(seeing, text, scene) for text, scene in zip(texts, asked, strict=True)]
+        ids = [[*reply, *told] for reply, told in zip(replies, judged, strict=True)]
+        counts = [[1] * len(reply) + [0] * len(told) for reply, told in zip(replies, judged, strict=True)]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": log_probs, "env_mask": counts, "said": texts}
+
+    return rollout
+
+
+class _Document:
+    """The document's processor and callback on one trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.processor, self.callback = DocumentProcessor(), document_callback()
+        trainer.add_callback(self.callback)
+        self._patches = Patches()
+        self._patches.wrap(trainer.accelerator.unwrap_model(trainer.model), "generate", self._generate)
+        self.undo = self._patches.undo
+
+    def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, logits_processor=[self.processor], **kwargs)
+
+
+def _precision(model: Any, setting: Setting, notes: list[str]) -> dict[str, bool]:
+    """The Trainer's switches. The document's bf16 is one of a GPU."""
+    if setting.precision == "as-loaded":
+        return {"bf16": setting.patched and torch.cuda.is_available() and torch.cuda.is_bf16_supported(), "fp16": False}
+    chosen = choose(model, device(), setting.precision)  # type: ignore[arg-type]
+    notes.append(f"precision: {chosen.name}. {chosen.reason}")
+    return chosen.trainer_arguments()
+
+
+def _line(found: dict[str, Any]) -> dict[str, float]:
+    """TRL logs a NaN as None."""
+    told = {name: found[name] for name in LOGGED if name in found}
+    return {"step": found["step"] - 1, **{name: math.nan if x is None else float(x) for name, x in told.items()}}
+
+
+def _bar(tick: Tick) -> Any:
+    from transformers import TrainerCallback
+
+    class Bar(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            if logs and "loss" in logs:
+                tick(state.global_step, said(_line({**logs, "step": state.global_step})))
+
+    return Bar()

@@ -1,0 +1,80 @@
+"""What the two ways of training share: what came of it, and the line that is logged at every step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanproof.core.files import write_whole
+from nanproof.recipes.vlm_grpo.arms import Setting
+from nanproof.records import encode
+
+LOG = "training_log.jsonl"
+RECORDS = "nanproof"
+"""Where the guard writes, in the folder of the arm."""
+LOGGED = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm")
+Tick = Callable[[int, str], None]
+"""Steps done, and a word about the last."""
+
+
+@dataclass
+class Trained:
+    """A model after its training, and what is known of it."""
+
+    model: Any
+    setting: Setting
+    ending: str = "finished"
+    steps: int = 0
+    seconds: float = 0.0
+    log: list[dict[str, float]] = field(default_factory=list)
+    """One line a step: `step` and what of LOGGED was there."""
+    refused: int = 0
+    """Attempts at a step that the guard refused."""
+    skipped: int = 0
+    """Steps that were not taken in the end."""
+    rolled_back: int = 0
+    bad_rows: int = 0
+    """Replies that were sampled from logits with NaN or Inf, or ended because of them."""
+    incidents: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Steps whose logged loss or gradient norm was NaN or Inf."""
+        return sum(not all(math.isfinite(line.get(name, 0.0)) for name in ("loss", "grad_norm")) for line in self.log)
+
+    def last(self, name: str, count: int = 1) -> float | None:
+        """The mean of what was logged last; None where nothing was."""
+        found = [line[name] for line in self.log if name in line][-count:]
+        return sum(found) / len(found) if found else None
+
+
+def died_of_sampling(error: BaseException) -> bool:
+    """Whether this is what torch.multinomial raises on probabilities that are none."""
+    return isinstance(error, RuntimeError) and "probability tensor" in str(error)
+
+
+def write_log(folder: Path, log: Sequence[Mapping[str, float]]) -> Path:
+    """The lines as JSON, whole or not at all."""
+    path = folder / LOG
+    lines = [{k: encode(v) if isinstance(v, float) else v for k, v in line.items()} for line in log]
+    write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    return path
+
+
+def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
+    """Trainable tensors with a value that is not finite, of how many."""
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)
+
+
+def said(line: Mapping[str, float]) -> str:
+    """A step in a few words, for a bar."""
+    return ", ".join(f"{name} {line[name]:.3g}" for name in ("reward", "kl", "grad_norm") if name in line)

@@ -1,0 +1,98 @@
+"""The warm start: the model learns the form of a reply, and some of its content, from right answers. Reinforcement learning has
+nothing to choose from in a model that never says anything right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof.guard import Guard
+from nanproof.policy import Policy
+from nanproof.recipes.vlm_grpo.asking import prompts
+from nanproof.recipes.vlm_grpo.models import Seeing
+from nanproof.recipes.vlm_grpo.scenes import Scene
+
+IGNORED = -100
+Tick = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Schooling:
+    """How the warm start is made."""
+
+    steps: int = 250
+    batch: int = 32
+    lr: float = 2e-3
+    warmup: int = 50
+    seed: int = 0
+
+
+@dataclass
+class Schooled:
+    """What came of it."""
+
+    losses: list[float] = field(default_factory=list)
+    incidents: list[Any] = field(default_factory=list)
+
+
+def examples(seeing: Seeing, scenes: Sequence[Scene]) -> dict[str, Tensor]:
+    """Questions with their answers; what is not answer is not supervised."""
+    asked = prompts(seeing, scenes)
+    end = seeing.tokenizer.eos_token
+    told = seeing.tokenizer(
+        [f"{scene.answer} {end}" for scene in scenes],
+        padding=True,
+        padding_side="right",
+        add_special_tokens=False,
+        return_tensors="pt",
+    )
+    ids = torch.cat((asked["input_ids"], told["input_ids"]), 1)
+    mask = torch.cat((asked["attention_mask"], told["attention_mask"]), 1)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[:, : asked["input_ids"].shape[1]] = IGNORED
+    rest = {name: value for name, value in asked.items() if name not in ("input_ids", "attention_mask")}
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **rest}
+
+
+def school(
+    seeing: Seeing,
+    scenes: Sequence[Scene],
+    how: Schooling,
+    run_dir: Path | None = None,
+    *,
+    autocast: Callable[[], Any] | None = None,
+    tick: Tick = lambda done, said: None,
+) -> Schooled:
+    """Train the model itself, every weight of it, under a guard."""
+    model = seeing.model
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, how.warmup)))
+
+    def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        if autocast is None:
+            return model(**batch).loss  # type: ignore[no-any-return]
+        with autocast():
+            return model(**batch).loss  # type: ignore[no-any-return]
+
+    made = Schooled()
+    model.train()
+    with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=Policy(diagnose="first"), run_dir=run_dir) as guard:
+        for step in range(how.steps):
+            rng = random.Random(f"warm start {how.seed} {step}")
+            chosen = [scenes[rng.randrange(len(scenes))] for _ in range(how.batch)]
+            batch = {name: value.to(device) for name, value in examples(seeing, chosen).items()}
+            guard.train_step(batch)
+            tick(step + 1, "")
+        guard.sync()
+        made.losses = [record.loss for record in guard.history]
+        made.incidents = list(guard.incidents)
+    model.eval()
+    return made
