@@ -307,7 +307,7 @@ def test_verbose_says_each_row_once(caplog):
         (lambda: NumericalStabilityLogitsProcessor()(torch.ones(2, 1), torch.ones(2, 3, 4)), r"\[rows, vocabulary\]"),
         (lambda: NumericalStabilityLogitsProcessor()(torch.ones(3, 1), torch.ones(2, 4)), "do not fit"),
         (
-            lambda: NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=9)(torch.ones(1, 1), torch.full((1, 4), NAN)),
+            lambda: NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=9)(torch.ones(1, 1), torch.zeros(1, 4)),
             "not in a vocabulary of 4",
         ),
         (
@@ -520,14 +520,29 @@ def test_a_bad_beam_loses(model):
     processor.close()
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_beams_that_are_all_bad_end(model, do_sample):
+    """Nothing is left but EOS, in every beam."""
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = NAN
+    tokens = generate(model, NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS), num_beams=2, do_sample=do_sample)
+    assert set(tokens.flatten().tolist()) <= {EOS, PAD} and (tokens[:, 0] == EOS).all()
+
+
 def test_locating_never_fails_the_run(model):
-    """A forward that cannot be run again leaves the birthplace unknown."""
-    break_token(model, 1, 2)
+    """Of a forward that cannot be run again the weights are looked at; if they are fine, nothing is known."""
+    handle = model.model.norm.register_forward_hook(lambda _module, _args, out: out * NAN)
     with NumericalStabilityLogitsProcessor(on_bad="end", model=model) as processor:
-        tokens = generate(model, processor)
-        model.forward = None
-        [bad] = processor.read()
-    assert bad.where is None and bad.row == 1 and tokens[1, 3] == EOS
+        assert (generate(model, processor) == EOS).all()
+        handle.remove()
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        assert {(bad.row, bad.where, bad.because) for bad in processor.read()} == {(row, None, None) for row in range(3)}
+        processor.reset()
+        model._forward_pre_hooks.popitem()
+        break_token(model, 1, 2)
+        generate(model, processor)
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        assert [bad.where for bad in processor.read()] == ["model.embed_tokens"]
 
 
 def test_a_prompt_as_long_as_the_last_generation_is_a_new_one(model):
