@@ -424,6 +424,17 @@ def test_without_an_eos_criterion_nothing_but_eos_follows(model):
     assert tokens[1, 3:].tolist() == [3] * (NEW - 3)
 
 
+def test_under_inference_mode(model):
+    """What was found can be used outside of it, for training."""
+    break_token(model, 1, 2)
+    with NumericalStabilityLogitsProcessor(on_bad="end", model=nn.DataParallel(model)) as processor:
+        with torch.inference_mode():
+            tokens = generate(model, processor)
+        mask = processor.mask(torch.ones(3, NEW))
+        assert tokens[1, 3] == EOS and mask.mul_(1).sum(1).tolist() == [NEW, 0, NEW]
+        assert int(processor.counters()["nan_rows"]) == 1 and processor.read()[0].where == "model.embed_tokens"
+
+
 def test_raising_names_the_module(model):
     """A weight in the middle: row 0 is bad at once, so are all, and the error names the weight."""
     with torch.no_grad():

@@ -77,7 +77,7 @@ class NumericalStabilityLogitsProcessor:
         self.on_bad, self.shift, self.eos_score = on_bad, shift, float(eos_score)
         self._changes = shift or clip_value is not None or min_prob is not None
         self._tells = on_bad == "raise" or verbose
-        self._eos_token_id, self._model = eos_token_id, model
+        self._eos_token_id = eos_token_id
         self._keeper = None if model is None else PromptKeeper(model)
         self._flags = Flags()
         self._now: Generation | None = None
@@ -185,8 +185,8 @@ class NumericalStabilityLogitsProcessor:
 
     def _eos(self) -> int:
         given = self._eos_token_id
-        if given is None and self._model is not None:
-            given = _eos_of(self._model)
+        if given is None and self._keeper is not None:
+            given = _eos_of(self._keeper.model)
         first = None if given is None else _first(given)
         if first is None and self.on_bad == "end":
             raise UsageError(
