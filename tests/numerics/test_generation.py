@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -112,7 +114,7 @@ def test_shift_changes_no_probability(shape):
     assert out.dtype == torch.float32 and (out.amax(-1) == 0).all() and torch.equal(out == -INF, scores == -INF)
 
 
-temperatures = st.sampled_from([1e-45, 1e-39, 1e-30, 1e-6, 3e-5, 1e-2, 0.7, 1.0, 1.3, 50.0])
+temperatures = st.sampled_from([1e-60, 1e-45, 1e-39, 1e-30, 1e-6, 3e-5, 1e-2, 0.7, 1.0, 1.3, 50.0])
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -470,6 +472,20 @@ def test_a_model_of_ones_own_is_looked_into(model):
         [bad] = processor.read()
     assert (bad.row, bad.position, bad.kind, bad.op) == (1, 2, "nan", "log") and scores[1].argmax() == EOS
     assert bad.because.startswith("at ") and "test_generation.py" in bad.because
+
+
+def test_positions_go_on_when_it_is_run_again():
+    """The embedding of the sixth position is bad, which the prompt does not reach; the padded row gets there two tokens later."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_embd=16, n_layer=1, n_head=2, eos_token_id=EOS, bos_token_id=1, pad_token_id=PAD)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[5, 0] = INF
+    with NumericalStabilityLogitsProcessor(on_bad="end", model=model) as processor:
+        generate(model, processor, min_new_tokens=NEW)
+        found = processor.read()
+    assert [(b.row, b.position) for b in found] == [(1, 2), (2, 2), (0, 4)]
+    assert {(b.where, b.because) for b in found} == {("transformer.wpe", "weight transformer.wpe.weight has 1 Inf in row 5")}
 
 
 def test_what_is_not_bad_a_second_time_is_said_to_be_transient(model):
