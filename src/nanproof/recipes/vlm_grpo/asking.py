@@ -119,6 +119,13 @@ def examine(
     return marked(texts, scenes), texts
 
 
+class Chance:
+    """Draws every token that is not banned as often as any other: what a reply is worth that knows nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.where(scores == -torch.inf, scores, 0.0)
+
+
 def marked(texts: Sequence[str], scenes: Sequence[Scene]) -> Marks:
     """Means of both rewards."""
     pairs = list(zip(texts, scenes, strict=True))

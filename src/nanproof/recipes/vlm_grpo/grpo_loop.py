@@ -21,7 +21,6 @@ from torch import Tensor
 from nanproof.errors import TrainingHalted
 from nanproof.guard import Guard
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
-from nanproof.numerics.precision import choose
 from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device
@@ -32,7 +31,7 @@ from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, with_adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor
 from nanproof.recipes.vlm_grpo.rewards import reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
-from nanproof.recipes.vlm_grpo.training import RECORDS, Tick, Trained, died_of_sampling, said
+from nanproof.recipes.vlm_grpo.training import RECORDS, Tick, Trained, chosen_precision, died_of_sampling, said
 
 CLIP = 0.2
 """How far a ratio may go from 1 before it teaches nothing more."""
@@ -156,7 +155,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         lower(model, own.token(VERDICT), LOWERED)
     autocast: Callable[[], Any] = nullcontext
     if setting.precision != "as-loaded":
-        chosen = choose(model, device(), setting.precision)  # type: ignore[arg-type]
+        chosen = chosen_precision(model, setting.precision)
         autocast = chosen.autocast
         notes.append(f"precision: {chosen.name}. {chosen.reason}")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=setting.lr, weight_decay=0.0)

@@ -19,7 +19,6 @@ from nanproof.errors import TrainingHalted, UnsupportedError
 from nanproof.integrations import protect
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.versions import check_version
-from nanproof.numerics.precision import choose
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device, needs
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
@@ -29,7 +28,7 @@ from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
-from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, died_of_sampling, said
+from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, chosen_precision, died_of_sampling, said
 
 NEEDED = {
     "_tokenize_prompts": ("prompts",),
@@ -41,8 +40,9 @@ NEEDED = {
 def usable() -> None:
     """TRL is there, and is one that this was written for."""
     needs("trl", "datasets", "transformers", "peft", "accelerate")
-    import trl
+    import trl as found_trl
 
+    trl: Any = found_trl
     check_version("trl")
     for name, parameters in NEEDED.items():
         method = getattr(trl.GRPOTrainer, name, None)
@@ -56,14 +56,16 @@ def usable() -> None:
 
 def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Path, tick: Tick) -> Trained:
     """Train one arm. That it dies of its own setting is a result too: the ending says so."""
-    from datasets import Dataset
-    from transformers.trainer_callback import PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     usable()
+    import trl as found_trl
+    from datasets import Dataset  # type: ignore[import-untyped]
+    from transformers.trainer_callback import PrinterCallback
+
+    trl: Any = found_trl  # what it exports is not typed
     notes: list[str] = []
     banned = [t for t in never(seeing) if setting.ban == "sampling" or t != seeing.token(VERDICT)]
-    arguments = GRPOConfig(
+    switches: dict[str, Any] = _precision(seeing.model, setting, notes)
+    arguments = trl.GRPOConfig(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=setting.batch,
         num_generations=setting.group,
@@ -85,17 +87,17 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         data_seed=setting.seed,
         dataloader_pin_memory=torch.cuda.is_available(),
         gradient_checkpointing=False,
-        **_precision(seeing.model, setting, notes),
+        **switches,
     )
 
-    def caption(said: list[str], scene: list[int], **rest: Any) -> list[float]:
+    def caption(said: list[str], scene: list[int], **rest: Any) -> list[float | None]:
         return [caption_reward(text, scenes[i]) for text, i in zip(said, scene, strict=True)]
 
-    def place(said: list[str], scene: list[int], **rest: Any) -> list[float]:
+    def place(said: list[str], scene: list[int], **rest: Any) -> list[float | None]:
         return [place_reward(text, scenes[i]) for text, i in zip(said, scene, strict=True)]
 
     torch.manual_seed(setting.seed)
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         seeing.model,
         reward_funcs=[caption, place],
         args=arguments,
@@ -179,7 +181,7 @@ def _precision(model: Any, setting: Setting, notes: list[str]) -> dict[str, bool
     """The Trainer's switches. The document's bf16 is one of a GPU."""
     if setting.precision == "as-loaded":
         return {"bf16": setting.patched and torch.cuda.is_available() and torch.cuda.is_bf16_supported(), "fp16": False}
-    chosen = choose(model, device(), setting.precision)  # type: ignore[arg-type]
+    chosen = chosen_precision(model, setting.precision)
     notes.append(f"precision: {chosen.name}. {chosen.reason}")
     return chosen.trainer_arguments()
 

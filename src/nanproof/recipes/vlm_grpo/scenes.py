@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +140,9 @@ def make(train: int, valid: int, seed: int = 0) -> dict[str, list[Scene]]:
     """Scenes "train" and "valid"; no scene is in both."""
     if min(train, valid) < 0 or train + valid < 1:
         raise UsageError(f"--train {train} --valid {valid}: at least one scene is needed")
-    rng, seen, made = random.Random(f"vlm-grpo {seed}"), set(), []
+    rng = random.Random(f"vlm-grpo {seed}")
+    seen: set[Any] = set()
+    made: list[Scene] = []
     while len(made) < train + valid:
         scene = _one(rng)
         told = (frozenset(scene.shapes), scene.region)
@@ -168,7 +170,7 @@ def _one(rng: random.Random) -> Scene:
 # -- on disk -------------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, sets: dict[str, Sequence[Scene]]) -> dict[str, Path]:
+def save(folder: Path, sets: Mapping[str, Sequence[Scene]]) -> dict[str, Path]:
     """One line of JSON a scene: what it is drawn from, with its caption and answer beside it for people."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
@@ -203,7 +205,7 @@ def _read(path: Path, number: int, line: str) -> Scene:
     return scene
 
 
-def checksum(sets: dict[str, list[Scene]]) -> str:
+def checksum(sets: Mapping[str, Sequence[Scene]]) -> str:
     """Which scenes they are: results of other ones are other results."""
     told = "\n".join(json.dumps(scene.to_json()) for name in sorted(sets) for scene in sets[name])
     return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -7,14 +7,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from nanproof.core.files import write_whole
+from nanproof.errors import UsageError
+from nanproof.numerics.precision import Ask, Precision, choose
+from nanproof.recipes.machine import device
 from nanproof.recipes.vlm_grpo.arms import Setting
 from nanproof.records import encode
+from nanproof.report.text import printable
 
 LOG = "training_log.jsonl"
 RECORDS = "nanproof"
@@ -54,6 +58,14 @@ class Trained:
         """The mean of what was logged last; None where nothing was."""
         found = [line[name] for line in self.log if name in line][-count:]
         return sum(found) / len(found) if found else None
+
+
+def chosen_precision(model: nn.Module, asked: str) -> Precision:
+    """What `auto` stands for: on a CPU fp32, for at this size casting costs more than it saves."""
+    place = device()
+    if asked not in ("auto", "bf16", "fp16", "fp32"):
+        raise UsageError(f"--precision {printable(asked)} is unknown. Choose auto, bf16 or fp32")
+    return choose(model, place, "fp32" if asked == "auto" and place.type == "cpu" else cast(Ask, asked))
 
 
 def died_of_sampling(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ nothing to choose from in a model that never says anything right.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Schooled:
     """What came of it."""
 
     losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
     incidents: list[Any] = field(default_factory=list)
 
 
@@ -83,6 +85,7 @@ def school(
             return model(**batch).loss  # type: ignore[no-any-return]
 
     made = Schooled()
+    begun = time.perf_counter()
     model.train()
     with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=Policy(diagnose="first"), run_dir=run_dir) as guard:
         for step in range(how.steps):
@@ -94,5 +97,6 @@ def school(
         guard.sync()
         made.losses = [record.loss for record in guard.history]
         made.incidents = list(guard.incidents)
+        made.seconds = time.perf_counter() - begun
     model.eval()
     return made
