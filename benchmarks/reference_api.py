@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "Errors": (
         "",
         [("nanproof", name) for name in ("NanproofError", "UsageError", "UnsupportedError", "TrainingHalted")]
-        + [("nanproof.errors", "RefusedFile")],
+        + [("nanproof.errors", "BadLogits"), ("nanproof.errors", "RefusedFile")],
     ),
     "Callbacks of transformers": (
         "From `nanproof.integrations.transformers`: [transformers.md](../frameworks/transformers.md#callbacks).",
@@ -77,6 +77,14 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "Sampling": (
+        "From `nanproof.numerics.generation`: [generation.md](../generation.md).",
+        [
+            ("nanproof.numerics.generation", "NumericalStabilityLogitsProcessor"),
+            ("nanproof.numerics.temperature", "TemperatureLogitsWarper"),
+            ("nanproof.numerics.logit_rows", "BadRow"),
+        ],
+    ),
     "Precision": (
         "From `nanproof.numerics.precision`: [numerics.md](../numerics.md#precision).",
         [("nanproof.numerics.precision", name) for name in ("choose", "Precision", "problems", "Problem", "cast_trainable")],
@@ -107,6 +115,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 }
 SHOWN_AS = {f"nanproof.integrations.{name}": "nanproof.integrations.transformers" for name in ("hf_callbacks", "hf_losses")}
 SHOWN_AS["nanproof.core.terms"] = "nanproof.numerics.losses"
+SHOWN_AS |= {f"nanproof.numerics.{name}": "nanproof.numerics.generation" for name in ("temperature", "logit_rows")}
 """Where users import from, if not from where it is written."""
 Node = ast.ClassDef | ast.FunctionDef
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import generation_tables
 import latent_tables
 from variants import RESULTS
 
@@ -436,6 +437,7 @@ def units_line() -> str:
 
 BLOCKS = {
     **latent_tables.BLOCKS,
+    **generation_tables.BLOCKS,
     "units-sft": units_table,
     "units-sft-search": units_search,
     "units-sft-line": units_line,

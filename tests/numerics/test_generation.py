@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -112,7 +114,7 @@ def test_shift_changes_no_probability(shape):
     assert out.dtype == torch.float32 and (out.amax(-1) == 0).all() and torch.equal(out == -INF, scores == -INF)
 
 
-temperatures = st.sampled_from([1e-45, 1e-39, 1e-30, 1e-6, 3e-5, 1e-2, 0.7, 1.0, 1.3, 50.0])
+temperatures = st.sampled_from([1e-60, 1e-45, 1e-39, 1e-30, 1e-6, 3e-5, 1e-2, 0.7, 1.0, 1.3, 50.0])
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -307,7 +309,7 @@ def test_verbose_says_each_row_once(caplog):
         (lambda: NumericalStabilityLogitsProcessor()(torch.ones(2, 1), torch.ones(2, 3, 4)), r"\[rows, vocabulary\]"),
         (lambda: NumericalStabilityLogitsProcessor()(torch.ones(3, 1), torch.ones(2, 4)), "do not fit"),
         (
-            lambda: NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=9)(torch.ones(1, 1), torch.full((1, 4), NAN)),
+            lambda: NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=9)(torch.ones(1, 1), torch.zeros(1, 4)),
             "not in a vocabulary of 4",
         ),
         (
@@ -424,6 +426,17 @@ def test_without_an_eos_criterion_nothing_but_eos_follows(model):
     assert tokens[1, 3:].tolist() == [3] * (NEW - 3)
 
 
+def test_under_inference_mode(model):
+    """What was found can be used outside of it, for training."""
+    break_token(model, 1, 2)
+    with NumericalStabilityLogitsProcessor(on_bad="end", model=nn.DataParallel(model)) as processor:
+        with torch.inference_mode():
+            tokens = generate(model, processor)
+        mask = processor.mask(torch.ones(3, NEW))
+        assert tokens[1, 3] == EOS and mask.mul_(1).sum(1).tolist() == [NEW, 0, NEW]
+        assert int(processor.counters()["nan_rows"]) == 1 and processor.read()[0].where == "model.embed_tokens"
+
+
 def test_raising_names_the_module(model):
     """A weight in the middle: row 0 is bad at once, so are all, and the error names the weight."""
     with torch.no_grad():
@@ -459,6 +472,20 @@ def test_a_model_of_ones_own_is_looked_into(model):
         [bad] = processor.read()
     assert (bad.row, bad.position, bad.kind, bad.op) == (1, 2, "nan", "log") and scores[1].argmax() == EOS
     assert bad.because.startswith("at ") and "test_generation.py" in bad.because
+
+
+def test_positions_go_on_when_it_is_run_again():
+    """The embedding of the sixth position is bad, which the prompt does not reach; the padded row gets there two tokens later."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_embd=16, n_layer=1, n_head=2, eos_token_id=EOS, bos_token_id=1, pad_token_id=PAD)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[5, 0] = INF
+    with NumericalStabilityLogitsProcessor(on_bad="end", model=model) as processor:
+        generate(model, processor, min_new_tokens=NEW)
+        found = processor.read()
+    assert [(b.row, b.position) for b in found] == [(1, 2), (2, 2), (0, 4)]
+    assert {(b.where, b.because) for b in found} == {("transformer.wpe", "weight transformer.wpe.weight has 1 Inf in row 5")}
 
 
 def test_what_is_not_bad_a_second_time_is_said_to_be_transient(model):
@@ -520,14 +547,29 @@ def test_a_bad_beam_loses(model):
     processor.close()
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_beams_that_are_all_bad_end(model, do_sample):
+    """Nothing is left but EOS, in every beam."""
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = NAN
+    tokens = generate(model, NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS), num_beams=2, do_sample=do_sample)
+    assert set(tokens.flatten().tolist()) <= {EOS, PAD} and (tokens[:, 0] == EOS).all()
+
+
 def test_locating_never_fails_the_run(model):
-    """A forward that cannot be run again leaves the birthplace unknown."""
-    break_token(model, 1, 2)
+    """Of a forward that cannot be run again the weights are looked at; if they are fine, nothing is known."""
+    handle = model.model.norm.register_forward_hook(lambda _module, _args, out: out * NAN)
     with NumericalStabilityLogitsProcessor(on_bad="end", model=model) as processor:
-        tokens = generate(model, processor)
-        model.forward = None
-        [bad] = processor.read()
-    assert bad.where is None and bad.row == 1 and tokens[1, 3] == EOS
+        assert (generate(model, processor) == EOS).all()
+        handle.remove()
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        assert {(bad.row, bad.where, bad.because) for bad in processor.read()} == {(row, None, None) for row in range(3)}
+        processor.reset()
+        model._forward_pre_hooks.popitem()
+        break_token(model, 1, 2)
+        generate(model, processor)
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        assert [bad.where for bad in processor.read()] == ["model.embed_tokens"]
 
 
 def test_a_prompt_as_long_as_the_last_generation_is_a_new_one(model):

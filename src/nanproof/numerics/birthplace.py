@@ -56,7 +56,8 @@ class Prompt:
 
 
 class PromptKeeper:
-    """Keeps references to what the model was called with last. Costs nothing on a device."""
+    """Keeps references to what the model was called with last. Costs nothing on a device. Calls that are to be differentiated
+    are no sampling: nothing of training is held on to."""
 
     def __init__(self, model: nn.Module) -> None:
         inner = unwrap(model)
@@ -72,7 +73,7 @@ class PromptKeeper:
             self._hooks.append(encoder.register_forward_pre_hook(self._keep_pixels, with_kwargs=True))
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or rehearsal:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or rehearsal:
             return
         self._latest = args, {name: value for name, value in kwargs.items() if name not in _CACHES}
         tokens = kwargs.get("input_ids")
@@ -97,12 +98,16 @@ class PromptKeeper:
         self._latest = self._pixels = None
 
     def find(self, prompt: Prompt, ids: Tensor | None, row: int, position: int) -> Birthplace:
-        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there,
-        None where they are gone, which leaves the weights to look at."""
+        """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there. Where they
+        are gone, or the forward cannot be run again, the weights are left to look at."""
         if _versions(self.model) != prompt.versions:
             return Birthplace(because="the weights were changed since, so the forward cannot be run again")
-        if ids is None:
-            return _said(Case("generation", model=self.model), None)
+        if ids is not None:
+            with suppress(Exception):
+                return self._run_again(prompt, ids, row, position)
+        return _said(Case("generation", model=self.model), None)
+
+    def _run_again(self, prompt: Prompt, ids: Tensor, row: int, position: int) -> Birthplace:
         call, batch = _prefix(prompt, ids, row, position)
         found = self._again(call, batch, prompt.mode)
         if found is None:

@@ -53,8 +53,9 @@ class NumericalStabilityLogitsProcessor:
         eos_token_id: what ends a row; of several the first. None: that of the model.
         shift: subtract each healthy row's maximum, in fp32 at least: the same softmax to 1e-6. Half-precision logits come back as
             fp32.
-        model: with it, the module in which a bad row was born is named. References to what its forward was called with are kept;
-            on failure the forward of the row is run again. Call `close()` afterwards, or use the processor as a context manager.
+        model: with it, the module in which a bad row was born is named. References to what its forward was called with are kept
+            (under `no_grad`, as `generate` is); on failure the forward of the row is run again. Call `close()` afterwards, or use
+            the processor as a context manager.
         eos_score: what EOS has in a bad row; every other token has -inf, so sampling does not depend on it. In beam search -1e9
             makes a bad beam lose against every healthy one.
     """
@@ -76,7 +77,7 @@ class NumericalStabilityLogitsProcessor:
         self.on_bad, self.shift, self.eos_score = on_bad, shift, float(eos_score)
         self._changes = shift or clip_value is not None or min_prob is not None
         self._tells = on_bad == "raise" or verbose
-        self._eos_token_id, self._model = eos_token_id, model
+        self._eos_token_id = eos_token_id
         self._keeper = None if model is None else PromptKeeper(model)
         self._flags = Flags()
         self._now: Generation | None = None
@@ -147,6 +148,10 @@ class NumericalStabilityLogitsProcessor:
                 f"{this}: input_ids of shape {list(input_ids.shape)} do not fit scores of shape {list(scores.shape)}: one row of "
                 "tokens so far for each row of logits is needed"
             )
+        if self._eos() >= scores.shape[1]:
+            raise UsageError(
+                f"{this}: eos_token_id {self._eos()} is not in a vocabulary of {scores.shape[1]}: it could end no row"
+            )
         self._close_generation()
         prompt = None if self._keeper is None else self._keeper.prompt()
         self._now = Generation.of(self._begun, input_ids, scores, prompt)
@@ -173,18 +178,15 @@ class NumericalStabilityLogitsProcessor:
         """A row from which only EOS can be drawn."""
         key = scores.shape[1], scores.dtype, scores.device
         if self._ending_row is None or self._ending_row[0] != key:
-            eos = self._eos()
-            if eos >= scores.shape[1]:
-                raise UsageError(f"eos_token_id {eos} is not in a vocabulary of {scores.shape[1]}: nothing could end a row")
             row = torch.full((1, scores.shape[1]), -math.inf, dtype=scores.dtype, device=scores.device)
-            row[:, eos] = max(self.eos_score, torch.finfo(scores.dtype).min)
+            row[:, self._eos()] = max(self.eos_score, torch.finfo(scores.dtype).min)
             self._ending_row = key, row
         return self._ending_row[1]
 
     def _eos(self) -> int:
         given = self._eos_token_id
-        if given is None and self._model is not None:
-            given = _eos_of(self._model)
+        if given is None and self._keeper is not None:
+            given = _eos_of(self._keeper.model)
         first = None if given is None else _first(given)
         if first is None and self.on_bad == "end":
             raise UsageError(
