@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanproof import Guard
 from nanproof.core.counters import counted
+from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
 from nanproof.records import StepRecord, read_steps
 
 
@@ -34,6 +35,26 @@ def test_counters_stand_in_the_record_of_the_step(tmp_path, caplog):
     assert [record.counters for record in guard.history] == wanted
     assert [record.counters for record in read_steps(tmp_path)] == wanted
     assert caplog.text.count("left out of the records") == 1 and guard.incidents == []
+
+
+def test_a_logits_processor_in_a_loop_of_ones_own():
+    """What it had to end while the loop sampled stands in the next step's record."""
+    model = torch.nn.Linear(3, 1)
+    guard = Guard(model, torch.optim.Adam(model.parameters()))
+    processor = NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=1)
+    guard.counters.append(processor.counters)
+    for bad in (0, 2):
+        processor.start()
+        logits = torch.zeros(4, 5)
+        logits[:bad, 3] = torch.nan
+        processor(torch.zeros(4, 2, dtype=torch.long), logits)
+        model.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        guard.step(loss)
+    guard.close()
+    assert [dict(record.counters)["nan_rows"] for record in guard.history] == [0, 2]
+    assert [dict(record.counters)["tokens"] for record in guard.history] == [4, 8]
 
 
 def test_records_without_counters_are_as_they_were(tmp_path):

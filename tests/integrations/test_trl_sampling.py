@@ -161,4 +161,12 @@ def test_bad_rows_of_later_turns_are_found_by_how_they_begin(tmp_path):
     sampling._note([False, True, False, False], prompts, said)
     sampling._note([False, True], [[4, 7, 1, 30, 9], [3, 7, 1, 30]], [[5, 1], [1]])
     assert sampling._bad == [True, True, False, True]
+    rewards, valid = sampling.unscored(torch.ones(4, 1))
+    assert valid.tolist() == [False, False, True, False] and rewards[2] == 1 and rewards.isnan().sum() == 3
+    sampling._note([True], [[9, 9]], [[1]])
+    assert sampling._bad == [True] * 4, "one that begins as none of them does"
+    sampling._bad = [False, True]
+    assert not sampling.unscored(torch.ones(4, 1))[1].any(), "rows that were sampled in other numbers than are trained on"
+    sampling._bad = None
+    assert sampling.unscored(torch.ones(4, 1))[1] is None
     patches.undo()

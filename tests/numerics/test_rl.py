@@ -218,6 +218,7 @@ def test_equal_rewards_are_not_divided_by_what_rounding_left():
     for scale in ("group", "batch", "none"):
         found = group_advantages(rewards, 8, scale)
         assert found.value.tolist() == [0.0] * 8 and found.zero_groups.item() == 1
+        assert found.value.dtype == found.std.dtype == torch.float32
     nearly = torch.full((4,), 0.5)
     nearly[0] += 1e-7
     assert group_advantages(nearly, 4).value.abs().max() > 1

@@ -66,12 +66,18 @@ class Sampling:
             return {}
         return {f"generation/{name}": value for name, value in self.processor.counters().items() if name != "clipped"}
 
+    @property
+    def _another_engine(self) -> bool:
+        """On all ranks or on none."""
+        trainer = self._trainer
+        return bool(getattr(trainer, "use_vllm", False) or getattr(trainer, "use_transformers_continuous_batching", False))
+
     # -- one generation --------------------------------------------------------------------------------------------------------
 
     def _turn(self, original: Callable[..., Any], prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """The model samples a completion for every prompt: once, and again for those whose tools have answered."""
         trainer = self._trainer
-        if getattr(trainer, "use_vllm", False) or getattr(trainer, "use_transformers_continuous_batching", False):
+        if self._another_engine:
             self._say("another engine samples (vLLM, continuous batching): its logits are out of reach, and not looked at")
             return original(prompt_ids, *args, **kwargs)
         self._reached = False
@@ -91,7 +97,7 @@ class Sampling:
         flags: list[bool] = found.tolist()
         if any(flags):
             births = [birth for birth in self.processor.read() if birth.generation > self._told]
-            self._told = max(birth.generation for birth in births)
+            self._told = max((birth.generation for birth in births), default=self._told)
             self._births += births
         self._note(flags, prompt_ids, sampled[0])
         return sampled
@@ -104,24 +110,27 @@ class Sampling:
     def _note(self, flags: list[bool], prompt_ids: Any, completion_ids: Any) -> None:
         if self._bad is None:
             self._bad = flags
-            if getattr(self._trainer, "tools", None):
+            if getattr(self._trainer, "tools", None) or getattr(self._trainer, "rollout_func", None):
                 self._begun = [[*prompt, *said] for prompt, said in zip(prompt_ids, completion_ids, strict=True)]
             return
         # A later turn has some of the rows only, and does not say which: those that begin as this one does. Rows that are equal
-        # up to here cannot be told apart, and are all left out.
+        # up to here cannot be told apart, and are all left out; so are all, where it begins as none of them does.
         for prompt, bad in zip(prompt_ids, flags, strict=True):
             if bad:
-                for row, begun in enumerate(self._begun):
-                    self._bad[row] |= list(prompt[: len(begun)]) == begun
+                same = [list(prompt[: len(begun)]) == begun for begun in self._begun]
+                self._bad = [was or now or not any(same) for was, now in zip(self._bad, same, strict=True)]
 
     def unscored(self, rewards: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rewards of all ranks, NaN in the rows that were bad; and which rows are valid, None where all of them are."""
-        if self._bad is None:
+        if self._another_engine:
             return rewards, None
+        accelerator = self._trainer.accelerator
+        rows, found = len(rewards) // accelerator.num_processes, self._bad or []
+        # A rollout of the user's own may have sampled other rows than these: then nobody knows which ones were bad.
+        self._bad = found if len(found) == rows else [any(found)] * rows
         self._everyone = self._bad
-        if self._trainer.accelerator.num_processes > 1:
-            own = torch.tensor(self._bad, device=self._trainer.accelerator.device)
-            self._everyone = self._trainer.accelerator.gather(own).tolist()
+        if accelerator.num_processes > 1:
+            self._everyone = accelerator.gather(torch.tensor(self._bad, device=accelerator.device)).tolist()
         if not any(self._everyone):
             return rewards, None
         bad = torch.tensor(self._everyone, device=rewards.device)
