@@ -91,7 +91,7 @@ def _from(source: str) -> Seeing:
         tokenizer.pad_token = tokenizer.eos_token
     if VERDICT not in tokenizer.get_vocab():
         tokenizer.add_special_tokens({"additional_special_tokens": [VERDICT]})
-        rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type, index]
+        rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
         model.resize_token_embeddings(max(len(tokenizer), rows))
     return Seeing(model, processor, source)
 
