@@ -87,6 +87,7 @@ class Sampler:
 
     def __init__(self, seeing: Seeing, scenes: Sequence[Scene], setting: Setting, processors: Sequence[Any]) -> None:
         self._seeing, self._scenes, self._setting, self._processors = seeing, scenes, setting, processors
+        self._prompts = prompts(seeing, scenes, next(seeing.model.parameters()).device)  # pictures are slow to prepare
         mark = seeing.token(VERDICT)
         self._banned = [t for t in never(seeing) if setting.ban == "sampling" or t != mark]
         self.last: dict[str, float] = {}
@@ -95,9 +96,10 @@ class Sampler:
     def batch(self, step: int, valid: Callable[[], Tensor | None] = lambda: None) -> dict[str, Tensor]:
         setting, model = self._setting, self._seeing.model
         rng = random.Random(f"{setting.seed} {step}")
-        few = [self._scenes[rng.randrange(len(self._scenes))] for _ in range(setting.batch // setting.group)]
-        asked = {name: t.repeat_interleave(setting.group, 0) for name, t in self._prompts(few).items()}
-        scenes = [scene for scene in few for _ in range(setting.group)]
+        chosen = [rng.randrange(len(self._scenes)) for _ in range(setting.batch // setting.group)]
+        rows = [index for index in chosen for _ in range(setting.group)]
+        asked = {name: t[torch.tensor(rows, device=t.device)] for name, t in self._prompts.items()}
+        scenes = [self._scenes[index] for index in rows]
         replies = reply(self._seeing, asked, temperature=setting.temperature, processors=self._processors, banned=self._banned)
         rewards = torch.tensor([reward(text, scene) for text, scene in zip(replies.texts, scenes, strict=True)])
         batch = self._judged(replies, scenes)
@@ -111,9 +113,6 @@ class Sampler:
                 batch["ref"] = scored(model, batch)[0]
         self._note(batch, scores)
         return batch
-
-    def _prompts(self, scenes: Sequence[Scene]) -> dict[str, Tensor]:
-        return prompts(self._seeing, scenes, next(self._seeing.model.parameters()).device)
 
     def _judged(self, replies: Replies, scenes: Sequence[Scene]) -> dict[str, Tensor]:
         """Replies with the verdict behind each: seen by the model, and not counted."""

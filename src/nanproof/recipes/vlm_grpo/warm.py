@@ -84,15 +84,15 @@ def school(
         with autocast():
             return model(**batch).loss  # type: ignore[no-any-return]
 
+    every = {name: value.to(device) for name, value in examples(seeing, scenes).items()}  # pictures are slow to prepare
     made = Schooled()
     begun = time.perf_counter()
     model.train()
     with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=Policy(diagnose="first"), run_dir=run_dir) as guard:
         for step in range(how.steps):
             rng = random.Random(f"warm start {how.seed} {step}")
-            chosen = [scenes[rng.randrange(len(scenes))] for _ in range(how.batch)]
-            batch = {name: value.to(device) for name, value in examples(seeing, chosen).items()}
-            guard.train_step(batch)
+            chosen = torch.tensor([rng.randrange(len(scenes)) for _ in range(how.batch)], device=device)
+            guard.train_step({name: value[chosen] for name, value in every.items()})
             tick(step + 1, "")
         guard.sync()
         made.losses = [record.loss for record in guard.history]
