@@ -3,9 +3,9 @@
 python benchmarks/generation.py --save         # on CUDA: about 90 seconds
 python benchmarks/generation.py --size tiny    # to try it, on anything
 
-A Llama in bf16 samples with `generate` of transformers. In each round every variant generates the same number of tokens once, the
-order turns from round to round, and the figure is the median over rounds of its time over that round's time without a processor,
-with a bootstrap interval. Every variant must draw the same tokens. The model has no EOS, so that nothing ends early: what
+A Llama in bf16 samples with `generate` of transformers. Within one generation the variants take turns of a few tokens, in
+shuffled order; the figure is the median time of a token with the processor over that without, with a bootstrap interval over
+rounds of turns. Every variant must draw the same tokens. The model has no EOS, so that nothing ends early: what
 `generate` itself does for EOS would only make the ratio smaller.
 """
 
@@ -28,6 +28,8 @@ from nanproof.numerics.generation import NumericalStabilityLogitsProcessor, Temp
 from variants import save, synchronize
 
 EOS = 2
+TURN = 9
+"""Tokens of a turn; the first is not counted."""
 BODIES = {
     "50m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 14, "num_attention_heads": 8},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -46,8 +48,8 @@ class Setting:
 
 
 SIZES = {
-    "50m": [Setting("50m", vocabulary, batch, 32, 32) for vocabulary in (32_000, 152_000) for batch in (8, 64)],
-    "tiny": [Setting("tiny", 500, 4, 8, 8)],
+    "50m": [Setting("50m", vocabulary, batch, 32, 16 * TURN) for vocabulary in (32_000, 152_000) for batch in (8, 64)],
+    "tiny": [Setting("tiny", 500, 4, 8, 8 * TURN)],
 }
 
 
@@ -73,11 +75,40 @@ def variants(model: LlamaForCausalLM) -> dict[str, list[Any]]:
     }
 
 
-def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % of the medians of resampled values."""
+def ratio(rounds: list[dict[str, list[float]]], name: str) -> float:
+    """Of the median token with it to the median token without."""
+    middles = [statistics.median(took for one in rounds for took in one[which]) for which in (name, "none")]
+    return middles[0] / middles[1]
+
+
+def interval(rounds: list[dict[str, list[float]]], name: str, draws: int = 1000) -> tuple[float, float]:
+    """95 % of the ratios of resampled rounds."""
     generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    found = sorted(ratio(generator.choices(rounds, k=len(rounds)), name) for _ in range(draws))
+    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+
+
+class Turns:
+    """Stands in for the variants, which take turns of a few tokens within one generation: the machine is never the same for long,
+    so what is compared lies next to each other. The time from one call to the next is the token's: `generate` waits for the
+    device at each."""
+
+    def __init__(self, made: dict[str, list[Any]], order: list[str]) -> None:
+        self.made, self.order = made, order
+        self.times: list[tuple[int, str, float]] = []
+        """Turn, variant and seconds of each token, but for the first of a turn, which a processor takes for a new generation."""
+        self._calls, self._last = 0, 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        now = time.perf_counter()
+        before, self._calls = self._calls, self._calls + 1
+        if before > 1 and (before - 1) % TURN:
+            turn = (before - 1) // TURN
+            self.times.append((turn, self.order[turn], now - self._last))
+        self._last = now
+        for processor in self.made[self.order[before // TURN]]:
+            scores = processor(input_ids, scores)
+        return scores
 
 
 def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str, Any]:
@@ -86,37 +117,34 @@ def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str,
     mask = torch.ones_like(ids)
     made = variants(model)
 
-    def generate(name: str) -> tuple[float, Tensor]:
+    def generate(processors: list[Any], tokens: int) -> Tensor:
         torch.manual_seed(0)
-        synchronize(device.type)
-        begun = time.perf_counter()
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=setting.tokens,
-            logits_processor=made[name],
+        out: Tensor = model.generate(
+            ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=tokens, logits_processor=processors
         )
         synchronize(device.type)
-        return (time.perf_counter() - begun) / setting.tokens, out
+        return out
 
-    first = {name: generate(name)[1] for name in made}
-    first = {name: generate(name)[1] for name in made}
+    first = {name: generate(processors, setting.tokens) for name, processors in made.items()}
     for name in ("raise", "end"):
         assert torch.equal(first[name], first["none"]), f"{name} draws other tokens"
-    times: dict[str, list[float]] = {name: [] for name in made}
-    end, turn = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or turn < 4:
-        names = list(made)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name].append(generate(name)[0])
-        turn += 1
+    rounds: list[dict[str, list[float]]] = []
+    shuffled = random.Random(0)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds) < 4:
+        order = [name for _ in range(setting.tokens // TURN // len(made)) for name in shuffled.sample(list(made), len(made))]
+        turns = Turns(made, order)
+        generate([turns], TURN * len(order))
+        for turn, name, took in turns.times:
+            if turn % len(made) == 0 and (not rounds or rounds[-1].get("turn") != [turn]):
+                rounds.append({"turn": [turn]})
+            rounds[-1].setdefault(name, []).append(took)
+    rounds = [{name: one[name] for name in made} for one in rounds if all(name in one for name in made)]
     rows = {}
-    for name, values in times.items():
-        ratios = [value / base for value, base in zip(values, times["none"], strict=True)]
-        low, high = interval(ratios)
-        rows[name] = {"ms": 1e3 * statistics.median(values), "ratio": statistics.median(ratios), "low": low, "high": high}
+    for name in made:
+        values = [took for one in rounds for took in one[name]]
+        low, high = interval(rounds, name)
+        rows[name] = {"ms": 1e3 * statistics.median(values), "ratio": ratio(rounds, name), "low": low, "high": high}
     for processors in made.values():
         for processor in processors:
             if isinstance(processor, NumericalStabilityLogitsProcessor):
@@ -124,7 +152,8 @@ def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str,
                 assert not processor.read()
                 processor.close()
     parameters = sum(p.numel() for p in model.parameters())
-    found = {**asdict(setting), "parameters": parameters, "rounds": turn, "rows": rows, "alone": alone(setting, device)}
+    found = {**asdict(setting), "parameters": parameters, "rounds": len(rounds), "turn": TURN, "rows": rows}
+    found["alone"] = alone(setting, device)
     show(found)
     return found
 
@@ -152,8 +181,8 @@ def alone(setting: Setting, device: torch.device, calls: int = 200) -> dict[str,
 def show(found: dict[str, Any]) -> None:
     print(
         f"Llama of {found['parameters'] / 1e6:.0f} M in bf16, vocabulary {found['vocabulary']}, batch {found['batch']}, "
-        f"{found['tokens']} tokens, {found['rounds']} rounds; one call alone: {found['alone']['host_us']:.0f} us of the host, "
-        f"{found['alone']['whole_us']:.0f} us until done"
+        f"{found['rounds']} rounds of {found['turn'] - 1} tokens; one call alone: {found['alone']['host_us']:.0f} us of the "
+        f"host, {found['alone']['whole_us']:.0f} us until done"
     )
     for name, row in found["rows"].items():
         print(f"  {name:26s} {row['ms']:8.3f} ms a token   {row['ratio']:.4f}   (95 %: {row['low']:.4f} to {row['high']:.4f})")
