@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm pictures docs browser logs clean
+.PHONY: demo test check format bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -62,6 +62,9 @@ units-sft: weights  ## the recipe units-sft on the real model: every arm and the
 
 latent-dlm: .venv/recipes  ## the recipe latent-dlm at size tiny: every arm and the comparison; some minutes on a CPU
 	$(BIN)/nanproof recipe latent-dlm compare
+
+vlm-grpo: .venv/recipes  ## the recipe vlm-grpo at size tiny: every arm and the comparison; under ten minutes on two cores
+	$(BIN)/nanproof recipe vlm-grpo compare --jobs 2
 
 docs: .venv/docs  ## the site in site/: pages that are made from the code, then all of it; a link that leads nowhere fails
 	$(BIN)/python benchmarks/tables.py

@@ -9,6 +9,7 @@ from typing import Any
 
 import generation_tables
 import latent_tables
+import vlm_tables
 from variants import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -438,6 +439,7 @@ def units_line() -> str:
 BLOCKS = {
     **latent_tables.BLOCKS,
     **generation_tables.BLOCKS,
+    **vlm_tables.BLOCKS,
     "units-sft": units_table,
     "units-sft-search": units_search,
     "units-sft-line": units_line,

@@ -92,7 +92,7 @@ def compared() -> None:
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for recipe in ("units-sft", "latent-dlm"):
+        for recipe in ("units-sft", "latent-dlm", "vlm-grpo"):
             page: Any = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
             page.goto((ROOT / "docs" / "recipes" / f"{recipe}-comparison.html").as_uri())
             page.wait_for_timeout(400)
@@ -102,6 +102,24 @@ def compared() -> None:
             page.screenshot(path=FOLDER / f"{recipe}.png")
             print(FOLDER / f"{recipe}.png")
         browser.close()
+
+
+def scenes() -> None:
+    """Scenes of vlm-grpo, each with what a right reply to it is."""
+    from PIL import Image, ImageDraw
+
+    from nanproof.recipes.vlm_grpo.scenes import SIDE, make
+
+    scale, across, down, room = 6, 4, 2, 34
+    side = SIDE * scale
+    sheet = Image.new("RGB", (across * (side + 16) + 16, down * (side + room + 16) + 16), "white")
+    pen = ImageDraw.Draw(sheet)
+    for number, scene in enumerate(make(across * down, 0, seed=3)["train"]):
+        x, y = 16 + number % across * (side + 16), 16 + number // across * (side + room + 16)
+        sheet.paste(scene.picture().resize((side, side), Image.Resampling.NEAREST), (x, y))
+        pen.text((x, y + side + 6), scene.answer, fill="black", font_size=13)
+    sheet.save(FOLDER / "vlm-scenes.png")
+    print(FOLDER / "vlm-scenes.png")
 
 
 def watch() -> None:
@@ -119,3 +137,4 @@ if __name__ == "__main__":
     doctor()
     watch()
     compared()
+    scenes()
