@@ -17,6 +17,7 @@ import typer
 
 from nanproof.cli.recipe_latent import latent_dlm
 from nanproof.cli.recipe_shared import Again, AsJson, Out, compared, show, told
+from nanproof.cli.recipe_vlm import vlm_grpo
 
 if TYPE_CHECKING:
     from nanproof.recipes.units_sft.workshop import Workshop
@@ -31,6 +32,7 @@ units_sft = typer.Typer(
 )
 recipe.add_typer(units_sft, name="units-sft")
 recipe.add_typer(latent_dlm, name="latent-dlm")
+recipe.add_typer(vlm_grpo, name="vlm-grpo")
 
 Arm = Annotated[str, typer.Option(help="broken, patched, guarded or fixed.")]
 Variant = Annotated[
