@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.errors import UsageError
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
@@ -59,9 +60,8 @@ def prompts(seeing: Seeing, scenes: Sequence[Scene], device: torch.device | str 
 
 def never(seeing: Seeing) -> list[int]:
     """Tokens that no reply may have: the place of an image, and the judge's."""
-    own = getattr(seeing.model.config, "image_token_id", None)
     there = seeing.tokenizer.get_vocab()
-    return sorted({t for t in (own, there.get(IMAGE), there.get(VERDICT)) if t is not None})
+    return sorted({t for t in (seeing.image_token, there.get(IMAGE), there.get(VERDICT)) if t is not None})
 
 
 def reply(
@@ -129,6 +129,8 @@ class Chance:
 def marked(texts: Sequence[str], scenes: Sequence[Scene]) -> Marks:
     """Means of both rewards."""
     pairs = list(zip(texts, scenes, strict=True))
+    if not pairs:
+        raise UsageError("there is no scene to ask about: --valid 1 or more is needed")
     captions = [caption_reward(text, scene) for text, scene in pairs]
     places = [place_reward(text, scene) for text, scene in pairs]
     return Marks(sum(captions) / len(pairs), sum(places) / len(pairs), len(pairs))

@@ -47,16 +47,13 @@ class Schooled:
 def examples(seeing: Seeing, scenes: Sequence[Scene]) -> dict[str, Tensor]:
     """Questions with their answers; what is not answer is not supervised."""
     asked = prompts(seeing, scenes)
-    end = seeing.tokenizer.eos_token
-    told = seeing.tokenizer(
-        [f"{scene.answer} {end}" for scene in scenes],
-        padding=True,
-        padding_side="right",
-        add_special_tokens=False,
-        return_tensors="pt",
-    )
-    ids = torch.cat((asked["input_ids"], told["input_ids"]), 1)
-    mask = torch.cat((asked["attention_mask"], told["attention_mask"]), 1)
+    answers = seeing.tokenizer([scene.answer for scene in scenes], add_special_tokens=False)["input_ids"]
+    answers = [[*answer, seeing.tokenizer.eos_token_id] for answer in answers]  # as text, its end may be more than one token
+    longest, pad = max(map(len, answers)), seeing.tokenizer.pad_token_id
+    told = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers])
+    seen = torch.tensor([[1] * len(answer) + [0] * (longest - len(answer)) for answer in answers])
+    ids = torch.cat((asked["input_ids"], told), 1)
+    mask = torch.cat((asked["attention_mask"], seen), 1)
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[:, : asked["input_ids"].shape[1]] = IGNORED
     rest = {name: value for name, value in asked.items() if name not in ("input_ids", "attention_mask")}
