@@ -49,10 +49,12 @@ class Loss:
     plain: bool = False
     """As people write it: the deviation of a group of one is NaN, and tokens that do not count go through exp."""
     autocast: Callable[[], Any] = nullcontext
+    temperature: float = 1.0
+    """What the replies were sampled with: their log-probabilities are those of the distribution they came from."""
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         with self.autocast():
-            new = scored(model, batch)[0]
+            new = scored(model, batch, self.temperature)[0]
         if self.plain:
             return self._as_written(new, batch)
         counts = batch["counts"]
@@ -72,21 +74,30 @@ class Loss:
         return ((self.beta * divergence - gain) * counts).sum() / counts.sum()
 
 
-def scored(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def scored(model: Any, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of each token behind the prompt, and of every token there, in fp32."""
     given = {name: value for name, value in batch.items() if name not in OURS}
     given["input_ids"] = torch.cat((batch["input_ids"], batch["ids"]), 1)
     given["attention_mask"] = torch.cat((batch["attention_mask"], batch["seen"]), 1)
     logits = model(**given, logits_to_keep=batch["ids"].shape[1] + 1).logits[:, :-1].float()
-    scores = logits.log_softmax(-1)
+    scores = (logits / temperature).log_softmax(-1)
     return scores.gather(-1, batch["ids"].unsqueeze(-1)).squeeze(-1), scores
 
 
 class Sampler:
     """Draws what a step learns from."""
 
-    def __init__(self, seeing: Seeing, scenes: Sequence[Scene], setting: Setting, processors: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        seeing: Seeing,
+        scenes: Sequence[Scene],
+        setting: Setting,
+        processors: Sequence[Any],
+        autocast: Callable[[], Any] = nullcontext,
+    ) -> None:
+        """`autocast`: that of the loss. Scored in another precision, a policy would differ from itself."""
         self._seeing, self._scenes, self._setting, self._processors = seeing, scenes, setting, processors
+        self._autocast = autocast
         mark = seeing.token(VERDICT)
         self._banned = [t for t in never(seeing) if setting.ban == "sampling" or t != mark]
         self.last: dict[str, float] = {}
@@ -96,24 +107,35 @@ class Sampler:
         setting, model = self._setting, self._seeing.model
         rng = random.Random(f"{setting.seed} {step}")
         few = [self._scenes[rng.randrange(len(self._scenes))] for _ in range(setting.batch // setting.group)]
-        asked = {name: t.repeat_interleave(setting.group, 0) for name, t in self._prompts(few).items()}
         scenes = [scene for scene in few for _ in range(setting.group)]
-        replies = reply(self._seeing, asked, temperature=setting.temperature, processors=self._processors, banned=self._banned)
+        with self._autocast():
+            replies = reply(
+                self._seeing,
+                self._prompts(few, setting.group),
+                temperature=setting.temperature,
+                processors=self._processors,
+                banned=self._banned,
+            )
         rewards = torch.tensor([reward(text, scene) for text, scene in zip(replies.texts, scenes, strict=True)])
         batch = self._judged(replies, scenes)
         batch["rewards"] = rewards.to(batch["ids"].device)
         ok = valid()
         batch["valid"] = torch.ones_like(batch["rewards"], dtype=torch.bool) if ok is None else ok
         batch["counts"] = batch["counts"] * batch["valid"].unsqueeze(1)
-        with torch.no_grad():
-            batch["old"], scores = scored(model, batch)
+        with torch.no_grad(), self._autocast():
+            batch["old"], scores = scored(model, batch, setting.temperature)
             with model.disable_adapter():
-                batch["ref"] = scored(model, batch)[0]
+                batch["ref"] = scored(model, batch, setting.temperature)[0]
         self._note(batch, scores)
         return batch
 
-    def _prompts(self, scenes: Sequence[Scene]) -> dict[str, Tensor]:
-        return prompts(self._seeing, scenes, next(self._seeing.model.parameters()).device)
+    def _prompts(self, scenes: Sequence[Scene], times: int) -> dict[str, Tensor]:
+        """Each scene so many times, one after the other."""
+        device = next(self._seeing.model.parameters()).device
+        asked = prompts(self._seeing, scenes, device)
+        if all(len(t) == len(scenes) for t in asked.values()):
+            return {name: t.repeat_interleave(times, 0) for name, t in asked.items()}
+        return prompts(self._seeing, [scene for scene in scenes for _ in range(times)], device)  # images as rows of patches
 
     def _judged(self, replies: Replies, scenes: Sequence[Scene]) -> dict[str, Tensor]:
         """Replies with the verdict behind each: seen by the model, and not counted."""
@@ -134,7 +156,7 @@ class Sampler:
     def _note(self, batch: dict[str, Tensor], scores: Tensor) -> None:
         counts, groups = batch["counts"], batch["rewards"].view(-1, self._setting.group)
         spread = groups.std(1).mean() if self._setting.group > 1 else torch.zeros(())
-        entropy = masked_mean(-(scores.exp() * scores).nan_to_num(nan=0.0).sum(-1), counts)
+        entropy = masked_mean(torch.special.entr(scores.exp()).sum(-1), counts)  # 0 for -inf, and NaN for NaN
         found = {
             "reward": groups.mean(),
             "reward_std": spread,
@@ -161,7 +183,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=setting.lr, weight_decay=0.0)
     warmup = max(1, min(setting.warmup, setting.steps // 2))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    loss_fn = Loss(setting.group, setting.beta, setting.plain, autocast)
+    loss_fn = Loss(setting.group, setting.beta, setting.plain, autocast, setting.temperature)
     trained = Trained(model, setting, notes=notes)
     torch.manual_seed(setting.seed)
     model.train()
@@ -195,7 +217,7 @@ def _bare(
 ) -> None:
     """As people write it: clip, step, go on."""
     document = DocumentProcessor() if setting.patched else None
-    sampler = Sampler(seeing, scenes, setting, [document] if document else [])
+    sampler = Sampler(seeing, scenes, setting, [document] if document else [], loss_fn.autocast)
     weights = [p for p in seeing.model.parameters() if p.requires_grad]
     try:
         for step in range(setting.steps):
@@ -238,7 +260,7 @@ def _guarded(
         run_dir=folder / RECORDS,
     )
     processor = NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=end, model=model)
-    sampler = Sampler(seeing, scenes, setting, [processor])
+    sampler = Sampler(seeing, scenes, setting, [processor], loss_fn.autocast)
 
     def valid() -> Tensor | None:
         return None if processor.bad_rows is None else ~processor.bad_rows
@@ -260,4 +282,4 @@ def _guarded(
         trained.refused = sum(i.action in REFUSED for i in guard.incidents)
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        trained.bad_rows = len(processor.read())
+        trained.bad_rows = int(processor.counters()["bad_rows"])
