@@ -222,5 +222,6 @@ def with_adapters(model: nn.Module, rank: int, alpha: int, *, seed: int) -> Any:
     """The model with new adapters: nothing else of it learns."""
     from peft import get_peft_model
 
-    torch.manual_seed(seed)
-    return get_peft_model(model, adapters(rank, alpha))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, adapters(rank, alpha))
