@@ -8,6 +8,7 @@ whose deviation is NaN. `patched` differs from `broken` by what the document cha
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -115,6 +116,8 @@ def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
 def changed(found: Setting, **changes: Any) -> Setting:
     """With other values for some settings; those that are None are left out."""
     changes = {key: value for key, value in changes.items() if value is not None}
+    if changes.get("trainer", "trl") not in ("trl", "loop"):
+        raise UsageError(f"--trainer {printable(changes['trainer'])} is unknown. Choose trl or loop")
     if found.variant == "group":
         changes.pop("trainer", None)  # TRL refuses a group of one
         if changes.get("group", 1) != 1:
@@ -125,17 +128,17 @@ def changed(found: Setting, **changes: Any) -> Setting:
 
 
 def _check(s: Setting) -> None:
-    for key, low in {"lr": 0.0, "max_norm": 0.0, "temperature": 0.0}.items():
-        if not getattr(s, key) > low:
+    for key in ("lr", "max_norm", "temperature"):
+        if not 0 < getattr(s, key) < math.inf:
             raise UsageError(f"--{key.replace('_', '-')} {getattr(s, key)}: a number above 0 is needed")
     for key, least in {"batch": 1, "steps": 1, "warmup": 0, "rank": 1, "alpha": 1, "beta": 0.0}.items():
-        if not getattr(s, key) >= least:
+        if not least <= getattr(s, key) < math.inf:
             raise UsageError(f"--{key} {getattr(s, key)}: a number of at least {least:g} is needed")
     if s.group < 2 and s.variant != "group":
         raise UsageError(f"--group {s.group}: a group of one has no mean to differ from; sample at least 2 replies")
     if s.batch % s.group:
         raise UsageError(f"--batch {s.batch}: replies do not divide into groups of {s.group}")
-    if s.trainer not in ("trl", "loop"):
-        raise UsageError(f"--trainer {printable(s.trainer)} is unknown. Choose trl or loop")
+    if s.precision not in ("as-loaded", "auto", "bf16", "fp32"):
+        raise UsageError(f"--precision {printable(s.precision)} is unknown. Choose as-loaded, auto, bf16 or fp32")
     if not 0 <= s.seed < 2**32:
         raise UsageError(f"--seed {s.seed}: a whole number from 0 to 2**32 - 1 is needed")

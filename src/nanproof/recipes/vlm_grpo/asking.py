@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.errors import UsageError
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
@@ -57,11 +58,31 @@ def prompts(seeing: Seeing, scenes: Sequence[Scene], device: torch.device | str 
     return {name: value.to(device) for name, value in made.items()}
 
 
+class Prepared:
+    """Scenes as tensors. Pictures are slow to prepare, so it is done once, where a scene is one row of every tensor; models whose
+    pictures are rows of patches get them anew."""
+
+    def __init__(
+        self, make: Callable[[Sequence[Scene]], dict[str, Tensor]], scenes: Sequence[Scene], device: torch.device
+    ) -> None:
+        self._make, self._scenes, self._device = make, scenes, device
+        first = make(scenes[:2])
+        one_row_each = all(len(t) == len(scenes[:2]) for t in first.values())
+        self._every = {name: t.to(device) for name, t in make(scenes).items()} if one_row_each else None
+
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Those of these scenes, on the device."""
+        if self._every is None:
+            made = self._make([self._scenes[index] for index in indices])
+            return {name: t.to(self._device) for name, t in made.items()}
+        chosen = torch.tensor(indices, device=self._device)
+        return {name: t[chosen] for name, t in self._every.items()}
+
+
 def never(seeing: Seeing) -> list[int]:
     """Tokens that no reply may have: the place of an image, and the judge's."""
-    own = getattr(seeing.model.config, "image_token_id", None)
     there = seeing.tokenizer.get_vocab()
-    return sorted({t for t in (own, there.get(IMAGE), there.get(VERDICT)) if t is not None})
+    return sorted({t for t in (seeing.image_token, there.get(IMAGE), there.get(VERDICT)) if t is not None})
 
 
 def reply(
@@ -129,6 +150,8 @@ class Chance:
 def marked(texts: Sequence[str], scenes: Sequence[Scene]) -> Marks:
     """Means of both rewards."""
     pairs = list(zip(texts, scenes, strict=True))
+    if not pairs:
+        raise UsageError("there is no scene to ask about: --valid 1 or more is needed")
     captions = [caption_reward(text, scene) for text, scene in pairs]
     places = [place_reward(text, scene) for text, scene in pairs]
     return Marks(sum(captions) / len(pairs), sum(places) / len(pairs), len(pairs))

@@ -25,7 +25,7 @@ from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
-from nanproof.recipes.vlm_grpo.asking import Replies, never, prompts, reply
+from nanproof.recipes.vlm_grpo.asking import Prepared, Replies, never, prompts, reply
 from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
 from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, with_adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor
@@ -49,10 +49,12 @@ class Loss:
     plain: bool = False
     """As people write it: the deviation of a group of one is NaN, and tokens that do not count go through exp."""
     autocast: Callable[[], Any] = nullcontext
+    temperature: float = 1.0
+    """What the replies were sampled with: their log-probabilities are those of the distribution they came from."""
 
     def __call__(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         with self.autocast():
-            new = scored(model, batch)[0]
+            new = scored(model, batch, self.temperature)[0]
         if self.plain:
             return self._as_written(new, batch)
         counts = batch["counts"]
@@ -72,22 +74,32 @@ class Loss:
         return ((self.beta * divergence - gain) * counts).sum() / counts.sum()
 
 
-def scored(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def scored(model: Any, batch: dict[str, Tensor], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of each token behind the prompt, and of every token there, in fp32."""
     given = {name: value for name, value in batch.items() if name not in OURS}
     given["input_ids"] = torch.cat((batch["input_ids"], batch["ids"]), 1)
     given["attention_mask"] = torch.cat((batch["attention_mask"], batch["seen"]), 1)
     logits = model(**given, logits_to_keep=batch["ids"].shape[1] + 1).logits[:, :-1].float()
-    scores = logits.log_softmax(-1)
+    scores = (logits / temperature).log_softmax(-1)
     return scores.gather(-1, batch["ids"].unsqueeze(-1)).squeeze(-1), scores
 
 
 class Sampler:
     """Draws what a step learns from."""
 
-    def __init__(self, seeing: Seeing, scenes: Sequence[Scene], setting: Setting, processors: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        seeing: Seeing,
+        scenes: Sequence[Scene],
+        setting: Setting,
+        processors: Sequence[Any],
+        autocast: Callable[[], Any] = nullcontext,
+    ) -> None:
+        """`autocast`: that of the loss. Scored in another precision, a policy would differ from itself."""
         self._seeing, self._scenes, self._setting, self._processors = seeing, scenes, setting, processors
-        self._prompts = prompts(seeing, scenes, next(seeing.model.parameters()).device)  # pictures are slow to prepare
+        self._autocast = autocast
+        device = next(seeing.model.parameters()).device
+        self._prompts = Prepared(lambda few: prompts(seeing, few), scenes, device)
         mark = seeing.token(VERDICT)
         self._banned = [t for t in never(seeing) if setting.ban == "sampling" or t != mark]
         self.last: dict[str, float] = {}
@@ -98,19 +110,25 @@ class Sampler:
         rng = random.Random(f"{setting.seed} {step}")
         chosen = [rng.randrange(len(self._scenes)) for _ in range(setting.batch // setting.group)]
         rows = [index for index in chosen for _ in range(setting.group)]
-        asked = {name: t[torch.tensor(rows, device=t.device)] for name, t in self._prompts.items()}
         scenes = [self._scenes[index] for index in rows]
-        replies = reply(self._seeing, asked, temperature=setting.temperature, processors=self._processors, banned=self._banned)
+        with self._autocast():
+            replies = reply(
+                self._seeing,
+                self._prompts.rows(rows),
+                temperature=setting.temperature,
+                processors=self._processors,
+                banned=self._banned,
+            )
         rewards = torch.tensor([reward(text, scene) for text, scene in zip(replies.texts, scenes, strict=True)])
         batch = self._judged(replies, scenes)
         batch["rewards"] = rewards.to(batch["ids"].device)
         ok = valid()
         batch["valid"] = torch.ones_like(batch["rewards"], dtype=torch.bool) if ok is None else ok
         batch["counts"] = batch["counts"] * batch["valid"].unsqueeze(1)
-        with torch.no_grad():
-            batch["old"], scores = scored(model, batch)
+        with torch.no_grad(), self._autocast():
+            batch["old"], scores = scored(model, batch, setting.temperature)
             with model.disable_adapter():
-                batch["ref"] = scored(model, batch)[0]
+                batch["ref"] = scored(model, batch, setting.temperature)[0]
         self._note(batch, scores)
         return batch
 
@@ -133,7 +151,7 @@ class Sampler:
     def _note(self, batch: dict[str, Tensor], scores: Tensor) -> None:
         counts, groups = batch["counts"], batch["rewards"].view(-1, self._setting.group)
         spread = groups.std(1).mean() if self._setting.group > 1 else torch.zeros(())
-        entropy = masked_mean(-(scores.exp() * scores).nan_to_num(nan=0.0).sum(-1), counts)
+        entropy = masked_mean(torch.special.entr(scores.exp()).sum(-1), counts)  # 0 for -inf, and NaN for NaN
         found = {
             "reward": groups.mean(),
             "reward_std": spread,
@@ -160,7 +178,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=setting.lr, weight_decay=0.0)
     warmup = max(1, min(setting.warmup, setting.steps // 2))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    loss_fn = Loss(setting.group, setting.beta, setting.plain, autocast)
+    loss_fn = Loss(setting.group, setting.beta, setting.plain, autocast, setting.temperature)
     trained = Trained(model, setting, notes=notes)
     torch.manual_seed(setting.seed)
     model.train()
@@ -194,7 +212,7 @@ def _bare(
 ) -> None:
     """As people write it: clip, step, go on."""
     document = DocumentProcessor() if setting.patched else None
-    sampler = Sampler(seeing, scenes, setting, [document] if document else [])
+    sampler = Sampler(seeing, scenes, setting, [document] if document else [], loss_fn.autocast)
     weights = [p for p in seeing.model.parameters() if p.requires_grad]
     try:
         for step in range(setting.steps):
@@ -237,7 +255,7 @@ def _guarded(
         run_dir=folder / RECORDS,
     )
     processor = NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=end, model=model)
-    sampler = Sampler(seeing, scenes, setting, [processor])
+    sampler = Sampler(seeing, scenes, setting, [processor], loss_fn.autocast)
 
     def valid() -> Tensor | None:
         return None if processor.bad_rows is None else ~processor.bad_rows
@@ -259,4 +277,4 @@ def _guarded(
         trained.refused = sum(i.action in REFUSED for i in guard.incidents)
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        trained.bad_rows = len(processor.read())
+        trained.bad_rows = int(processor.counters()["bad_rows"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,17 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         return [place_reward(text, scenes[i]) for text, i in zip(said, scene, strict=True)]
 
     torch.manual_seed(setting.seed)
-    trainer = trl.GRPOTrainer(
-        seeing.model,
-        reward_funcs=[caption, place],
-        args=arguments,
-        train_dataset=Dataset.from_list([_row(i, scene) for i, scene in enumerate(scenes)]),
-        processing_class=seeing.processor,
-        peft_config=adapters(setting.rank, setting.alpha),
-        rollout_func=_rollout(seeing, scenes),
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*rollout_func.*")  # that it is experimental is what `usable` is for
+        trainer = trl.GRPOTrainer(
+            seeing.model,
+            reward_funcs=[caption, place],
+            args=arguments,
+            train_dataset=Dataset.from_list([_row(i, scene) for i, scene in enumerate(scenes)]),
+            processing_class=seeing.processor,
+            peft_config=adapters(setting.rank, setting.alpha),
+            rollout_func=_rollout(seeing, scenes),
+        )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_bar(tick))
     if setting.ban == "policy":

@@ -27,7 +27,7 @@ def verdict(seeing: Seeing, text: str, scene: Scene) -> list[int]:
 def readable(seeing: Seeing, reply: list[int]) -> list[int]:
     """The place of an image in a reply would be taken for one more image. It is banned, so only a sampler that lifts bans draws
     it; then an unknown word stands there instead."""
-    image = seeing.model.config.image_token_id
+    image = seeing.image_token
     other = seeing.tokenizer.unk_token_id
     other = seeing.tokenizer.pad_token_id if other is None else other
     return [other if token == image else token for token in reply]
@@ -38,7 +38,7 @@ class LoweredHead(nn.Module):
 
     def __init__(self, head: nn.Linear, adapter: Any, token: int, by: float) -> None:
         super().__init__()
-        self.weight = head.weight
+        self.weight, self.own = head.weight, head.bias
         self._adapter = [adapter]  # not a part of this module
         lowered = torch.zeros(head.weight.shape[0], device=head.weight.device)
         lowered[token] = -by
@@ -49,9 +49,9 @@ class LoweredHead(nn.Module):
         """TRL computes log-probabilities from weight and bias of the head, without calling it."""
         adapter = self._adapter[0]
         if adapter.disable_adapters or "ref" in adapter.active_adapters:
-            return None
-        lowered: Tensor = self.get_buffer("lowered")
-        return lowered.to(self.weight.dtype)
+            return self.own
+        lowered = self.get_buffer("lowered").to(self.weight.dtype)
+        return lowered if self.own is None else self.own + lowered
 
     def forward(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.weight, self.bias)

@@ -6,21 +6,27 @@ sizes are those of a toy and of a run on one large GPU: the class, the processor
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from nanproof.errors import UsageError
+from nanproof.recipes.machine import needs
 from nanproof.recipes.vlm_grpo import scenes
+from nanproof.report.text import printable
 
 TINY, BASE = "tiny", "base"
 VERDICT = "<iou>"
 """The judge's token: what follows it is how well the place was met, in tenths. No model may write it."""
 IMAGE = "<image>"
+_ADAPTED = r".*(language_model|text_model)\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+"""Layers of the language model, as LLaVA's and Idefics' classes name it. What sees has layers of these names too."""
 _TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>"
     "{% if m['content'] is string %} {{ m['content'] }} {% else %}{% for part in m['content'] %}"
@@ -57,59 +63,81 @@ class Seeing:
     def tokenizer(self) -> Any:
         return self.processor.tokenizer
 
+    @property
+    def image_token(self) -> int | None:
+        """What stands for an image in the text. Configs have it under one of two names."""
+        config = self.model.config
+        found = getattr(config, "image_token_id", None)
+        found = getattr(config, "image_token_index", None) if found is None else found
+        return None if found is None else int(found)
+
     def token(self, word: str) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(word))
+        """Of a word that is one token. The id of <unk> is no answer: another word would be banned, or judged."""
+        there = self.tokenizer.get_vocab()
+        if word not in there:
+            raise UsageError(f"--model {printable(self.source)}: its tokenizer has no token {word}. Load it with `load`")
+        return int(there[word])
 
 
 def load(source: str = TINY, seed: int = 0) -> Seeing:
     """In fp32, on the CPU. `source`: "tiny" or "base", made from a config with new weights, or a folder with a model."""
+    needs("transformers", "tokenizers", "PIL", "peft")
     if source in SIZES:
         processor = _processor(SIZES[source].patch)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return Seeing(_new(SIZES[source], processor.tokenizer), processor, source)
-    return _from(source)
+    return _from(source, seed)
 
 
-def _from(source: str) -> Seeing:
+def _from(source: str, seed: int) -> Seeing:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
+    said = printable(source)
     if not Path(source).is_dir():
-        raise UsageError(f"--model {source}: no such folder. Give tiny, base, or a folder with a model and its processor")
+        raise UsageError(f"--model {said}: no such folder. Give tiny, base, or a folder with a model and its processor")
     try:
         processor = AutoProcessor.from_pretrained(source, local_files_only=True)
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--model {source}: could not be loaded as a model of images and text ({first})") from error
+        # only safetensors: nothing is unpickled
+        model = AutoModelForImageTextToText.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        first = printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+        raise UsageError(f"--model {said}: could not be loaded as a model of images and text ({first})") from error
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or getattr(processor, "image_processor", None) is None:
-        raise UsageError(f"--model {source}: its processor has no tokenizer or no image processor. Give one for images and text")
+        raise UsageError(f"--model {said}: its processor has no tokenizer or no image processor. Give one for images and text")
     if tokenizer.eos_token_id is None or getattr(processor, "chat_template", None) is None:
-        raise UsageError(f"--model {source}: an end-of-sequence token and a chat template are needed")
+        raise UsageError(f"--model {said}: an end-of-sequence token and a chat template are needed")
+    if not any(re.fullmatch(_ADAPTED, name) for name, _ in model.named_modules()):
+        raise UsageError(
+            f"--model {said}: {type(model).__name__} has no language_model or text_model with the usual linear layers, so there "
+            "is nothing to put adapters on"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if VERDICT not in tokenizer.get_vocab():
-        tokenizer.add_special_tokens({"additional_special_tokens": [VERDICT]})
+        tokenizer.add_tokens([VERDICT], special_tokens=True)  # add_special_tokens would make the special ones it has plain
         rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-        model.resize_token_embeddings(max(len(tokenizer), rows))
+        with torch.random.fork_rng(devices=[]):  # the new row is drawn
+            torch.manual_seed(seed)
+            model.resize_token_embeddings(max(len(tokenizer), rows))
     return Seeing(model, processor, source)
 
 
 @cache
 def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     core: Any = Tokenizer(models.WordLevel(unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.decoder = decoders.Fuse()
     special = ["<pad>", "<end>", "<unk>", "<user>", "<assistant>", IMAGE, VERDICT]
     trainer = trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
     texts = [f"{s.question} {s.answer}" for s in scenes.make(2000, 0, seed=0)["train"]]
     every = [" ".join(map(str, range(11))), *scenes.COLOURS, *scenes.FORMS, *scenes.SIZES]
     core.train_from_iterator([*texts, *every], trainer)
-    core.decoder = None
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<end>",
@@ -181,11 +209,10 @@ def adapters(rank: int, alpha: int) -> Any:
     """LoRA on every linear layer of the language model; what sees stays as it is."""
     from peft import LoraConfig
 
-    names = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=rf".*language_model.*\.({names})",
+        target_modules=_ADAPTED,
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
@@ -195,5 +222,6 @@ def with_adapters(model: nn.Module, rank: int, alpha: int, *, seed: int) -> Any:
     """The model with new adapters: nothing else of it learns."""
     from peft import get_peft_model
 
-    torch.manual_seed(seed)
-    return get_peft_model(model, adapters(rank, alpha))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, adapters(rank, alpha))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nanproof.recipes.vlm_grpo.scenes import ASKS, CELL, GRID, Ask, Cells, Scene
+from nanproof.recipes.vlm_grpo.scenes import ASKS, CELL, GRID, Ask, Cells, Scene, covered
 
 BEST = 2.0
 """The most that caption and place are worth together."""
+_CELLS = frozenset(map(str, range(GRID)))
+"""How a cell is written. What else `int` reads, or fails on, such as five thousand digits, is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def parse(text: str) -> Reply:
         return Reply(tuple(words), None)
     ask, count = ("box", 4) if words[at] == "box" else ("point", 2)
     told = words[at + 1 : at + 1 + count]
-    ok = len(told) == count and all(word.isascii() and word.isdigit() and int(word) < GRID for word in told)
+    ok = len(told) == count and all(word in _CELLS for word in told)
     place = tuple(int(word) for word in told) if ok else ()
     if not ok or (ask == "box" and (place[0] > place[2] or place[1] > place[3])):
         return Reply(tuple(words[:at]), None)
@@ -69,9 +71,9 @@ def iou(box: Cells, mask: NDArray[np.bool_]) -> float:
 
 
 def hits(point: tuple[int, int], mask: NDArray[np.bool_]) -> float:
-    """The share of the point's cell that the mask covers: 1 well inside of it."""
-    x, y = point[0] * CELL, point[1] * CELL
-    return float(mask[y : y + CELL, x : x + CELL].mean())
+    """The share of the point's cell that the mask covers, against that of the cell it covers most: small shapes fill no cell."""
+    shares = covered(mask)
+    return float(shares[point[1], point[0]] / shares.max())
 
 
 def place_reward(text: str, scene: Scene) -> float:

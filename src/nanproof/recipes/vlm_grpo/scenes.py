@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
+from nanproof.report.text import printable
 
 SIDE, CELL = 32, 4
 """Pixels of an image's side, and of a cell's."""
@@ -42,7 +43,6 @@ QUESTIONS = {
 }
 DIM = 0.3
 """How bright what is not marked stays."""
-KEYS = frozenset({"shapes", "marked", "ask", "question", "shade"})
 Cells = tuple[int, int, int, int]
 """Left, top, right, bottom; the last cells are in it."""
 
@@ -66,6 +66,16 @@ class Shape:
         reach = SIZES[self.size] - 1
         return self.left, self.top, self.left + reach, self.top + reach
 
+    @property
+    def point(self) -> tuple[int, int]:
+        """The cell that it covers most; of several the one nearest to its middle. A triangle's middle is not full of it."""
+        left, top, right, bottom = self.cells
+        share = covered(self.mask())
+        cells = [(x, y) for y in range(top, bottom + 1) for x in range(left, right + 1)]
+        return min(
+            cells, key=lambda at: (-share[at[1], at[0]], (2 * at[0] - left - right) ** 2 + (2 * at[1] - top - bottom) ** 2)
+        )
+
     def apart_from(self, other: Shape) -> bool:
         """Whether there is no cell that both would fill."""
         left, top, right, bottom = self.cells
@@ -85,6 +95,12 @@ class Shape:
         whole = np.zeros((SIDE, SIDE), dtype=bool)
         whole[self.top * CELL : self.top * CELL + side, self.left * CELL : self.left * CELL + side] = inside
         return whole
+
+
+def covered(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The share of each cell that a mask covers: row, column."""
+    shares: NDArray[np.float64] = mask.reshape(GRID, CELL, GRID, CELL).mean((1, 3))
+    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +128,8 @@ class Scene:
 
     @property
     def answer(self) -> str:
-        """What a reply should be: the caption, and the box or the cell in the middle."""
-        left, top, right, bottom = self.region.cells
-        place = (left, top, right, bottom) if self.ask == "box" else ((left + right) // 2, (top + bottom) // 2)
+        """What a reply should be: the caption, and the box or the best point."""
+        place = self.region.cells if self.ask == "box" else self.region.point
         return " ".join([self.caption, self.ask, *map(str, place)])
 
     def pixels(self) -> NDArray[np.uint8]:
@@ -183,26 +198,40 @@ def save(folder: Path, sets: Mapping[str, Sequence[Scene]]) -> dict[str, Path]:
 
 def load(path: Path) -> list[Scene]:
     """The scenes of a file that `save` wrote."""
+    where = printable(str(path))
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}). `nanproof recipe vlm-grpo data` makes it") from error
-    return [_read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        raise UsageError(f"{where} cannot be read ({error}). `nanproof recipe vlm-grpo data` makes it") from error
+    found = [_read(where, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UsageError(f"{where} has no scene in it. `nanproof recipe vlm-grpo data` makes it anew, with one at least")
+    return found
 
 
-def _read(path: Path, number: int, line: str) -> Scene:
+def _read(where: str, number: int, line: str) -> Scene:
     try:
-        found = json.loads(line)
-        shapes = tuple(Shape(*told) for told in found["shapes"])
-        scene = Scene(shapes, found["marked"], found["ask"], found["question"], found["shade"])
-        ok = 0 <= scene.marked < len(shapes) and scene.ask in ASKS and isinstance(scene.question, str) and 0 <= scene.shade <= 255
-        ok = ok and all(0 <= s.left <= GRID - SIZES[s.size] and 0 <= s.top <= GRID - SIZES[s.size] for s in shapes)
-        ok = ok and all(s.colour in COLOURS and s.form in FORMS for s in shapes)
-    except (ValueError, KeyError, TypeError):
+        told = json.loads(line)
+        scene = Scene(tuple(Shape(*s) for s in told["shapes"]), told["marked"], told["ask"], told["question"], told["shade"])
+        ok = _sound(scene) and (told["caption"], told["answer"]) == (scene.caption, scene.answer)
+    except (ValueError, KeyError, TypeError, RecursionError):
         ok = False
     if not ok:
-        raise UsageError(f"{path}, line {number}: this is no scene. `nanproof recipe vlm-grpo data` makes the file anew")
+        raise UsageError(f"{where}, line {number}: this is no scene. `nanproof recipe vlm-grpo data` makes the file anew")
     return scene
+
+
+def _sound(scene: Scene) -> bool:
+    """Whether `make` could have made it: shapes in the grid, none over another, and a question that was meant for the model."""
+    numbers = [scene.marked, scene.shade, *(n for s in scene.shapes for n in (s.left, s.top))]
+    if not all(type(n) is int for n in numbers) or not 0 <= scene.marked < len(scene.shapes) or not 0 <= scene.shade <= 255:
+        return False
+    for i, s in enumerate(scene.shapes):
+        room = GRID - SIZES[s.size]
+        inside = 0 <= s.left <= room and 0 <= s.top <= room and s.colour in COLOURS and s.form in FORMS
+        if not inside or not all(s.apart_from(other) for other in scene.shapes[:i]):
+            return False
+    return scene.question in QUESTIONS[scene.ask]
 
 
 def checksum(sets: Mapping[str, Sequence[Scene]]) -> str:

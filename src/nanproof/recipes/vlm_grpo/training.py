@@ -61,11 +61,13 @@ class Trained:
 
 
 def chosen_precision(model: nn.Module, asked: str) -> Precision:
-    """What `auto` stands for: on a CPU fp32, for at this size casting costs more than it saves."""
+    """What `auto` stands for: on a CPU fp32, for at this size casting costs more than it saves. Never fp16: it needs a loss
+    scale, which neither the warm start nor the loop of this recipe has."""
     place = device()
-    if asked not in ("auto", "bf16", "fp16", "fp32"):
+    if asked not in ("auto", "bf16", "fp32"):
         raise UsageError(f"--precision {printable(asked)} is unknown. Choose auto, bf16 or fp32")
-    return choose(model, place, "fp32" if asked == "auto" and place.type == "cpu" else cast(Ask, asked))
+    chosen = choose(model, place, "fp32" if asked == "auto" and place.type == "cpu" else cast(Ask, asked))
+    return choose(model, place, "fp32") if chosen.scaler else chosen
 
 
 def died_of_sampling(error: BaseException) -> bool:

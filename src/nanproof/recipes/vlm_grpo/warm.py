@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanproof.guard import Guard
 from nanproof.policy import Policy
-from nanproof.recipes.vlm_grpo.asking import prompts
+from nanproof.recipes.vlm_grpo.asking import Prepared, prompts
 from nanproof.recipes.vlm_grpo.models import Seeing
 from nanproof.recipes.vlm_grpo.scenes import Scene
 
@@ -47,16 +48,13 @@ class Schooled:
 def examples(seeing: Seeing, scenes: Sequence[Scene]) -> dict[str, Tensor]:
     """Questions with their answers; what is not answer is not supervised."""
     asked = prompts(seeing, scenes)
-    end = seeing.tokenizer.eos_token
-    told = seeing.tokenizer(
-        [f"{scene.answer} {end}" for scene in scenes],
-        padding=True,
-        padding_side="right",
-        add_special_tokens=False,
-        return_tensors="pt",
-    )
-    ids = torch.cat((asked["input_ids"], told["input_ids"]), 1)
-    mask = torch.cat((asked["attention_mask"], told["attention_mask"]), 1)
+    answers = seeing.tokenizer([scene.answer for scene in scenes], add_special_tokens=False)["input_ids"]
+    answers = [[*answer, seeing.tokenizer.eos_token_id] for answer in answers]  # as text, its end may be more than one token
+    longest, pad = max(map(len, answers)), seeing.tokenizer.pad_token_id
+    told = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers])
+    seen = torch.tensor([[1] * len(answer) + [0] * (longest - len(answer)) for answer in answers])
+    ids = torch.cat((asked["input_ids"], told), 1)
+    mask = torch.cat((asked["attention_mask"], seen), 1)
     labels = ids.masked_fill(mask == 0, IGNORED)
     labels[:, : asked["input_ids"].shape[1]] = IGNORED
     rest = {name: value for name, value in asked.items() if name not in ("input_ids", "attention_mask")}
@@ -69,7 +67,7 @@ def school(
     how: Schooling,
     run_dir: Path | None = None,
     *,
-    autocast: Callable[[], Any] | None = None,
+    autocast: Callable[[], Any] = nullcontext,
     tick: Tick = lambda done, said: None,
 ) -> Schooled:
     """Train the model itself, every weight of it, under a guard."""
@@ -79,20 +77,17 @@ def school(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, how.warmup)))
 
     def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        if autocast is None:
-            return model(**batch).loss  # type: ignore[no-any-return]
         with autocast():
             return model(**batch).loss  # type: ignore[no-any-return]
 
-    every = {name: value.to(device) for name, value in examples(seeing, scenes).items()}  # pictures are slow to prepare
+    every = Prepared(lambda few: examples(seeing, few), scenes, device)
     made = Schooled()
     begun = time.perf_counter()
     model.train()
     with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=Policy(diagnose="first"), run_dir=run_dir) as guard:
         for step in range(how.steps):
             rng = random.Random(f"warm start {how.seed} {step}")
-            chosen = torch.tensor([rng.randrange(len(scenes)) for _ in range(how.batch)], device=device)
-            guard.train_step({name: value[chosen] for name, value in every.items()})
+            guard.train_step(every.rows([rng.randrange(len(scenes)) for _ in range(how.batch)]))
             tick(step + 1, "")
         guard.sync()
         made.losses = [record.loss for record in guard.history]
