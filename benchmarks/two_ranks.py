@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,23 @@ Job = tuple[str, tuple[Any, ...], dict[str, Any]]
 def two_ranks(*jobs: Job, timeout: float = 60) -> list[tuple[Any, Any]]:
     """For each job, what rank 0 and rank 1 returned. A hang ends in gloo's time-out, which raises here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(folder, list(jobs), timeout), nprocs=2)
+        mp.start_processes(_worker, args=(folder, list(jobs), timeout, dict(os.environ)), nprocs=2, start_method=_how())
         zero, one = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (0, 1))
         return list(zip(zero, one, strict=True))
 
 
-def _worker(rank: int, folder: str, jobs: list[Job], timeout: float) -> None:
+@cache
+def _how() -> str:
+    """Ranks are forked from a process that has imported torch and never computes anything: importing it in every rank takes
+    longer than most jobs."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return "spawn"
+    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "nanproof.guard"])
+    return "forkserver"
+
+
+def _worker(rank: int, folder: str, jobs: list[Job], timeout: float, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # that of the process forked from is as old as the first call
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=timeout)
