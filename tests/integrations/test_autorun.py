@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from nanproof.records import read_incidents, read_steps
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,8 @@ def finite(state: dict) -> bool:
 def plain(tmp_path_factory):
     """The plain loop without nanproof."""
     folder = tmp_path_factory.mktemp("plain")
-    done = python(PLAIN, "--out", "out.pt", cwd=folder)
+    done = forked.python(PLAIN, "--out", "out.pt", cwd=folder)
+    assert done.returncode == 0, done.stderr
     return done.stdout, torch.load(folder / "out.pt")
 
 
@@ -121,7 +123,8 @@ def test_verdicts_that_come_late(tmp_path):
 def many(tmp_path_factory):
     """Every kind of optimizer: without nanproof, with it, and with it and a bad step."""
     folder = tmp_path_factory.mktemp("many")
-    without = python(MANY, "without.pt", "-1", cwd=folder)
+    without = forked.python(MANY, "without.pt", "-1", cwd=folder)
+    assert without.returncode == 0, without.stderr
     healthy = protected(MANY, "with.pt", "-1", cwd=folder)
     bad = protected(MANY, "bad.pt", "7", cwd=folder)
     states = {name: torch.load(folder / f"{name}.pt") for name in ("without", "with", "bad")}
