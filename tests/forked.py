@@ -5,24 +5,25 @@ starts, and what it imports, start a real one."""
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 from two_ranks import forking
 
 
-def python(*words: Any, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 120):
-    """As `python words...`, with what it printed. The path of modules is that of the caller."""
+def python(*words: Any, cwd: Path | None = None, env: dict[str, str] | None = None, before: str = "", timeout: float = 120):
+    """As `python words...`, with what it printed. The path of modules is that of the caller; `before` is run first."""
     with tempfile.TemporaryDirectory() as folder:
-        process = forking().Process(
-            target=_main, args=([*map(str, words)], str(cwd or Path.cwd()), {**(env or os.environ)}, folder)
-        )
+        arguments = [*map(str, words)], str(cwd or Path.cwd()), {**(env or os.environ)}, before, folder
+        process = forking().Process(target=_main, args=arguments)
         process.start()
         process.join(timeout)
         if process.is_alive():
@@ -33,7 +34,7 @@ def python(*words: Any, cwd: Path | None = None, env: dict[str, str] | None = No
     return subprocess.CompletedProcess([*words], process.exitcode, said, errors)
 
 
-def _main(words: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
+def _main(words: list[str], cwd: str, env: dict[str, str], before: str, folder: str) -> None:
     for number in (1, 2):
         os.dup2(os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     status = 0
@@ -41,6 +42,7 @@ def _main(words: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
         os.environ.clear()
         os.environ.update(env)
         os.chdir(cwd)
+        exec(before, {})
         _run(words)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -56,6 +58,10 @@ def _main(words: list[str], cwd: str, env: dict[str, str], folder: str) -> None:
 
 
 def _run(words: list[str]) -> None:
+    while words[0] == "-W":
+        action, _, category = words[1].partition("::")
+        warnings.simplefilter(action, getattr(builtins, category or "Warning"))
+        words = words[2:]
     first, *rest = words
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
