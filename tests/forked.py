@@ -8,9 +8,11 @@ import atexit
 import builtins
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -21,17 +23,42 @@ from two_ranks import forking
 
 def python(*words: Any, cwd: Path | None = None, env: dict[str, str] | None = None, before: str = "", timeout: float = 120):
     """As `python words...`, with what it printed. The path of modules is that of the caller; `before` is run first."""
+    (done,) = _all([env or {**os.environ}], words, cwd, before, timeout)
+    return done
+
+
+def two_ranks_of(*words: Any, cwd: Path | None = None, timeout: float = 120):
+    """As `torchrun --nproc-per-node 2 words...`, without the process that looks after the ranks: what each of them came to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return _all([{**os.environ, **meet, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"], words, cwd, "", timeout)
+
+
+def _all(environments: list[dict[str, str]], words: tuple[Any, ...], cwd: Path | None, before: str, timeout: float):
+    """One process for each environment, all at once."""
+    arguments = [*map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [*map(str, words)], str(cwd or Path.cwd()), {**(env or os.environ)}, before, folder
-        process = forking().Process(target=_main, args=arguments)
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
+        places = [Path(folder, str(i)) for i in range(len(environments))]
+        started = []
+        for place, environment in zip(places, environments, strict=True):
+            place.mkdir()
+            given = arguments, str(cwd or Path.cwd()), environment, before, str(place)
+            started.append(forking().Process(target=_main, args=given))
+            started[-1].start()
+        until = time.monotonic() + timeout
+        for process in started:
+            process.join(max(0.0, until - time.monotonic()))
+        late = [process for process in started if process.is_alive()]
+        for process in late:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([*words], timeout)
-        said, errors = ((Path(folder) / name).read_text() for name in ("1", "2"))
-    return subprocess.CompletedProcess([*words], process.exitcode, said, errors)
+        if late:
+            raise subprocess.TimeoutExpired(arguments, timeout)
+        return [
+            subprocess.CompletedProcess(arguments, process.exitcode, (place / "1").read_text(), (place / "2").read_text())
+            for place, process in zip(places, started, strict=True)
+        ]
 
 
 def _main(words: list[str], cwd: str, env: dict[str, str], before: str, folder: str) -> None:
