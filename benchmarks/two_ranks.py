@@ -40,7 +40,8 @@ def forking() -> Any:
 
 
 def _worker(rank: int, folder: str, jobs: list[Job], timeout: float, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # that of the process forked from is as old as the first call
+    os.environ.clear()  # that of the process forked from is as old as the first call
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=timeout)
