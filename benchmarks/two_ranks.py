@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,26 @@ Job = tuple[str, tuple[Any, ...], dict[str, Any]]
 def two_ranks(*jobs: Job, timeout: float = 60) -> list[tuple[Any, Any]]:
     """For each job, what rank 0 and rank 1 returned. A hang ends in gloo's time-out, which raises here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(folder, list(jobs), timeout), nprocs=2)
+        arguments, how = (folder, list(jobs), timeout, {**os.environ}), forking().get_start_method()
+        mp.start_processes(_worker, args=arguments, nprocs=2, start_method=how)
         zero, one = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (0, 1))
         return list(zip(zero, one, strict=True))
 
 
-def _worker(rank: int, folder: str, jobs: list[Job], timeout: float) -> None:
+@cache
+def forking() -> Any:
+    """Processes are forked from one that has imported torch and never computes anything: importing it takes longer than most of
+    what they do. Started anew where there is no fork."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "nanproof.guard"])
+    return context
+
+
+def _worker(rank: int, folder: str, jobs: list[Job], timeout: float, environment: dict[str, str]) -> None:
+    os.environ.clear()  # that of the process forked from is as old as the first call
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=timeout)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from latent_small import small_comparison
+from taught import taught
 
-__all__ = ["small_comparison"]
+__all__ = ["small_comparison", "taught"]
 
 
 @pytest.fixture(autouse=True)

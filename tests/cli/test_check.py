@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from nanproof.cli import app
 
 CODE = """
 import torch
@@ -31,25 +34,29 @@ def nothing():
 
 
 @pytest.fixture
-def check(tmp_path):
+def check(tmp_path, monkeypatch):
+    """The command in this process, in the folder of the user's module."""
     (tmp_path / "mine.py").write_text(CODE)
-
-    def run(*args):
-        return subprocess.run([sys.executable, "-m", "nanproof", "check", *args], capture_output=True, text=True, cwd=tmp_path)
-
-    return run
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield lambda *args: CliRunner().invoke(app, ["check", *args])
+    sys.modules.pop("mine", None)
 
 
 def test_a_healthy_start(check):
     done = check("mine:build")
-    assert done.returncode == 0 and done.stdout.startswith("nothing found") and "noise" in done.stderr
+    assert done.exit_code == 0 and done.stdout.startswith("nothing found") and "noise" in done.stderr
 
 
-def test_something_found(check):
+def test_something_found(check, tmp_path):
     done = check("mine:broken")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "optimizer-foreign-parameters" in done.stdout and "Build the optimizer after" in done.stdout
-    found = json.loads(check("mine:broken", "--json").stdout)["found"]
+    command = [sys.executable, "-m", "nanproof", "check", "mine:broken", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "noise" in done.stderr
+    found = json.loads(done.stdout)["found"]
     assert found[0]["cause"] == "optimizer-foreign-parameters" and found[0]["verified"]
 
 
@@ -64,4 +71,4 @@ def test_something_found(check):
 )
 def test_what_cannot_run(check, entry, said):
     done = check(entry)
-    assert done.returncode == 2 and said in done.stderr and "hint:" in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and said in done.stderr and "hint:" in done.stderr and done.stdout == ""

@@ -2,20 +2,48 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from nanproof.cli import app
-from nanproof.cli.demo import documents
+from nanproof.cli.demo import documents, train
 from nanproof.records import read_steps
 from nanproof.report.charts import curve
 
 
-def test_the_unguarded_run_dies_and_the_guarded_one_lives(tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--steps", "60", "--json", "--run-dir", str(tmp_path)])
+@pytest.fixture(scope="module")
+def text():
+    """Read once: parsing the standard library takes longer than most tests."""
+    return documents()
+
+
+@pytest.fixture(scope="module")
+def demo(text, tmp_path_factory):
+    """The command in a small size: 32 characters of a document. Both runs are trained by the first call; later ones tell of the
+    same runs in another way."""
+    folder, runs = tmp_path_factory.mktemp("demo"), {}
+
+    def once(text, steps, seed, run_dir, tick):
+        if run_dir not in runs:
+            runs[run_dir] = train(text, steps, seed, run_dir, tick)
+        return runs[run_dir]
+
+    def call(*words, charset="utf-8"):
+        return CliRunner(charset=charset).invoke(app, ["demo", "--steps", "60", "--run-dir", str(folder), *words])
+
+    with pytest.MonkeyPatch.context() as patch:
+        module = sys.modules["nanproof.cli.demo"]
+        patch.setattr(module, "LENGTH", 32)
+        patch.setattr(module, "documents", lambda: text)
+        patch.setattr(module, "train", once)
+        yield call, folder
+
+
+def test_the_unguarded_run_dies_and_the_guarded_one_lives(demo):
+    call, folder = demo
+    result = call("--json")
     assert result.exit_code == 0, result.output
     runs = json.loads(result.stdout.splitlines()[-1], parse_constant=lambda c: math.nan / 0)
     assert runs["unguarded"]["died_at"] is not None and runs["guarded"]["died_at"] is None
@@ -23,12 +51,12 @@ def test_the_unguarded_run_dies_and_the_guarded_one_lives(tmp_path):
     assert runs["guarded"]["weights_nonfinite"] == 0
     assert runs["guarded"]["accuracy"] > 0.2 > 0.05 > runs["unguarded"]["accuracy"]
     assert runs["guarded"]["incidents"] and {i["action"] for i in runs["guarded"]["incidents"]} == {"skipped"}
-    assert len(list(read_steps(tmp_path / "steps.jsonl"))) == 60
+    assert len(list(read_steps(folder / "steps.jsonl"))) == 60
 
 
-def test_the_picture_fits_the_terminal(tmp_path, monkeypatch):
+def test_the_picture_fits_the_terminal(demo, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(app, ["demo", "--steps", "60", "--run-dir", str(tmp_path)])
+    result = demo[0]()
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     for words in ("unguarded: loss", "guarded: loss", "nan since step", "refused by the guard", "nonfinite-loss, skipped"):
@@ -36,15 +64,13 @@ def test_the_picture_fits_the_terminal(tmp_path, monkeypatch):
     assert "\x1b[" not in result.stdout
 
 
-def test_a_terminal_that_knows_only_ascii_gets_ascii(tmp_path):
-    command = [sys.executable, "-c", "from nanproof.cli import app; app()", "demo", "--steps", "60", "--run-dir", str(tmp_path)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    result = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert result.stdout.decode("ascii").count("refused by the guard") == 1
+def test_a_terminal_that_knows_only_ascii_gets_ascii(demo):
+    """Of its own, not characters that are written out because the terminal does not know them."""
+    said = demo[0](charset="ascii").stdout_bytes.decode("ascii")
+    assert said.count("refused by the guard") == 1 and "\\u" not in said
 
 
-def test_the_data_has_the_bug_and_is_the_same_each_time():
-    text = documents()
+def test_the_data_has_the_bug_and_is_the_same_each_time(text):
     assert len(text) > 500 and any(len(t) < 2 for t in text)
     assert text == documents()
 

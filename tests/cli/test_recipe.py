@@ -15,6 +15,8 @@ from nanproof.cli import app
 from nanproof.recipes.units_sft import comparing, workshop
 from nanproof.recipes.units_sft.questions import load, make
 
+pytestmark = pytest.mark.usefixtures("taught")
+
 # 34 questions are 6 steps of 32 and 2: the reported arms log step 1 and step 5
 COMPARE = ["--train", "34", "--valid", "16", "--more", "8"]
 

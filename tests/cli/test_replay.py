@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import forked
 from nanproof.cli import app
 from nanproof.core.context import Mode, RandomState
 from nanproof.explain.bundle import BundleWriter
@@ -102,8 +100,8 @@ def run(path, entry, *arguments):
 
 
 def fresh(path, entry, *arguments):
-    command = [sys.executable, "-c", "from nanproof.cli import app; app()", "replay", str(path), "--entry", entry, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, check=False)
+    code = "import torch; torch.set_num_threads(2); from nanproof.cli import app; app()"
+    return forked.python("-c", code, "replay", path, "--entry", entry, *arguments)
 
 
 def strict(text):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import forked
 from nanproof.core.files import FolderLock
 
 TELL = """
@@ -177,7 +178,8 @@ def test_policy_reaches_the_guard(tmp_path):
     done = run("--json", "script.py", cwd=tmp_path)
     summary = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 0 and summary["halted"] is None and summary["guarded"][0]["refused"] == 1
-    done = run("--json", "--no-diagnose", "--policy", "max_skip_rate=0.0", "script.py", cwd=tmp_path)
+    words = ("--json", "--no-diagnose", "--policy", "max_skip_rate=0.0", "script.py")
+    done = forked.python("-m", "nanproof", "run", *words, cwd=tmp_path)
     summary = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 1 and done.stdout == "" and "max_skip_rate" in summary["halted"]
     assert summary["guarded"][0]["incidents"][0]["action"] == "halted"

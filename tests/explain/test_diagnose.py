@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import time
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import forked
 import nanproof
 from nanproof.explain.case import Case
 from nanproof.explain.cause import Cause, Match
@@ -256,13 +256,7 @@ def test_incidents_with_a_diagnosis_are_written_and_read(tmp_path):
     (read,) = read_incidents(tmp_path)
     assert read.diagnosis == guard.incidents[0].diagnosis and read.diagnosis.samples == (2,)
     (tmp_path / "mine.py").write_text("from toys import net, mse\n\ndef build():\n    return {'model': net(), 'loss_fn': mse}\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "nanproof", "replay", read.bundle, "--entry", "mine:build", "--json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(__import__("pathlib").Path(__file__).parents[1])},
-    )
+    done = forked.python("-m", "nanproof", "replay", read.bundle, "--entry", "mine:build", "--json", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     answer = json.loads(done.stdout)
     assert answer["verdict"] == "persistent" and answer["same_as_recorded"]

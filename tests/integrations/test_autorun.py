@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from nanproof.records import read_incidents, read_steps
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,14 @@ def protected(*args: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], 
     return done, json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
 
 
+def protected_late(*args: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
+    """Where torch is imported before the script is started."""
+    strict = ["-W", "error", "-W", "ignore::UserWarning"]
+    done = forked.python(*strict, "-m", "nanproof", "run", "--json", *args, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
+
+
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -44,7 +53,8 @@ def finite(state: dict) -> bool:
 def plain(tmp_path_factory):
     """The plain loop without nanproof."""
     folder = tmp_path_factory.mktemp("plain")
-    done = python(PLAIN, "--out", "out.pt", cwd=folder)
+    done = forked.python(PLAIN, "--out", "out.pt", cwd=folder)
+    assert done.returncode == 0, done.stderr
     return done.stdout, torch.load(folder / "out.pt")
 
 
@@ -110,7 +120,7 @@ def test_verdicts_that_come_late(tmp_path):
     """As on CUDA: the script saves two steps after a bad one, before its verdict was read, and what it saves holds the step that
     was held up behind the bad one."""
     late = ["--optimizer", "fused", "--policy", "lag=2"]
-    _, (one,) = protected(*late, PLAIN, "--steps", "14", "--bad-step", "12", "--out", "out.pt", cwd=tmp_path)
+    _, (one,) = protected_late(*late, PLAIN, "--steps", "14", "--bad-step", "12", "--out", "out.pt", cwd=tmp_path)
     out = torch.load(tmp_path / "out.pt")
     assert finite(out["model"]) and out["optimizer"]["state"][0]["step"] == 13
     assert one["path"] == "device: AdamW switched to fused"
@@ -121,9 +131,10 @@ def test_verdicts_that_come_late(tmp_path):
 def many(tmp_path_factory):
     """Every kind of optimizer: without nanproof, with it, and with it and a bad step."""
     folder = tmp_path_factory.mktemp("many")
-    without = python(MANY, "without.pt", "-1", cwd=folder)
-    healthy = protected(MANY, "with.pt", "-1", cwd=folder)
-    bad = protected(MANY, "bad.pt", "7", cwd=folder)
+    without = forked.python(MANY, "without.pt", "-1", cwd=folder)
+    assert without.returncode == 0, without.stderr
+    healthy = protected_late(MANY, "with.pt", "-1", cwd=folder)
+    bad = protected_late(MANY, "bad.pt", "7", cwd=folder)
     states = {name: torch.load(folder / f"{name}.pt") for name in ("without", "with", "bad")}
     return without, healthy, bad, states
 

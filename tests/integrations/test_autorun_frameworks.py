@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+import forked
 
 MODEL = """
 import math, os, sys, torch
@@ -72,9 +72,9 @@ def test_the_adapter_is_used(tmp_path, package, script, name):
     check = "\nassert all(bool(torch.isfinite(p).all()) for p in net.parameters())\n"
     (tmp_path / "script.py").write_text(MODEL + script + check)
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29781"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(one_rank if package == "deepspeed" else {})}
-    run = [sys.executable, "-m", "nanproof", "run", "--json", "--run-dir", "records", "script.py"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    environment = {**os.environ, **(one_rank if package == "deepspeed" else {})}
+    run = ["-m", "nanproof", "run", "--json", "--run-dir", "records", "script.py"]
+    done = forked.python(*run, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     (one,) = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
     assert (one["name"], one["guarded"], one["steps"], one["refused"]) == (name, True, 8, 1)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 from nanproof.records import read_steps
 
 SWEEP = """
@@ -49,9 +48,7 @@ print(sum(reference() is not None for reference in alive))
 
 
 def protected(*args: str, cwd: Path) -> tuple[str, list[dict]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    run = [sys.executable, "-m", "nanproof", "run", "--json", *args]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+    done = forked.python("-W", "error", "-m", "nanproof", "run", "--json", *args, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
 
@@ -123,9 +120,8 @@ def test_the_summary_tells_what_is_the_same_once(tmp_path):
     """Six refused steps of one cause are one entry, with the sample of the micro-batch that was bad; what one model gives to the
     next is no data. Lines are no longer than the terminal is wide."""
     (tmp_path / "accumulated.py").write_text(ACCUMULATED)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "90"}
-    run = [sys.executable, "-m", "nanproof", "run", "--run-dir", "r1", "accumulated.py"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    run = ["-m", "nanproof", "run", "--run-dir", "r1", "accumulated.py"]
+    done = forked.python(*run, cwd=tmp_path, env={**os.environ, "COLUMNS": "90"})
     assert done.returncode == 0, done.stderr
     live = [line for line in done.stderr.splitlines() if line.startswith("nanproof: step ")]
     assert [line.split(":")[1] for line in live] == [f" step {i}" for i in range(2, 8)]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forked
+
 trl = pytest.importorskip("trl")
 
 FAULT = """
@@ -117,10 +119,20 @@ def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(folder / name / "model.safetensors")
 
 
+def run_forked(folder: Path, args: list[str]) -> subprocess.CompletedProcess[str]:
+    """Guarded and with the fault, where torch is imported before the script is started."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    before = (
+        f"import sys; sys.path.insert(0, {str(folder / 'fault')!r}); sys.modules.pop('sitecustomize', 0); import sitecustomize"
+    )
+    return forked.python("-m", "nanproof", "run", "--json", *args, cwd=folder, env=environment, before=before)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_survives_a_fault(folder, name):
     """The trainer is guarded by its own adapter: finite weights, at least one refused step, and the place where it came from."""
-    done = run(folder, SCRIPTS[name](f"{name}-bad"), guarded=True, fault=True)
+    args = SCRIPTS[name](f"{name}-bad")
+    done = run(folder, args, guarded=True, fault=True) if name == "trainer" else run_forked(folder, args)
     assert done.returncode == 0, done.stderr
     assert all(bool(torch.isfinite(w).all()) for w in weights(folder, f"{name}-bad").values())
     (one,) = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]

@@ -197,8 +197,8 @@ def runs() -> dict[Any, tuple[dict[str, Any], dict[str, Any]]]:
     asked: dict[Any, dict[str, Any]] = {(s, v): {**SETUPS[s], **VARIANTS[v]} for s in SETUPS for v in VARIANTS}
     asked |= EXTRAS  # type: ignore[arg-type]
     jobs = [("test_deepspeed:train", (), options) for options in asked.values()]
-    jobs.append(("test_deepspeed:wrong_calls", (), {}))
-    return dict(zip([*asked, "wrong calls"], two_ranks(*jobs, timeout=100), strict=True))
+    jobs += [("test_deepspeed:wrong_calls", (), {}), ("integrations.test_loss_terms:engine", (), {})]
+    return dict(zip([*asked, "wrong calls", "terms"], two_ranks(*jobs, timeout=100), strict=True))
 
 
 def wrong_calls(rank: int) -> list[str]:
@@ -325,3 +325,16 @@ def test_what_is_observed_is_what_hooks_see(runs: Any, setup: str) -> None:
                 assert by_site == pytest.approx(run["tops"][step], rel=1e-5)
             assert by_site.keys() == {"body.0", "head"} and bool(gradients) == (step % 2 == 0)
     assert runs[f"observed: {setup}"][0]["tops"] != runs[f"observed: {setup}"][1]["tops"]
+
+
+def test_the_terms_of_a_loss_are_told_on_both_ranks(runs: Any) -> None:
+    """As with every other framework, in test_loss_terms."""
+    from integrations.test_loss_terms import BAD as STEP
+    from integrations.test_loss_terms import NAMES
+
+    (zero, zero_terms), (one, one_terms) = runs["terms"]
+    [[step, kind, rank, micro, message, terms]] = one
+    assert (step, kind, rank, micro) == (STEP, "nonfinite-loss", 1, 1)
+    assert "; of the terms latent_loss is inf, text_loss is " in message and [name for name, _ in terms] == NAMES
+    assert zero[0][5] == terms and "of the terms latent_loss is inf" in zero[0][4]
+    assert zero_terms == one_terms == [NAMES] * 4

@@ -8,9 +8,6 @@ import importlib
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
+import forked
 import nanproof
 from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS, samples, toy, trainer_of
 from integrations.tiny import Regression, feature_rows, llama, make_trainer, same, token_rows, weights
@@ -386,9 +384,8 @@ for _ in range(int(sys.argv[1])):
 def test_run_with_observe_tells_forecasts(tmp_path):
     """An unchanged script: a line when it is seen coming, and again in the summary; the records are in the folder."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "nanproof", "run", "--observe", "--json", "--run-dir", "records", "train.py", "160"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    command = ["-m", "nanproof", "run", "--observe", "--json", "--run-dir", "records", "train.py", "160"]
+    done = forked.python(*command, cwd=tmp_path, before=f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})")
     assert done.returncode == 0, done.stderr
     *said, summary = done.stderr.splitlines()
     [told] = json.loads(summary)["guarded"]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
 from transformers import Trainer, TrainerCallback
 
+import forked
 import nanproof
 from nanproof import Policy, TrainingHalted, UsageError
 from nanproof.integrations import versions
@@ -641,11 +639,9 @@ os._exit(0)
 
 
 def test_two_ranks_refuse_alike(tmp_path):
-    """A bad row on one of two ranks under torchrun: both refuse, both end with the same weights, the rank is named."""
+    """A bad row on one of two ranks, started as torchrun does: both refuse, both end with the same weights, the rank is named."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    assert done.stdout.count("done") == 2
+    for done in forked.two_ranks_of(script, tmp_path):
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        assert done.stdout.count("done") == 1

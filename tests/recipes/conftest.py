@@ -14,7 +14,7 @@ if any(find_spec(name) is None for name in ("transformers", "peft", "accelerate"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quiet_and_quick():
+def _quiet_and_quick(taught):
     """transformers tells of every loading, and every `train()` collects garbage, which takes longer than these trainings."""
     from transformers.utils import logging as own
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import forked
 from latent_small import ARMS, WORDS
 from nanproof.cli import app
 from nanproof.recipes.latent_dlm import running
@@ -199,27 +201,28 @@ def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def two_programs(*words):
+    """Two ranks, each of them a program from its start to its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, words)]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": rank, "LOCAL_RANK": rank}, **pipes) for rank in "01"]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    return [subprocess.CompletedProcess(command, rank.returncode, *told) for rank, told in zip(ranks, said, strict=True)]
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_train_one_arm_and_the_first_alone_speaks(tmp_path, parallel):
     """`broken` meets the damaged sample on one rank, and is lost on both; all of its weights are in one file."""
     quick = ["--set", "training.steps=10", "--set", "training.eval_every=5", "--set", "training.checkpoint_every=5"]
     words = ["recipe", "latent-dlm", "train", "--arm", "broken", *WORDS, *quick, "--set", f"training.parallel={parallel}"]
-    with socket_port() as port:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "nanproof", *words, "--out", str(tmp_path), "--json"],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [1, 0], said
-    told = strict(said[0][0])
-    assert said[1][0] == "" and "parameters" not in said[1][1]
+    asked = [*words, "--out", tmp_path, "--json"]
+    zero, one = (forked.two_ranks_of if parallel == "fsdp2" else two_programs)("-m", "nanproof", *asked)
+    assert [zero.returncode, one.returncode] == [1, 0], (zero, one)
+    told = strict(zero.stdout)
+    assert one.stdout == "" and "parameters" not in one.stderr
     assert told["setting"]["processes"] == 2 and told["nonfinite"] >= 1 and told["infinite"] == 4
     from safetensors.torch import load_file
 
@@ -234,17 +237,3 @@ def test_what_is_wrong_with_the_call_is_said_by_the_first_process_alone(tmp_path
         monkeypatch.setenv("RANK", rank)
         found = run("train", "--arm", "nix", "--out", tmp_path / "out", code=2)
         assert found.stderr.partition("\n")[0] == said and found.stdout == ""
-
-
-def socket_port():
-    """A free port, known while the context is open."""
-    import contextlib
-    import socket
-
-    @contextlib.contextmanager
-    def free():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            yield found.getsockname()[1]
-
-    return free()

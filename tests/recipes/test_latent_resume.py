@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 from latent_toys import ALONE, FRESH, lines, prepared, same, small, weights
 
 pytest.importorskip("diffusers")
@@ -193,12 +190,8 @@ def test_a_quarantined_sample_does_not_come_again_after_a_break(tmp_path):
 
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(tmp_path, undisturbed):
     """In a process of its own, ended by os._exit, with half a line at the end of its log."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], env={**os.environ, "PYTHONPATH": path}, timeout=120, check=False
-    )
-    assert done.returncode == 9
+    done = forked.python("-c", SCRIPT, tmp_path)
+    assert done.returncode == 9, done.stderr
     with (tmp_path / LOG).open("a") as file:
         file.write('{"step": 13, "lo')
     result = once(FRESH, tmp_path)

@@ -4,8 +4,6 @@ import contextlib
 import io
 import pickle
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+import forked
 from nanproof.errors import RefusedFile, UsageError
 from nanproof.recover.dcp import SafePlanner, SafeReader, load, read_metadata
 from recover.canary import Canary
@@ -76,8 +75,7 @@ def test_sharded_tensors_of_two_ranks_are_read(tmp_path):
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
-        rank = int(sys.argv[1])
-        dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/meet", rank=rank, world_size=2)
+        dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2,))
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -85,15 +83,12 @@ def test_sharded_tensors_of_two_ranks_are_read(tmp_path):
         optimizer.step()
         m, o = get_state_dict(model, optimizer)
         whole = torch.arange(10.0).reshape(5, 2)
-        dcp.save({"m": m, "o": o, "d": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=sys.argv[2] + "/saved")
+        dcp.save({"m": m, "o": o, "d": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=sys.argv[1] + "/saved")
         dist.barrier()
         os._exit(0)  # taking gloo down aborts now and then
     """
-    ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(rank), str(tmp_path)])
-        for rank in (0, 1)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    ranks = forked.two_ranks_of("-W", "ignore", "-c", textwrap.dedent(code), tmp_path)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
     ours, stock = read_metadata(tmp_path / "saved"), FileSystemReader(tmp_path / "saved").read_metadata()
     assert ours.state_dict_metadata == stock.state_dict_metadata and ours.storage_data == stock.storage_data
     assert len(ours.state_dict_metadata["d"].chunks) == 2

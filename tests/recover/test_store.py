@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import zlib
 
 import pytest
 import torch
 
+import forked
 import nanproof
 from nanproof.recover.scan import scan
 from nanproof.recover.sealed import packed
@@ -257,7 +256,8 @@ OTHER = textwrap.dedent(
 @pytest.mark.parametrize("what", ["run", "checkpoints"])
 def test_a_second_process_in_the_same_folder_is_turned_away(what, tmp_path):
     def other():
-        done = subprocess.run([sys.executable, "-c", OTHER, str(tmp_path), what], capture_output=True, text=True, check=True)
+        done = forked.python("-c", OTHER, tmp_path, what)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     model = net()
