@@ -20,11 +20,12 @@ import torch
 from nanproof.core.environment import device_name
 from nanproof.recipes.machine import device
 from nanproof.recipes.progress import Progress
+from nanproof.recipes.vlm_grpo.apart import train_apart
 from nanproof.recipes.vlm_grpo.arms import Setting, setting
 from nanproof.recipes.vlm_grpo.comparing import told
 from nanproof.recipes.vlm_grpo.models import load
 from nanproof.recipes.vlm_grpo.running import Workshop
-from nanproof.recipes.vlm_grpo.warm import Schooling
+from nanproof.recipes.vlm_grpo.warm import schooling_for
 from nanproof.report.comparison import read, write
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,12 +38,13 @@ def facts() -> dict[str, Any]:
 
 def base(out: Path, sft: int, steps: int, batch: int, lr: float, seeds: int, progress: Progress) -> dict[str, Any]:
     """About 50 M parameters, groups of 8, in the recipe's own loop: TRL need not be there."""
-    how = Schooling(steps=sft, batch=64, lr=5e-4, warmup=100)
-    workshop = Workshop(out, "base", train=6000, valid=1000, schooling=how, progress=progress)
+    workshop = Workshop(out, "base", train=6000, valid=1000, schooling=schooling_for("base", sft), progress=progress)
     more: dict[str, Any] = {"trainer": "loop", "batch": batch, "group": 8, "lr": lr, "steps": steps}
-    asked: list[Setting] = [setting(arm, **more) for arm in ("broken", "patched", "guarded", "fixed")]
+    asked: list[Setting] = [setting(arm, **more) for arm in ("broken", "guarded", "fixed")]
+    asked.insert(1, setting("patched", **{**more, "steps": min(steps, 20)}))
     asked += [setting("fixed", seed=seed, **more) for seed in range(1, seeds + 1)]
     results = [workshop.warm()]
+    train_apart(workshop, [one for one in asked if one.may_lose_device], 1)
     for one in asked:
         results.append(workshop.arm(one))
         progress.say("\n".join(results[-1].lines()[:5]))

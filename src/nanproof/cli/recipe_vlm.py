@@ -49,7 +49,9 @@ Chosen = Annotated[
 Seed = Annotated[int, typer.Option(help="Of adapters, order of the scenes and sampling.")]
 Train = Annotated[int, typer.Option("--train", min=1, help="Scenes to train on.")]
 Valid = Annotated[int, typer.Option("--valid", min=1, help="Held-out scenes to ask about.")]
-WarmSteps = Annotated[int, typer.Option("--sft-steps", min=1, help="Steps of the warm start.")]
+WarmSteps = Annotated[
+    int | None, typer.Option("--sft-steps", min=1, help="Steps of the warm start; 250, of base 130.", show_default=False)
+]
 OUT = Path("runs/vlm-grpo")
 TINY = "tiny"
 
@@ -89,7 +91,7 @@ def data(
 @vlm_grpo.command()
 def sft(
     model: Model = TINY,
-    sft_steps: WarmSteps = 250,
+    sft_steps: WarmSteps = None,
     train: Train = 3000,
     valid: Valid = 500,
     out: Out = OUT,
@@ -124,7 +126,7 @@ def train(
     seed: Seed = 0,
     train: Train = 3000,
     valid: Valid = 500,
-    sft_steps: WarmSteps = 250,
+    sft_steps: WarmSteps = None,
     out: Out = OUT,
     again: Again = False,
     as_json: AsJson = False,
@@ -154,7 +156,7 @@ def ask(
     seed: Seed = 0,
     train: Train = 3000,
     valid: Valid = 500,
-    sft_steps: WarmSteps = 250,
+    sft_steps: WarmSteps = None,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
@@ -188,7 +190,7 @@ def compare(
     rank: Rank = None,
     train: Train = 3000,
     valid: Valid = 500,
-    sft_steps: WarmSteps = 250,
+    sft_steps: WarmSteps = None,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
@@ -207,7 +209,7 @@ def compare(
         compared(found, out, as_json)
 
 
-def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int, trainer: str = "loop") -> Workshop:
+def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | None, trainer: str = "loop") -> Workshop:
     from rich.console import Console
 
     from nanproof.recipes.progress import Progress
@@ -216,10 +218,10 @@ def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int, tra
     if trainer == "trl":
         _needs_trl()
     from nanproof.recipes.vlm_grpo.running import Workshop
-    from nanproof.recipes.vlm_grpo.warm import Schooling
+    from nanproof.recipes.vlm_grpo.warm import schooling_for
 
     progress = Progress(Console(stderr=True))
-    return Workshop(out, model, train=train, valid=valid, schooling=Schooling(steps=sft_steps), progress=progress)
+    return Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=progress)
 
 
 def _needs(*packages: str) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO
 
 from nanproof.errors import NanproofError, UsageError
@@ -19,7 +19,7 @@ from nanproof.recipes.results import FILE
 from nanproof.recipes.vlm_grpo.arms import Setting
 from nanproof.recipes.vlm_grpo.results import Result
 from nanproof.recipes.vlm_grpo.running import Workshop
-from nanproof.recipes.vlm_grpo.warm import Schooling
+from nanproof.recipes.vlm_grpo.warm import schooling_for
 from nanproof.report.shown import shown
 
 ENDED = (0, 1)
@@ -43,8 +43,8 @@ class _Job:
 
 def train_apart(workshop: Workshop, settings: Sequence[Setting], jobs: int) -> None:
     """Train arms, at most `jobs` at a time. Scenes and warm start have to be there. Results are in their folders then."""
-    if workshop.schooling != replace(Schooling(), steps=workshop.schooling.steps):
-        raise UsageError("jobs above 1: of the warm start the command line takes the steps alone. Use jobs=1")
+    if workshop.schooling != schooling_for(workshop.model_name, workshop.schooling.steps):
+        raise UsageError("arms in processes of their own: of the warm start the command line takes the steps alone")
     waiting, running = list(settings), list[_Job]()
     try:
         while waiting or running:

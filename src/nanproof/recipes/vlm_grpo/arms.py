@@ -59,6 +59,11 @@ class Setting:
         name = f"{self.arm}-{self.variant}" if self.variant else self.arm
         return f"{name}-seed-{self.seed}" if self.seed else name
 
+    @property
+    def may_lose_device(self) -> bool:
+        """Whether it may draw from NaN, which on CUDA ends the process' use of the device."""
+        return not (self.protect or self.patched)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -24,6 +24,8 @@ SAME = 0.005
 """Rewards of one and the same model are this near: kernels may differ in a last digit, and so in a token."""
 REPORTED = "probability tensor contains either `inf`, `nan` or element < 0"
 """What torch says when it is to sample from probabilities that are none."""
+ON_CUDA = "device-side assert triggered"
+"""What it says of that on CUDA, where the check is an assertion in the kernel."""
 _SEEN = re.compile(r"its callback found (\d+) gradients")
 
 
@@ -64,7 +66,10 @@ def _died(r: Result) -> Check:
     return Check(
         f"{r.name}: dies while sampling, as reported, after a step whose loss was NaN; every adapter is NaN",
         f"{r.ending}; {_nan(r)}",
-        r.ending.startswith("raised RuntimeError") and REPORTED in r.ending and r.nonfinite_steps > 0 and _all_nan(r),
+        r.ending.startswith("raised ")
+        and (REPORTED in r.ending or ON_CUDA in r.ending)
+        and r.nonfinite_steps > 0
+        and _all_nan(r),
     )
 
 

@@ -60,8 +60,11 @@ def compare(workshop: Workshop, seeds: int = 2, changes: Mapping[str, Any] | Non
     processes at a time."""
     settings = arms_of(seeds, changes or {})
     warm = workshop.warm()
+    todo = [setting for setting in settings if not (workshop.out / setting.name / FILE).exists()]
     if jobs > 1:
-        train_apart(workshop, [s for s in settings if not (workshop.out / s.name / FILE).exists()], jobs)
+        train_apart(workshop, todo, jobs)
+    elif device().type == "cuda":
+        train_apart(workshop, [setting for setting in todo if setting.may_lose_device], 1)
     return told(workshop, [warm, *(workshop.arm(setting) for setting in settings)])
 
 

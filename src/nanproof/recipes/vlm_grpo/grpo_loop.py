@@ -7,6 +7,7 @@ alone, so that a run that went back, or was stopped, meets the same ones again.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,16 @@ from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, with_adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor
 from nanproof.recipes.vlm_grpo.rewards import reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
-from nanproof.recipes.vlm_grpo.training import RECORDS, Tick, Trained, chosen_precision, died_of_sampling, said
+from nanproof.recipes.vlm_grpo.training import (
+    RECORDS,
+    Tick,
+    Trained,
+    chosen_precision,
+    died,
+    died_of_sampling,
+    nonfinite_tensors,
+    said,
+)
 
 CLIP = 0.2
 """How far a ratio may go from 1 before it teaches nothing more."""
@@ -193,8 +203,8 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
     except RuntimeError as error:
         if not died_of_sampling(error):
             raise
-        trained.ending = f"raised {type(error).__name__}: {error}"
-    if torch.cuda.is_available():
+        died(trained, error)
+    if torch.cuda.is_available() and not trained.device_lost:
         torch.cuda.synchronize()
     trained.seconds = time.perf_counter() - begun
     return trained
@@ -226,6 +236,8 @@ def _bare(
             trained.steps = step + 1
             trained.log.append({"step": step, "loss": float(loss.detach()), **sampler.last, "grad_norm": float(norm)})
             tick(step + 1, said(trained.log[-1]))
+            if not math.isfinite(trained.log[-1]["loss"]):
+                trained.nonfinite = nonfinite_tensors(seeing.model)[0]
     finally:
         if document is not None:
             trained.bad_rows = document.nan_rows

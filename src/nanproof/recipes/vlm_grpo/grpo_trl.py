@@ -29,7 +29,7 @@ from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
-from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, chosen_precision, died_of_sampling, said
+from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, chosen_precision, died, died_of_sampling, said
 
 NEEDED = {
     "_tokenize_prompts": ("prompts",),
@@ -124,7 +124,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
     except RuntimeError as error:
         if not died_of_sampling(error):
             raise
-        trained.ending = f"raised {type(error).__name__}: {error}"
+        died(trained, error)
     finally:
         if patch is not None:
             patch.undo()

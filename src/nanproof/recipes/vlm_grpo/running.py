@@ -35,7 +35,7 @@ from nanproof.recipes.vlm_grpo.training import (
     nonfinite_tensors,
     write_log,
 )
-from nanproof.recipes.vlm_grpo.warm import Schooling, school
+from nanproof.recipes.vlm_grpo.warm import Schooling, school, schooling_for
 
 WARM, MODEL, ADAPTER = "warm", "model", "adapter"
 KEYS = ("arm", "model", "scenes")
@@ -62,7 +62,7 @@ class Workshop:
     ) -> None:
         self.out, self.model_name = out, model
         self.progress = progress if progress is not None else Progress()
-        self.schooling = schooling if schooling is not None else Schooling()
+        self.schooling = schooling if schooling is not None else schooling_for(model)
         self._counts = {"train": train, "valid": valid, "seed": data_seed}
         self._sets: dict[str, list[Scene]] | None = None
         self._warm: Seeing | None = None
@@ -167,7 +167,8 @@ class Workshop:
         with reproducible(), locked(folder):
             trained = self._trained(seeing, setting, folder)
             result = self._measured(seeing, trained, told, folder)
-            trained.model.save_pretrained(folder / ADAPTER)
+            if not trained.device_lost:
+                trained.model.save_pretrained(folder / ADAPTER)
             result.save(folder)
         del seeing, trained
         gc.collect()  # a guard and its model refer to each other
@@ -188,9 +189,12 @@ class Workshop:
 
     def _measured(self, seeing: Seeing, trained: Trained, told: dict[str, Any], folder: Path) -> Result:
         setting, own = trained.setting, replace(seeing, model=trained.model)
-        marks, texts = self._asked(own, setting.name, setting)
+        bad, tensors = trained.nonfinite, sum(p.requires_grad for p in trained.model.parameters())
+        if not trained.device_lost:
+            bad, tensors = nonfinite_tensors(trained.model)
+        asked = not trained.device_lost and (not bad or setting.patched)  # on CUDA, drawing from NaN ends the use of the device
+        marks, texts = self._asked(own, setting.name, setting) if asked else (None, [])
         greedy = self._asked(own, "", setting, temperature=0)[0] if marks is not None else None
-        bad, tensors = nonfinite_tensors(trained.model)
         log = write_log(folder, trained.log)
         means = {name: trained.last(name, LAST) for name in ("reward_std", "kl", "entropy")}
         return Result(

@@ -44,6 +44,10 @@ class Trained:
     skipped: int = 0
     """Steps that were not taken in the end."""
     rolled_back: int = 0
+    device_lost: bool = False
+    """Sampling from NaN on CUDA: an assertion in a kernel, after which this process cannot use the device."""
+    nonfinite: int | None = None
+    """Trainable tensors that were not finite when that was last looked at, where the device is lost."""
     bad_rows: int = 0
     """Replies that were sampled from logits with NaN or Inf, or ended because of them."""
     incidents: list[Any] = field(default_factory=list)
@@ -71,8 +75,16 @@ def chosen_precision(model: nn.Module, asked: str) -> Precision:
 
 
 def died_of_sampling(error: BaseException) -> bool:
-    """Whether this is what torch.multinomial raises on probabilities that are none."""
-    return isinstance(error, RuntimeError) and "probability tensor" in str(error)
+    """Whether this is what torch.multinomial raises on probabilities that are none; on CUDA, where it is an assertion in the
+    kernel, whether it may be that."""
+    return isinstance(error, RuntimeError) and ("probability tensor" in str(error) or "device-side assert" in str(error))
+
+
+def died(trained: Trained, error: RuntimeError) -> None:
+    """The ending of an arm that died of sampling."""
+    first = str(error).strip().splitlines()[0]
+    trained.ending = f"raised {type(error).__name__}: {first}"
+    trained.device_lost = "device-side assert" in first
 
 
 def write_log(folder: Path, log: Sequence[Mapping[str, float]]) -> Path:

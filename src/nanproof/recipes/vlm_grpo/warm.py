@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ class Schooling:
     lr: float = 2e-3
     warmup: int = 50
     seed: int = 0
+
+
+BY_SIZE = {"tiny": Schooling(), "base": Schooling(steps=130, batch=64, lr=5e-4, warmup=100)}
+
+
+def schooling_for(model: str, steps: int | None = None) -> Schooling:
+    """What suits a model: a folder's is taken for one as large as "base"."""
+    found = BY_SIZE.get(model, BY_SIZE["base"])
+    return found if steps is None else replace(found, steps=steps)
 
 
 @dataclass
