@@ -4,14 +4,17 @@ python benchmarks/generation.py --save         # on CUDA: about 90 seconds
 python benchmarks/generation.py --size tiny    # to try it, on anything
 
 A Llama in bf16 samples with `generate` of transformers. Within one generation the variants take turns of a few tokens, in
-shuffled order; the figure is the median time of a token with the processor over that without, with a bootstrap interval over
-rounds of turns. Every variant must draw the same tokens. The model has no EOS, so that nothing ends early: what
-`generate` itself does for EOS would only make the ratio smaller.
+shuffled order. A token of a small model is all host time, and hosts are disturbed: the figure is the tenth percentile of a
+token's time with the processor over that without, with a bootstrap interval over rounds of turns; the medians are kept beside it.
+Every variant must draw the same tokens. The model has no EOS, so that nothing ends early: what `generate` itself does for EOS
+would only make the ratio smaller.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
 import statistics
 import time
@@ -24,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nanproof.core.environment import device_name
-from nanproof.numerics.generation import NumericalStabilityLogitsProcessor, TemperatureLogitsWarper
+from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
 from variants import save, synchronize
 
 EOS = 2
@@ -48,7 +51,7 @@ class Setting:
 
 
 SIZES = {
-    "50m": [Setting("50m", vocabulary, batch, 32, 16 * TURN) for vocabulary in (32_000, 152_000) for batch in (8, 64)],
+    "50m": [Setting("50m", vocabulary, batch, 32, 24 * TURN) for vocabulary in (32_000, 152_000) for batch in (8, 64)],
     "tiny": [Setting("tiny", 500, 4, 8, 8 * TURN)],
 }
 
@@ -68,17 +71,17 @@ def variants(model: LlamaForCausalLM) -> dict[str, list[Any]]:
         "none": [],
         "raise": [NumericalStabilityLogitsProcessor(eos_token_id=EOS, model=model)],
         "end": [NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS, model=model)],
-        "end and temperature 0.7": [
-            NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=EOS),
-            TemperatureLogitsWarper(0.7),
-        ],
     }
 
 
+def undisturbed(rounds: list[dict[str, list[float]]], name: str) -> float:
+    """The tenth percentile of a token's time."""
+    return statistics.quantiles((took for one in rounds for took in one[name]), n=10)[0]
+
+
 def ratio(rounds: list[dict[str, list[float]]], name: str) -> float:
-    """Of the median token with it to the median token without."""
-    middles = [statistics.median(took for one in rounds for took in one[which]) for which in (name, "none")]
-    return middles[0] / middles[1]
+    """Of an undisturbed token with it to one without."""
+    return undisturbed(rounds, name) / undisturbed(rounds, "none")
 
 
 def interval(rounds: list[dict[str, list[float]]], name: str, draws: int = 1000) -> tuple[float, float]:
@@ -125,7 +128,8 @@ def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str,
         synchronize(device.type)
         return out
 
-    first = {name: generate(processors, setting.tokens) for name, processors in made.items()}
+    for _ in range(2):  # the first time kernels are chosen, and may be others
+        first = {name: generate(processors, 4 * TURN) for name, processors in made.items()}
     for name in ("raise", "end"):
         assert torch.equal(first[name], first["none"]), f"{name} draws other tokens"
     rounds: list[dict[str, list[float]]] = []
@@ -144,7 +148,13 @@ def measure(setting: Setting, device: torch.device, seconds: float) -> dict[str,
     for name in made:
         values = [took for one in rounds for took in one[name]]
         low, high = interval(rounds, name)
-        rows[name] = {"ms": 1e3 * statistics.median(values), "ratio": ratio(rounds, name), "low": low, "high": high}
+        rows[name] = {
+            "ms": 1e3 * undisturbed(rounds, name),
+            "median_ms": 1e3 * statistics.median(values),
+            "ratio": ratio(rounds, name),
+            "low": low,
+            "high": high,
+        }
     for processors in made.values():
         for processor in processors:
             if isinstance(processor, NumericalStabilityLogitsProcessor):
@@ -185,7 +195,8 @@ def show(found: dict[str, Any]) -> None:
         f"host, {found['alone']['whole_us']:.0f} us until done"
     )
     for name, row in found["rows"].items():
-        print(f"  {name:26s} {row['ms']:8.3f} ms a token   {row['ratio']:.4f}   (95 %: {row['low']:.4f} to {row['high']:.4f})")
+        times = f"{row['ms']:8.3f} ms a token (median {row['median_ms']:.3f})"
+        print(f"  {name:26s} {times}   {row['ratio']:.4f}   (95 %: {row['low']:.4f} to {row['high']:.4f})")
 
 
 def main() -> None:
@@ -197,6 +208,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seconds = asked.seconds if asked.seconds is not None else 1.0 if asked.size == "tiny" else 18.0
     transformers.logging.set_verbosity_error()
+    with contextlib.suppress(OSError):
+        os.nice(-20)  # where that is allowed
     settings = [measure(setting, device, seconds) for setting in SIZES[asked.size]]
     if asked.save:
         results = {"transformers": transformers.__version__, "dtype": "bfloat16", "settings": settings}

@@ -9,7 +9,6 @@ RESULTS = Path(__file__).parent / "results"
 ROWS = {
     "raise": '`on_bad="raise"`',
     "end": '`on_bad="end"`',
-    "end and temperature 0.7": '`on_bad="end"` and `TemperatureLogitsWarper(0.7)`',
 }
 
 
@@ -34,9 +33,9 @@ def cost() -> str:
     sizes = sorted({round(s["parameters"] / 1e6) for s in settings})
     lines += [
         "",
-        f"Llama of {' and '.join(map(str, sizes))} M parameters in bf16, sampling with `generate`. Medians of "
-        f"{min(s['rounds'] for s in settings)} rounds or more, with their 95 % bootstrap intervals. {data['device']}, torch "
-        f"{data['torch']}, transformers {data['transformers']}, {data['date']}.",
+        f"Llama of {' and '.join(map(str, sizes))} M parameters in bf16, sampling with `generate`. Tenth percentiles "
+        f"over {min(s['rounds'] for s in settings)} rounds or more of {settings[0]['turn'] - 1} tokens, variants taking turns, "
+        f"with 95 % bootstrap intervals. {data['device']}, torch {data['torch']}, transformers {data['transformers']}, {data['date']}.",
     ]
     return "\n".join(lines)
 
