@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanproof.errors import UsageError
+from nanproof.recipes.vlm_grpo import asking
 from nanproof.recipes.vlm_grpo.asking import Chance, examine, marked, never, prompts, reply
 from nanproof.recipes.vlm_grpo.judge import LoweredHead, lower, verdict
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT
@@ -103,6 +104,40 @@ def test_an_examination_asks_all_in_order_and_marks_by_both_rewards(vlm):
 def test_nothing_to_ask_about_is_an_error_and_no_division(vlm):
     with pytest.raises(UsageError, match="no scene to ask about"):
         examine(vlm.warm, [])
+
+
+def as_rows(scenes):
+    return {
+        "input_ids": torch.tensor([[scene.shade] for scene in scenes]),
+        "pixel_values": torch.stack([pixels(s) for s in scenes]),
+    }
+
+
+def as_patches(scenes):
+    return {
+        "input_ids": torch.tensor([[scene.shade] for scene in scenes]),
+        "pixel_values": torch.cat([pixels(s) for s in scenes]),
+    }
+
+
+def pixels(scene):
+    return torch.from_numpy(scene.pixels())
+
+
+@pytest.mark.parametrize(("make", "most", "once"), [(as_rows, 2**28, True), (as_patches, 2**28, False), (as_rows, 40_000, False)])
+def test_scenes_are_prepared_once_where_each_is_a_row_and_all_are_small(vlm, monkeypatch, make, most, once):
+    """And they are the same tensors as those that are made for these scenes alone, also where a picture is many rows."""
+    monkeypatch.setattr(asking, "MOST", most)
+    calls = []
+
+    def made(scenes):
+        calls.append(len(scenes))
+        return make(scenes)
+
+    prepared, which = asking.Prepared(made, vlm.train, torch.device("cpu")), [3, 3, 1]
+    found, wanted = prepared.rows(which), make([vlm.train[i] for i in which])
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    assert calls == ([2, 64] if once else [2, 3])
 
 
 # -- the judge -------------------------------------------------------------------------------------------------------------------

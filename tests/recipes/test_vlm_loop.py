@@ -13,10 +13,10 @@ from torch import nn
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
 from nanproof.recipes.vlm_grpo import grpo_loop
 from nanproof.recipes.vlm_grpo.arms import setting
-from nanproof.recipes.vlm_grpo.asking import Replies, never, prompts, reply
+from nanproof.recipes.vlm_grpo.asking import Replies, prompts, reply
 from nanproof.recipes.vlm_grpo.grpo_loop import CLIP, Loss, Sampler, scored, train
 from nanproof.recipes.vlm_grpo.judge import lower
-from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing
+from nanproof.recipes.vlm_grpo.models import VERDICT
 from nanproof.recipes.vlm_grpo.rewards import reward
 from nanproof.recipes.vlm_grpo.training import nonfinite_tensors
 
@@ -353,6 +353,8 @@ def test_rows_that_sampling_had_to_end_are_counted(vlm, tmp_path):
     seeing.model.lm_head.register_forward_hook(spoil)
     trained = train(seeing, vlm.train, small(steps=2), tmp_path, lambda done, said: None)
     assert trained.ending == "finished" and trained.bad_rows == 2 and trained.nonfinite_steps == 0
+    assert [note.partition(":")[0] for note in trained.notes] == ["precision", "sampling", "sampling"]
+    assert "row 1 of generation 1, position 0" in trained.notes[2] and "born in fill" in trained.notes[2]
     assert nonfinite_tensors(trained.model) == (0, 42)
 
 
@@ -363,15 +365,3 @@ def test_another_error_is_not_taken_for_the_reported_one(vlm, tmp_path, monkeypa
     monkeypatch.setattr(grpo_loop, "reply", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         train(vlm.seeing(), vlm.train, small("broken"), tmp_path, lambda done, said: None)
-
-
-def test_images_that_are_rows_of_patches_are_not_repeated_row_by_row(vlm, monkeypatch):
-    """As some processors make them: then every scene is prepared as often as it is asked about."""
-
-    def patches(seeing, scenes, device="cpu"):
-        return {"input_ids": torch.zeros(len(scenes), 2), "pixel_values": torch.cat([torch.arange(3.0) for _ in scenes])}
-
-    monkeypatch.setattr(grpo_loop, "prompts", patches)
-    found = Sampler(Seeing(vlm.warm.model, vlm.warm.processor, "tiny"), vlm.train, small(), [])._prompts(vlm.train[:2], 4)
-    assert found["pixel_values"].tolist() == [0.0, 1.0, 2.0] * 8 and len(found["input_ids"]) == 8
-    assert never(vlm.warm)

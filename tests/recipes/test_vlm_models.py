@@ -124,6 +124,7 @@ def test_a_foreign_tokenizer_learns_the_judges_token_and_keeps_its_special_ones(
     assert torch.equal(found.model.lm_head.weight[:size], vlm.warm.model.lm_head.weight)
     ids = [found.token(word) for word in ("<other>", "red", VERDICT, "<user>", "circle")]
     assert found.tokenizer.decode(ids, skip_special_tokens=True).split() == ["red", "circle"]
+    assert found.token("<other>") in found.tokenizer.all_special_ids
     assert size in never(found) and verdict(found, "", vlm.valid[0]) == [size, found.token("0")]
     said = reply(found, prompts(found, vlm.valid[:3]), banned=never(found))
     assert int(said.ids.max()) < size

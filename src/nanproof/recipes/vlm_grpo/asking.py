@@ -16,6 +16,8 @@ from nanproof.recipes.vlm_grpo.scenes import Scene
 
 LONGEST = 12
 """Tokens of a reply: the longest right one has nine with its end."""
+MOST = 2**28
+"""Bytes of pictures that are kept prepared: those of the tiny model are a tenth of it, those of a real one would be gigabytes."""
 Tick = Callable[[int, str], None]
 
 
@@ -59,8 +61,8 @@ def prompts(seeing: Seeing, scenes: Sequence[Scene], device: torch.device | str 
 
 
 class Prepared:
-    """Scenes as tensors. Pictures are slow to prepare, so it is done once, where a scene is one row of every tensor; models whose
-    pictures are rows of patches get them anew."""
+    """Scenes as tensors. Pictures are slow to prepare, so it is done once, where a scene is one row of every tensor and all of
+    them are small; models whose pictures are rows of patches, or large, get them anew."""
 
     def __init__(
         self, make: Callable[[Sequence[Scene]], dict[str, Tensor]], scenes: Sequence[Scene], device: torch.device
@@ -68,7 +70,8 @@ class Prepared:
         self._make, self._scenes, self._device = make, scenes, device
         first = make(scenes[:2])
         one_row_each = all(len(t) == len(scenes[:2]) for t in first.values())
-        self._every = {name: t.to(device) for name, t in make(scenes).items()} if one_row_each else None
+        small = sum(t.nbytes for t in first.values()) * len(scenes) <= MOST * len(scenes[:2])
+        self._every = {name: t.to(device) for name, t in make(scenes).items()} if one_row_each and small else None
 
     def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Those of these scenes, on the device."""
