@@ -4,6 +4,7 @@ the document's patches do what they are measured for."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nanproof.errors import UsageError
 from nanproof.recipes.vlm_grpo import asking
 from nanproof.recipes.vlm_grpo.asking import Chance, examine, marked, never, prompts, reply
 from nanproof.recipes.vlm_grpo.judge import LoweredHead, lower, verdict
-from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT
+from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 
@@ -33,9 +34,9 @@ class Ends:
 
 
 def test_a_reply_counts_up_to_its_end_and_whole_where_it_has_none(vlm):
-    """Row by row: the tokens before the end, and it. The last row meets the longest length without one."""
+    """Row by row: the tokens before the end, and it. The last row meets the greatest length without one."""
     end, asked = vlm.warm.tokenizer.eos_token_id, prompts(vlm.warm, vlm.valid[:5])
-    said = reply(vlm.warm, asked, processors=[Ends(end)], banned=never(vlm.warm), longest=4)
+    said = reply(vlm.warm, asked, processors=[Ends(end)], banned=never(vlm.warm), most=4)
     assert said.ids.shape == said.mask.shape == (5, 4)
     for i, (ids, mask) in enumerate(zip(said.ids.tolist(), said.mask.tolist(), strict=True)):
         assert mask == [1 if j <= i else 0 for j in range(4)]
@@ -44,19 +45,33 @@ def test_a_reply_counts_up_to_its_end_and_whole_where_it_has_none(vlm):
         assert said.texts[i].split() == [word for word in words if not word.startswith("<")]
 
 
+def test_a_reply_has_room_for_the_longest_answer_in_any_tokenizer(vlm):
+    """Twelve tokens where a word is one. A tokenizer of single characters needs more, or no reply could ever be right."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    assert asking.longest(vlm.warm) == 12 and reply(vlm.warm, prompts(vlm.warm, vlm.valid)).ids.shape[1] <= 12
+    core = Tokenizer(models.WordLevel({"?": 0, "<end>": 1}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters = Seeing(
+        None, SimpleNamespace(tokenizer=PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")), "letters"
+    )
+    assert asking.longest(letters) == max(len(f"{s.caption} box 7 7 7 7") for s in vlm.train) + 4
+
+
 def test_banned_tokens_are_never_drawn(vlm):
     """Where every token is as likely as any other, they are drawn if they are not banned."""
     asked, banned = prompts(vlm.warm, vlm.valid), never(vlm.warm)
     assert banned == sorted({vlm.warm.token(IMAGE), vlm.warm.token(VERDICT)})
-    free = reply(vlm.warm, asked, processors=[Chance()], longest=12).ids
-    held = reply(vlm.warm, asked, processors=[Chance()], banned=banned, longest=12).ids
+    free = reply(vlm.warm, asked, processors=[Chance()], most=12).ids
+    held = reply(vlm.warm, asked, processors=[Chance()], banned=banned, most=12).ids
     assert set(free.flatten().tolist()) >= set(banned) and not set(held.flatten().tolist()) & set(banned)
 
 
 def test_temperature_0_is_the_likeliest_token_of_a_forward_without_a_cache(vlm):
     asked, end = prompts(vlm.warm, vlm.valid[:4]), vlm.warm.tokenizer.eos_token_id
-    said = reply(vlm.warm, asked, temperature=0, banned=never(vlm.warm), longest=5)
-    again = reply(vlm.warm, asked, temperature=0, banned=never(vlm.warm), longest=5)
+    said = reply(vlm.warm, asked, temperature=0, banned=never(vlm.warm), most=5)
+    again = reply(vlm.warm, asked, temperature=0, banned=never(vlm.warm), most=5)
     assert torch.equal(said.ids, again.ids)
     for i in range(4):
         ids = asked["input_ids"][i][asked["attention_mask"][i] == 1].tolist()
@@ -76,7 +91,7 @@ def test_the_model_is_asked_in_eval_and_left_as_it_was(vlm):
     seeing.model.register_forward_pre_hook(lambda module, args: modes.append((module.training, torch.is_grad_enabled())))
     for mode in (True, False):
         seeing.model.train(mode)
-        reply(seeing, prompts(seeing, vlm.valid[:1]), longest=2)
+        reply(seeing, prompts(seeing, vlm.valid[:1]), most=2)
         assert seeing.model.training is mode
     assert set(modes) == {(False, False)}
 

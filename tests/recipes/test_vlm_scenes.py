@@ -143,6 +143,13 @@ def line_of(**changes):
 
 
 SHAPES = json.loads(line_of())["shapes"]
+
+
+def other_shape(*told):
+    """Instead of the one that is not marked: caption and answer stay right."""
+    return line_of(shapes=[SHAPES[0], told])
+
+
 DAMAGED = {
     "not JSON": "{",
     "not a scene": "[1, 2]",
@@ -165,14 +172,14 @@ DAMAGED = {
     "a question with an image in it": line_of(question="what is <image> ?"),
     "no shade of grey": line_of(shade=256),
     "a shade that is NaN": line_of(shade=float("nan")),
-    "outside on the right": line_of(shapes=[["small", "red", "circle", GRID - 1, 2], SHAPES[1]]),
-    "outside at the top": line_of(shapes=[["small", "red", "circle", 1, -1], SHAPES[1]]),
-    "between cells": line_of(shapes=[["small", "red", "circle", 1.5, 2], SHAPES[1]]),
-    "an unknown size": line_of(shapes=[["huge", "red", "circle", 1, 2], SHAPES[1]]),
-    "an unknown colour": line_of(shapes=[["small", "pink", "circle", 1, 2], SHAPES[1]]),
-    "a colour that is a list": line_of(shapes=[["small", [], "circle", 1, 2], SHAPES[1]]),
-    "an unknown form": line_of(shapes=[["small", "red", "star", 1, 2], SHAPES[1]]),
-    "one over the other": line_of(shapes=[["small", "red", "circle", 4, 4], SHAPES[1]]),
+    "outside on the right": other_shape("large", "blue", "square", GRID - 3, 4),
+    "outside at the top": other_shape("large", "blue", "square", 4, -1),
+    "between cells": other_shape("large", "blue", "square", 3.5, 4),
+    "an unknown size": other_shape("huge", "blue", "square", 4, 4),
+    "an unknown colour": other_shape("large", "pink", "square", 4, 4),
+    "a colour that is a list": other_shape("large", [], "square", 4, 4),
+    "an unknown form": other_shape("large", "blue", "star", 4, 4),
+    "one over the other": other_shape("large", "blue", "square", 2, 3),
     "another answer": line_of(answer="small red circle box 1 2 2 4"),
     "another caption": line_of(caption="small red square"),
 }

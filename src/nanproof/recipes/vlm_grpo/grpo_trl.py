@@ -23,7 +23,7 @@ from nanproof.integrations.versions import check_version
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device, needs
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
-from nanproof.recipes.vlm_grpo.asking import LONGEST, never
+from nanproof.recipes.vlm_grpo.asking import longest, never
 from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
 from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
@@ -70,7 +70,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=setting.batch,
         num_generations=setting.group,
-        max_completion_length=LONGEST,
+        max_completion_length=longest(seeing),
         generation_kwargs={"suppress_tokens": banned},
         temperature=setting.temperature,
         beta=setting.beta,
