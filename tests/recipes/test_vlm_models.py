@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanproof.errors import UsageError
+from nanproof.recipes.vlm_grpo.arms import setting
 from nanproof.recipes.vlm_grpo.asking import examine, never, prompts, reply
+from nanproof.recipes.vlm_grpo.grpo_loop import train
 from nanproof.recipes.vlm_grpo.judge import readable, verdict
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing, load, with_adapters
 from nanproof.recipes.vlm_grpo.scenes import GRID
+from nanproof.recipes.vlm_grpo.training import nonfinite_tensors
 from nanproof.recipes.vlm_grpo.warm import examples
 
 # -- made on the spot ------------------------------------------------------------------------------------------------------------
@@ -204,8 +208,6 @@ def test_exactly_the_answer_and_its_end_are_supervised(vlm):
 
 def test_an_end_that_is_also_the_padding_is_supervised_once(vlm):
     """As foreign tokenizers without padding have it."""
-    from copy import deepcopy
-
     processor = deepcopy(vlm.warm.processor)
     processor.tokenizer.pad_token = processor.tokenizer.eos_token
     rows = examples(Seeing(vlm.warm.model, processor, "tiny"), vlm.valid)
@@ -217,3 +219,40 @@ def test_the_warm_start_teaches_the_form_of_a_reply(vlm):
     marks, texts = examine(vlm.warm, vlm.valid)
     assert marks.caption > 0.1 and marks.scenes == len(texts) == 16 and marks.reward == marks.caption + marks.place
     assert sum(word.isdigit() and int(word) < GRID for text in texts for word in text.split()) > 10
+
+
+def test_a_foreign_model_with_parts_of_words_and_no_padding_is_trained(vlm, tmp_path):
+    """A byte-level tokenizer, whose end is also its padding: the death of the broken arm, and a step of the fixed one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["</s>", IMAGE]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator([f"{s.question} {s.answer}" for s in vlm.train], trainer)
+    processor = LlavaProcessor(
+        image_processor=vlm.warm.processor.image_processor,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", additional_special_tokens=[IMAGE]),
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token=IMAGE,
+        chat_template="{% for m in messages %}{% for p in m['content'] %}{{ p['text'] or '<image>' }}{% endfor %}{% endfor %}:",
+    )
+    told = vlm.warm.model.config.to_dict()
+    told["text_config"].update(vocab_size=len(processor.tokenizer), eos_token_id=0, pad_token_id=None)
+    config = LlavaConfig.from_dict({**told, "image_token_index": processor.tokenizer.convert_tokens_to_ids(IMAGE)})
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    seeing = load(str(tmp_path / "model"))
+    assert seeing.tokenizer.pad_token_id == seeing.tokenizer.eos_token_id == 0 and seeing.token(VERDICT) == 300
+    labels = examples(seeing, vlm.valid)["labels"]
+    assert [seeing.tokenizer.decode(row[row >= 0]) for row in labels] == [f"{scene.answer}</s>" for scene in vlm.valid]
+    ends = {}
+    for arm in ("broken", "fixed"):
+        found = setting(arm, steps=2, batch=8, group=4, warmup=1, trainer="loop")
+        own = Seeing(deepcopy(seeing.model), seeing.processor, seeing.source)
+        trained = train(own, vlm.train, found, tmp_path / arm, lambda done, said: None)
+        ends[arm] = trained.ending[:18], trained.steps, nonfinite_tensors(trained.model)[0]
+    assert ends == {"broken": ("raised RuntimeErro", 1, 42), "fixed": ("finished", 2, 0)}
