@@ -12,7 +12,15 @@ import torch
 from nanproof.errors import UsageError
 from nanproof.recipes.vlm_grpo import training
 from nanproof.recipes.vlm_grpo.arms import ARMS, SETTINGS, changed, setting
-from nanproof.recipes.vlm_grpo.training import Trained, chosen_precision, died_of_sampling, nonfinite_tensors, said, write_log
+from nanproof.recipes.vlm_grpo.training import (
+    Trained,
+    chosen_precision,
+    died,
+    died_of_sampling,
+    nonfinite_tensors,
+    said,
+    write_log,
+)
 
 
 def differences(a, b):
@@ -144,5 +152,12 @@ def test_only_the_reported_death_is_taken_for_it():
     with pytest.raises(RuntimeError) as error:
         torch.multinomial(torch.tensor([math.nan, 1.0]), 1)
     assert died_of_sampling(error.value) and not died_of_sampling(RuntimeError("out of memory"))
+    trained = Trained(None, setting("broken"))
+    died(trained, error.value)
+    assert trained.ending.startswith("raised RuntimeError: probability tensor") and not trained.device_lost
+    on_cuda = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be ...")
+    assert died_of_sampling(on_cuda)
+    died(trained, on_cuda)
+    assert trained.ending == "raised RuntimeError: CUDA error: device-side assert triggered" and trained.device_lost
     assert not died_of_sampling(ValueError("probability tensor"))
     assert said({"reward": 1.2345, "loss": 2.0, "kl": math.nan}) == "reward 1.23, kl nan"

@@ -76,6 +76,24 @@ def test_fixed_has_no_incident_and_logs_every_step(vlm, tmp_path, monkeypatch):
             assert vlm.warm.tokenizer.decode(ids[:own], skip_special_tokens=True) == text
 
 
+def test_a_row_that_sampling_had_to_end_is_counted_once(vlm, tmp_path):
+    """The head gives NaN for row 1 at the first token that is asked for. What TRL logs is the count so far, at every step."""
+    seeing, left = vlm.seeing(), [1]
+
+    def spoil(module, args, out):
+        if left and not torch.is_grad_enabled() and out.shape[1] == 1:
+            left.pop()
+            out = out.clone()
+            out[1] = math.nan
+        return out
+
+    seeing.model.lm_head.register_forward_hook(spoil)
+    found = setting("fixed", steps=3, batch=16, group=4, rank=4, alpha=8)
+    trained = train(seeing, vlm.train, found, tmp_path, lambda done, said: None)
+    assert trained.ending == "finished" and trained.bad_rows == 1 and trained.nonfinite_steps == 0
+    assert [(i.kind, i.action, i.step) for i in trained.incidents] == [("generation", "recorded", 0)]
+
+
 def test_the_patch_goes_on_hides_the_nan_and_its_callback_sees_nothing(vlm, tmp_path):
     trained = run(vlm, tmp_path, "patched")
     assert trained.ending == "finished" and trained.steps == 2 == trained.nonfinite_steps and trained.bad_rows > 0

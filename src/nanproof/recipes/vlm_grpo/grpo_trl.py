@@ -136,7 +136,8 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - guard.accepted_so_far
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        trained.bad_rows = int(sum(found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history))
+        so_far = [found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history]
+        trained.bad_rows = int(max(so_far, default=0))
     if patch is not None:
         trained.bad_rows = patch.processor.nan_rows
         trained.notes += [*patch.processor.notes(), *patch.callback.notes()]
