@@ -9,8 +9,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from vlm_small import vlm
+
+__all__ = ["vlm"]
+
 if any(find_spec(name) is None for name in ("transformers", "peft", "accelerate")):
-    collect_ignore_glob = ["test_units_*.py"]
+    collect_ignore_glob = ["test_units_*.py", "test_vlm_*.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from nanproof.errors import UsageError
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
-from nanproof.recipes.vlm_grpo.scenes import Scene
+from nanproof.recipes.vlm_grpo.scenes import COLOURS, FORMS, GRID, SIZES, Scene
 
-LONGEST = 12
-"""Tokens of a reply: the longest right one has nine with its end."""
+MORE = 3
+"""Tokens that a reply may have beyond the longest right one."""
+MOST = 2**28
+"""Bytes of pictures that are kept prepared: those of the tiny model are a tenth of it, those of a real one would be gigabytes."""
 Tick = Callable[[int, str], None]
 
 
@@ -59,8 +62,8 @@ def prompts(seeing: Seeing, scenes: Sequence[Scene], device: torch.device | str 
 
 
 class Prepared:
-    """Scenes as tensors. Pictures are slow to prepare, so it is done once, where a scene is one row of every tensor; models whose
-    pictures are rows of patches get them anew."""
+    """Scenes as tensors. Pictures are slow to prepare, so it is done once, where a scene is one row of every tensor and all of
+    them are small; models whose pictures are rows of patches, or large, get them anew."""
 
     def __init__(
         self, make: Callable[[Sequence[Scene]], dict[str, Tensor]], scenes: Sequence[Scene], device: torch.device
@@ -68,7 +71,8 @@ class Prepared:
         self._make, self._scenes, self._device = make, scenes, device
         first = make(scenes[:2])
         one_row_each = all(len(t) == len(scenes[:2]) for t in first.values())
-        self._every = {name: t.to(device) for name, t in make(scenes).items()} if one_row_each else None
+        small = sum(t.nbytes for t in first.values()) * len(scenes) <= MOST * len(scenes[:2])
+        self._every = {name: t.to(device) for name, t in make(scenes).items()} if one_row_each and small else None
 
     def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Those of these scenes, on the device."""
@@ -85,6 +89,21 @@ def never(seeing: Seeing) -> list[int]:
     return sorted({t for t in (seeing.image_token, there.get(IMAGE), there.get(VERDICT)) if t is not None})
 
 
+def longest(seeing: Seeing) -> int:
+    """Tokens of a reply, at the most: what the longest right one has in this tokenizer with its end, and some more. Twelve where
+    a word is a token."""
+    return _longest(seeing.tokenizer)
+
+
+@lru_cache(maxsize=4)
+def _longest(tokenizer: Any) -> int:
+    last = GRID - 1
+    answers = [
+        f"{size} {colour} {form} box {last} {last} {last} {last}" for size in SIZES for colour in COLOURS for form in FORMS
+    ]
+    return max(map(len, tokenizer(answers, add_special_tokens=False)["input_ids"])) + 1 + MORE
+
+
 def reply(
     seeing: Seeing,
     prompt: dict[str, Tensor],
@@ -92,9 +111,9 @@ def reply(
     temperature: float = 1.0,
     processors: Sequence[Any] = (),
     banned: Sequence[int] = (),
-    longest: int = LONGEST,
+    most: int | None = None,
 ) -> Replies:
-    """Sample a reply to each prompt; temperature 0 takes the likeliest token."""
+    """Sample a reply to each prompt; temperature 0 takes the likeliest token. `most`: tokens of one; None: `longest`."""
     model, end = seeing.model, seeing.tokenizer.eos_token_id
     was = model.training
     model.eval()
@@ -103,7 +122,7 @@ def reply(
         with torch.no_grad():
             given = model.generate(
                 **prompt,
-                max_new_tokens=longest,
+                max_new_tokens=longest(seeing) if most is None else most,
                 logits_processor=list(processors),
                 suppress_tokens=list(banned) or None,
                 pad_token_id=seeing.tokenizer.pad_token_id,

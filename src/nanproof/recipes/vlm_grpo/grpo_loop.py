@@ -46,6 +46,8 @@ from nanproof.recipes.vlm_grpo.training import (
 CLIP = 0.2
 """How far a ratio may go from 1 before it teaches nothing more."""
 REFUSED = ("skipped", "rewound", "rolled-back", "halted")
+SHOWN = 3
+"""Rows that went bad while they were sampled: the notes name so many."""
 OURS = frozenset({"ids", "seen", "counts", "rewards", "valid", "old", "ref"})
 """What of a batch is for the loss; the rest goes to the model."""
 
@@ -263,13 +265,14 @@ def _guarded(
         loss_fn=loss_fn,
         max_norm=setting.max_norm,
         scheduler=schedule,
-        policy=Policy(heal=setting.heal),
+        policy=Policy(heal=setting.heal, history=max(1000, setting.steps)),
         run_dir=folder / RECORDS,
     )
     processor = NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=end, model=model)
     sampler = Sampler(seeing, scenes, setting, [processor], loss_fn.autocast)
 
     def valid() -> Tensor | None:
+        processor.read()  # where a row went bad can be found out before the step changes the weights
         return None if processor.bad_rows is None else ~processor.bad_rows
 
     try:
@@ -290,3 +293,4 @@ def _guarded(
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
         trained.bad_rows = int(processor.counters()["bad_rows"])
+        trained.notes += [f"sampling: {bad}" for bad in processor.read()[:SHOWN]]

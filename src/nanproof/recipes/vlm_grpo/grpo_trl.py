@@ -23,7 +23,7 @@ from nanproof.integrations.versions import check_version
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device, needs
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
-from nanproof.recipes.vlm_grpo.asking import LONGEST, never
+from nanproof.recipes.vlm_grpo.asking import longest, never
 from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
 from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
@@ -70,7 +70,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=setting.batch,
         num_generations=setting.group,
-        max_completion_length=LONGEST,
+        max_completion_length=longest(seeing),
         generation_kwargs={"suppress_tokens": banned},
         temperature=setting.temperature,
         beta=setting.beta,
@@ -136,7 +136,8 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - guard.accepted_so_far
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        trained.bad_rows = int(sum(found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history))
+        so_far = [found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history]
+        trained.bad_rows = int(max(so_far, default=0))
     if patch is not None:
         trained.bad_rows = patch.processor.nan_rows
         trained.notes += [*patch.processor.notes(), *patch.callback.notes()]

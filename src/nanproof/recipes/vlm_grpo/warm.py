@@ -93,7 +93,8 @@ def school(
     made = Schooled()
     begun = time.perf_counter()
     model.train()
-    with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=Policy(diagnose="first"), run_dir=run_dir) as guard:
+    policy = Policy(diagnose="first", history=max(1000, how.steps))
+    with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=policy, run_dir=run_dir) as guard:
         for step in range(how.steps):
             rng = random.Random(f"warm start {how.seed} {step}")
             guard.train_step(every.rows([rng.randrange(len(scenes)) for _ in range(how.batch)]))
