@@ -30,7 +30,7 @@ def known(fault: str, steps: int) -> str:
         raise UsageError(f"--fault {printable(fault)} is unknown. Choose {', '.join(FAULTS[:-1])} or {FAULTS[-1]}")
     if fault != NONE and steps < AT + 2:
         raise UsageError(
-            f"--steps {steps}: a fault is put into the second step, and there has to be one after it. At least {AT + 2}"
+            f"--steps {steps}: a fault is put into the second step, and one has to come after it. Give at least {AT + 2}"
         )
     return fault
 

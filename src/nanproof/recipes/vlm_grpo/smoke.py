@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nanproof.recipes.vlm_grpo.arms import Setting
 from nanproof.recipes.vlm_grpo.faults import NONE, Session, known
 from nanproof.recipes.vlm_grpo.results import Result
 from nanproof.recipes.vlm_grpo.running import KEYS, WARM, Workshop
+from nanproof.recipes.vlm_grpo.scenes import load
 from nanproof.recipes.vlm_grpo.training import RECORDS, Trained, nonfinite_tensors
 from nanproof.recipes.vlm_grpo.warm import Schooling
 from nanproof.records import Incident
@@ -181,8 +182,8 @@ def _workshop(out: Path, model: str, sft_steps: int, progress: Progress) -> Work
     for root in (out, out / OWN):
         if (root / WARM / FILE).exists():
             found = Result.load(root / WARM).setting
-            how = {key[4:]: value for key, value in found.items() if key.startswith("sft_")}
-            counts = [sum(1 for _ in (root / "data" / f"{name}.jsonl").open("rb")) for name in ("train", "valid")]
+            how = {f.name: found[f"sft_{f.name}"] for f in fields(Schooling) if f"sft_{f.name}" in found}
+            counts = [len(load(root / "data" / f"{name}.jsonl")) for name in ("train", "valid")]
             return Workshop(root, model, train=counts[0], valid=counts[1], schooling=Schooling(**how), progress=progress)
     return Workshop(out / OWN, model, train=TRAIN, valid=VALID, schooling=Schooling(steps=sft_steps), progress=progress)
 
