@@ -206,5 +206,5 @@ def test_a_process_that_fails_is_told_with_its_last_words_and_the_others_are_end
 
 
 def test_a_warm_start_that_the_command_cannot_make_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="jobs=1"):
+    with pytest.raises(UsageError, match="takes the steps alone"):
         apart.train_apart(Workshop(tmp_path, schooling=Schooling(lr=1e-4)), [FIXED], 2)

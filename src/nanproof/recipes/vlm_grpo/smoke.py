@@ -23,7 +23,7 @@ from nanproof.recipes.vlm_grpo.results import Result
 from nanproof.recipes.vlm_grpo.running import KEYS, WARM, Workshop
 from nanproof.recipes.vlm_grpo.scenes import load
 from nanproof.recipes.vlm_grpo.training import RECORDS, Trained, nonfinite_tensors
-from nanproof.recipes.vlm_grpo.warm import Schooling
+from nanproof.recipes.vlm_grpo.warm import Schooling, schooling_for
 from nanproof.records import Incident
 
 HEALTHY, HANDLED, FAILED = "healthy", "handled", "failed"
@@ -185,13 +185,15 @@ def _workshop(out: Path, model: str, sft_steps: int, progress: Progress) -> Work
             how = {f.name: found[f"sft_{f.name}"] for f in fields(Schooling) if f"sft_{f.name}" in found}
             counts = [len(load(root / "data" / f"{name}.jsonl")) for name in ("train", "valid")]
             return Workshop(root, model, train=counts[0], valid=counts[1], schooling=Schooling(**how), progress=progress)
-    return Workshop(out / OWN, model, train=TRAIN, valid=VALID, schooling=Schooling(steps=sft_steps), progress=progress)
+    return Workshop(out / OWN, model, train=TRAIN, valid=VALID, schooling=schooling_for(model, sft_steps), progress=progress)
 
 
 def _met(trained: Trained, session: Session, folder: Path) -> Smoked:
     rewards = [x for line in trained.log if (x := line.get("reward")) is not None]
     bad = {name: sum(not math.isfinite(line.get(name, 0.0)) for line in trained.log) for name in ("loss", "grad_norm")}
-    nonfinite, tensors = nonfinite_tensors(trained.model)
+    nonfinite, tensors = trained.nonfinite or 0, sum(p.requires_grad for p in trained.model.parameters())
+    if not trained.device_lost:  # else nothing can be read of it any more
+        nonfinite, tensors = nonfinite_tensors(trained.model)
     return Smoked(
         arm=trained.setting.name,
         trainer=trained.setting.trainer,
