@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from nanproof.cli import app
+from nanproof.cli.recipe_quiet import quiet
 from nanproof.recipes.vlm_grpo import apart, scenes
 from nanproof.recipes.vlm_grpo.arms import GROUP, changed
 from nanproof.recipes.vlm_grpo.comparing import arms_of
@@ -173,6 +176,29 @@ def test_smoke_has_failed_where_nobody_handled_it(out, arm):
     found = smoked(out, "--arm", arm, "--trainer", "loop", "--fault", "gradient", code=3)
     assert found["outcome"] == "failed" and found["nonfinite"] == found["tensors"] == 42
     assert (found["ending"] == "finished") == (arm == "patched") and found["advice"][0] == "Do not start a long run."
+
+
+def test_smoke_keeps_a_small_warm_start_of_its_own_apart(tmp_path):
+    """An arm that is trained in the same folder later must not begin with it."""
+    smoked(tmp_path, "--trainer", "loop", "--sft-steps", 1, code=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke"] and (tmp_path / "smoke" / "warm" / "result.json").exists()
+
+
+def test_only_what_is_expected_is_kept_from_the_terminal():
+    log, seen = logging.getLogger("DeepSpeed"), []
+    keep = logging.Handler()
+    keep.emit = lambda record: seen.append(record.getMessage())
+    log.addHandler(keep)
+    try:
+        with quiet():
+            log.warning("Setting accelerator to CPU. If you have GPU ...")
+            log.warning("a real problem")
+            warnings.warn("std(): degrees of freedom is <= 0. Correction should be ...", stacklevel=1)  # an error in a test
+            with pytest.raises(UserWarning, match="something else"):
+                warnings.warn("std(): something else", stacklevel=1)
+    finally:
+        log.removeHandler(keep)
+    assert seen == ["a real problem"]
 
 
 # -- arms in processes of their own --------------------------------------------------------------------------------------------

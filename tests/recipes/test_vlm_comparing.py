@@ -205,6 +205,21 @@ def test_a_process_that_fails_is_told_with_its_last_words_and_the_others_are_end
     assert all(job.process.returncode is not None for job in begun) and all(job.said.closed for job in begun)
 
 
+def test_ctrl_c_ends_the_processes(done, monkeypatch):
+    begun, real = [], apart._begun
+    monkeypatch.setattr(apart, "command", lambda workshop, setting: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(apart, "_begun", lambda *args: begun.append(real(*args)) or begun[-1])
+
+    def pressed(seconds):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(apart.time, "sleep", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        apart.train_apart(done, [FIXED, GROUP], 2)
+    assert len(begun) == 2 and all(job.process.returncode is not None for job in begun)
+
+
 def test_a_warm_start_that_the_command_cannot_make_is_refused(tmp_path):
     with pytest.raises(UsageError, match="takes the steps alone"):
         apart.train_apart(Workshop(tmp_path, schooling=Schooling(lr=1e-4)), [FIXED], 2)
