@@ -24,7 +24,7 @@ from nanproof.recipes.vlm_grpo.warm import Schooling
 for package in ("transformers", "peft", "accelerate", "trl", "datasets", "PIL"):
     pytest.importorskip(package)
 
-FEW = ["--train", 120, "--valid", 12, "--sft-steps", 30]
+FEW = ["--train", 120, "--valid", 12, "--sft-steps", 12]
 SHORT = ["--steps", 3, "--batch", 16, "--group", 4]
 
 
@@ -45,7 +45,7 @@ def out(tmp_path_factory):
     torch.set_num_threads(1)
     found = run("sft", *FEW, "--out", folder, "--json")
     told = strict(found.stdout)
-    assert told["name"] == "warm" and told["steps"] == 30 and 0 <= told["reward"] <= 2 and told["chance"] is not None
+    assert told["name"] == "warm" and told["steps"] == 12 and 0 <= told["reward"] <= 2 and told["chance"] is not None
     assert "Writing model shards" not in found.stderr
     return folder
 
@@ -206,7 +206,7 @@ def test_only_what_is_expected_is_kept_from_the_terminal():
 
 def test_the_command_of_a_process_stands_for_exactly_its_setting(out, monkeypatch):
     """Else the result would be refused: it would be of another setting."""
-    shop = Workshop(out, train=120, valid=12, schooling=Schooling(steps=30))
+    shop = Workshop(out, train=120, valid=12, schooling=Schooling(steps=12))
     asked = []
 
     def instead(self, setting, again=False):
@@ -223,7 +223,7 @@ def test_the_command_of_a_process_stands_for_exactly_its_setting(out, monkeypatc
 
 
 def test_an_arm_in_a_process_of_its_own_leaves_its_result(out):
-    shop = Workshop(out, train=120, valid=12, schooling=Schooling(steps=30))
+    shop = Workshop(out, train=120, valid=12, schooling=Schooling(steps=12))
     apart.train_apart(shop, [changed(GROUP, batch=8, steps=2)], 2)
     found = shop.arm(changed(GROUP, batch=8, steps=2))
     assert found.nonfinite == found.tensors and "probability tensor" in found.ending
