@@ -31,6 +31,7 @@ PAGES = {
         f"recipe units-sft {name}": "../recipes/units-sft.md#the-commands" for name in ("data", "train", "test", "rft", "compare")
     },
     **{f"recipe latent-dlm {name}": "../recipes/latent-dlm.md#the-commands" for name in ("train", "eval", "sample", "compare")},
+    **{f"recipe vlm-grpo {name}": "../recipes/vlm-grpo.md" for name in ("data", "sft", "train", "test", "smoke", "compare")},
 }
 HEAD = """`nanproof --help` and `nanproof COMMAND --help` say the same. `python -m nanproof` is the same command. Starting it
 does not import torch; a command does that if it has to. What is found goes to standard output, notices and errors to standard
@@ -130,5 +131,5 @@ def _kind(annotation: Any) -> str:
     """The word for a type, as a reader of a command line knows it."""
     text = str(get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation)
     if "Literal" in text:
-        return "\\|".join(re.findall(r"'(\w+)'", text))
+        return "\\|".join(re.findall(r"'([\w-]+)'", text))
     return next((word for part, word in (("Path", "PATH"), ("float", "NUMBER"), ("int", "NUMBER")) if part in text), "TEXT")

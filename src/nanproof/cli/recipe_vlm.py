@@ -18,6 +18,7 @@ from nanproof.cli.recipe_shared import Again, AsJson, Out, compared, show, told
 from nanproof.errors import UsageError
 
 if TYPE_CHECKING:
+    from nanproof.recipes.progress import Progress
     from nanproof.recipes.vlm_grpo.running import Workshop
 
 vlm_grpo = typer.Typer(
@@ -176,6 +177,47 @@ def ask(
 
 
 @vlm_grpo.command()
+def smoke(
+    arm: Arm = "fixed",
+    variant: Variant = "",
+    fault: Annotated[
+        str, typer.Option(help="Put into one step: none, logits (a NaN), gradient (an Inf) or reward (a NaN).")
+    ] = "none",
+    model: Model = TINY,
+    trainer: Trainer = None,
+    steps: Annotated[int, typer.Option(help="Steps of GRPO.")] = 6,
+    batch: Annotated[int, typer.Option(help="Replies of a step.")] = 32,
+    group: Annotated[int | None, typer.Option(help="Replies to one question; 4.", show_default=False)] = None,
+    seed: Seed = 0,
+    sft_steps: Annotated[
+        int, typer.Option("--sft-steps", min=1, help="Steps of the warm start, if there is none in --out.")
+    ] = 30,
+    out: Out = OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Train a few steps and look at losses, gradients, logits, rewards and weights: a test before a long run.
+
+    Exit status: 0 healthy, nothing bad was met; 1 handled, something was, it was refused, ended or masked, and training went on;
+    3 failed, training died or halted, or weights are not finite, or nobody has handled what was met; 2 it could not run.
+    """
+    with told():
+        from nanproof.recipes.vlm_grpo.arms import setting
+
+        size = group if group is not None else None if variant == "group" else 4
+        chosen = setting(arm, variant, trainer=trainer, steps=steps, batch=batch, group=size, seed=seed)
+        with redirect_stdout(sys.stderr), quiet():
+            _needs("transformers", "peft", "accelerate", "PIL")
+            if chosen.trainer == "trl":
+                _needs_trl()
+            from nanproof.recipes.vlm_grpo.smoke import EXIT
+            from nanproof.recipes.vlm_grpo.smoke import smoke as run
+
+            found = run(out, chosen, model, fault=fault, sft_steps=sft_steps, progress=_progress())
+        show(found, as_json)
+        raise typer.Exit(EXIT[found.outcome])
+
+
+@vlm_grpo.command()
 def compare(
     model: Model = TINY,
     seeds: Annotated[int, typer.Option(min=0, help="Further seeds of guarded and of fixed.")] = 2,
@@ -210,18 +252,21 @@ def compare(
 
 
 def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | None, trainer: str = "loop") -> Workshop:
-    from rich.console import Console
-
-    from nanproof.recipes.progress import Progress
-
     _needs("transformers", "peft", "accelerate", "PIL")
     if trainer == "trl":
         _needs_trl()
     from nanproof.recipes.vlm_grpo.running import Workshop
     from nanproof.recipes.vlm_grpo.warm import schooling_for
 
-    progress = Progress(Console(stderr=True))
-    return Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=progress)
+    return Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=_progress())
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+
+    from nanproof.recipes.progress import Progress
+
+    return Progress(Console(stderr=True))
 
 
 def _needs(*packages: str) -> None:

@@ -249,9 +249,9 @@ class Workshop:
         with torch.random.fork_rng(devices=[device()] if device().type == "cuda" else []):
             torch.manual_seed(0)
             try:
-                with self.progress.of(f"ask   {name}", len(self.sets["valid"])) as advance:
-                    tick = advance if name else (lambda done, said: None)
-                    return examine(seeing, self.sets["valid"], temperature=temperature, processors=processors, tick=tick)
+                progress = self.progress if name else Progress()  # without a name there is nothing to say
+                with progress.of(f"ask   {name}", len(self.sets["valid"])) as advance:
+                    return examine(seeing, self.sets["valid"], temperature=temperature, processors=processors, tick=advance)
             except RuntimeError as error:
                 if not died_of_sampling(error):
                     raise
