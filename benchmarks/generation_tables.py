@@ -35,7 +35,8 @@ def cost() -> str:
         "",
         f"Llama of {' and '.join(map(str, sizes))} M parameters in bf16, sampling with `generate`. Tenth percentiles "
         f"over {min(s['rounds'] for s in settings)} rounds or more of {settings[0]['turn'] - 1} tokens, variants taking turns, "
-        f"with 95 % bootstrap intervals. {data['device']}, torch {data['torch']}, transformers {data['transformers']}, {data['date']}.",
+        f"with 95 % bootstrap intervals. {data['device']}, torch {data['torch']}, transformers "
+        f"{data['transformers']}, {data['date']}.",
     ]
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper as St
 
 from nanproof.errors import BadLogits
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor, TemperatureLogitsWarper
+from nanproof.numerics.logit_rows import FLAGGED
 from toys import syncs_raise
 
 pytestmark = pytest.mark.gpu
@@ -90,18 +91,20 @@ def test_bad_rows_end_without_a_wait(options):
 
 
 def test_an_error_comes_at_a_later_call():
-    """The call that meets the bad row returns something to sample from; the first one after the device is done raises."""
+    """The call that meets the bad row returns something to sample from; one after the next flag has come raises."""
     processor = NumericalStabilityLogitsProcessor()
-    made = steps_of(6, bad=[(2, 3, NAN)])
+    made = steps_of(FLAGGED + 3, bad=[(2, 3, NAN)])
     for ids, scores in made[:2]:
         processor(ids, scores)
     torch.cuda.synchronize()
     with syncs_raise():
         out = processor(*made[2])
     assert not out.float().softmax(-1).isnan().any()
+    for ids, scores in made[3 : FLAGGED + 1]:
+        assert not processor(ids, scores).float().softmax(-1).isnan().any()
     torch.cuda.synchronize()
     with pytest.raises(BadLogits) as caught:
-        processor(*made[3])
+        processor(*made[FLAGGED + 1])
     assert [(b.row, b.position, b.kind) for b in caught.value.rows] == [(3, 2, "nan")]
     assert the_device_still_works()
     processor.check()  # it was said
@@ -123,9 +126,10 @@ def test_an_error_comes_in_the_next_generation():
     made = steps_of(3, bad=[(2, 5, INF)])
     for ids, scores in made:
         processor(ids, scores)
+    processor(*made[0])
     torch.cuda.synchronize()
     with pytest.raises(BadLogits, match="row 5 of generation 0, position 2"):
-        processor(*made[0])
+        processor(*made[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanproof.errors import BadLogits, UsageError
 from nanproof.numerics.birthplace import Birthplace, PromptKeeper
-from nanproof.numerics.logit_rows import BadRow, Flags, Generation
+from nanproof.numerics.logit_rows import FLAGGED, BadRow, Flags, Generation
 from nanproof.numerics.temperature import TemperatureLogitsWarper
 
 __all__ = ["BadLogits", "BadRow", "NumericalStabilityLogitsProcessor", "TemperatureLogitsWarper"]
@@ -48,8 +48,8 @@ class NumericalStabilityLogitsProcessor:
             None, the default, leaves them alone. At 1e-8 and a vocabulary of 152 k, 1.5e-3 of the mass goes to the tail.
             Banned tokens stay banned.
         verbose: one line in the log "nanproof" for each bad row, when the host knows of it.
-        on_bad: "raise" raises `BadLogits`: on a CPU at once, on CUDA at a later call, and at `check()` at the latest. Until then,
-            and with "end" throughout, nothing but EOS can be drawn in a bad row, at this step and all later ones.
+        on_bad: "raise" raises `BadLogits`: on a CPU at once, on CUDA some tokens later, and at `check()` at the latest. Until
+            then, and with "end" throughout, nothing but EOS can be drawn in a bad row, at this step and all later ones.
         eos_token_id: what ends a row; of several the first. None: that of the model.
         shift: subtract each healthy row's maximum, in fp32 at least: the same softmax to 1e-6. Half-precision logits come back as
             fp32.
@@ -128,7 +128,7 @@ class NumericalStabilityLogitsProcessor:
         ends = now.look(input_ids, scores.amax(-1, keepdim=True))
         self._tokens += len(scores)
         if now.device.type == "cuda":
-            if self._tells:
+            if self._tells and now.steps % FLAGGED == 1:
                 self._flags.send(ends.sum(), now, last=False)
         elif count := int(ends.sum()):
             if self._tells:
@@ -154,7 +154,7 @@ class NumericalStabilityLogitsProcessor:
             )
         self._close_generation()
         prompt = None if self._keeper is None else self._keeper.prompt()
-        self._now = Generation.of(self._begun, input_ids, scores, prompt)
+        self._now = Generation.of(self._begun, input_ids, scores, prompt, follows=self.on_bad == "end")
         self._begun, self._fresh = self._begun + 1, False
         return self._now
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from nanproof.numerics.birthplace import Prompt
 
+FLAGGED = 8
+"""Steps from one flag to the next on CUDA: sending it costs as much as finding it."""
 _FOLDED = 256
 """Steps whose row maxima are kept before they are folded into one number a row."""
 _SAID = {"nan": "NaN", "inf": "+Inf", "all-banned": "every token banned (-inf)"}
@@ -64,6 +67,10 @@ class Generation:
     """Whether each row's tokens are others than at the step before, of the same steps."""
     moved: Tensor | None = None
     """Rows that held other tokens once: beams. What was sampled there is not known any more."""
+    follows: bool = True
+    """Whether a row that a beam has moved into may be sampled from again. Where a bad row is an error there is no need."""
+    latest: deque[Tensor] = field(default_factory=lambda: deque(maxlen=FLAGGED + 1))
+    """Tokens of the latest steps, where rows are not followed: enough to tell on failure whether they moved since."""
     first: Tensor | None = None
     """The position at which each row turned bad; -1 for a healthy one."""
     evidence: Tensor | None = None
@@ -71,9 +78,9 @@ class Generation:
     known: dict[int, BadRow] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, number: int, input_ids: Tensor, scores: Tensor, prompt: Prompt | None) -> Generation:
+    def of(cls, number: int, input_ids: Tensor, scores: Tensor, prompt: Prompt | None, follows: bool) -> Generation:
         ended = torch.zeros(len(scores), 1, device=scores.device)
-        return cls(number, input_ids.shape[1], scores.shape, scores.device, input_ids, ended, prompt)
+        return cls(number, input_ids.shape[1], scores.shape, scores.device, input_ids, ended, prompt, follows=follows)
 
     def goes_on(self, input_ids: Tensor, scores: Tensor) -> bool:
         """Whether these may be its next step: one more column of tokens."""
@@ -82,7 +89,9 @@ class Generation:
 
     def look(self, input_ids: Tensor, top: Tensor) -> Tensor:
         """Take note of a step; returns which rows only end."""
-        if self.steps and input_ids.device == self.device:
+        if not self.follows:
+            self.latest.append(input_ids)
+        elif self.steps and input_ids.device == self.device:
             # Beam search moves rows about: what was noted of a row holds for the tokens that were there.
             others = (input_ids[:, :-1] != self.ids).any(1, keepdim=True)
             self.others.append(others)
@@ -104,8 +113,11 @@ class Generation:
             some, index = bad.any(1), bad.to(torch.uint8).argmax(1)
             first = torch.where(some, index + (self.steps - len(self.tops)), -1)
             evidence = torch.where(some, tops.gather(1, index[:, None])[:, 0], 0.0)
+            if not self.follows:
+                steps = itertools.pairwise(self.latest)
+                self.others = [(now[:, :-1] != before).any(1, keepdim=True) for before, now in steps]
             if self.others:
-                moved = torch.cat(self.others, 1).any(1)
+                moved = torch.cat(self.others, 1).any(1).to(self.device)
                 self.moved = moved if self.moved is None else self.moved | moved
             self.tops.clear()
             self.others.clear()
