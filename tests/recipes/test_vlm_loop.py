@@ -340,7 +340,7 @@ def test_the_patch_goes_on_with_nan_and_says_how_often_it_replaced_it(vlm, tmp_p
     assert nonfinite_tensors(trained.model) == (42, 42)
 
 
-def test_rows_that_sampling_had_to_end_are_counted(vlm, tmp_path):
+def test_rows_that_sampling_had_to_end_are_incidents(vlm, tmp_path):
     """The head gives NaN for row 1 wherever one token is asked for: in sampling, and not in scoring."""
     seeing = vlm.seeing()
 
@@ -353,8 +353,11 @@ def test_rows_that_sampling_had_to_end_are_counted(vlm, tmp_path):
     seeing.model.lm_head.register_forward_hook(spoil)
     trained = train(seeing, vlm.train, small(steps=2), tmp_path, lambda done, said: None)
     assert trained.ending == "finished" and trained.bad_rows == 2 and trained.nonfinite_steps == 0
-    assert [note.partition(":")[0] for note in trained.notes] == ["precision", "sampling", "sampling"]
-    assert "row 1 of generation 1, position 0" in trained.notes[2] and "born in fill" in trained.notes[2]
+    assert [(i.kind, i.action, i.step) for i in trained.incidents] == [
+        ("generation", "recorded", 0),
+        ("generation", "recorded", 1),
+    ]
+    assert "row 1 of generation 1, position 0" in trained.incidents[1].message and "born in fill" in trained.incidents[1].message
     assert nonfinite_tensors(trained.model) == (0, 42)
 
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from nanproof.core.caps import SkipCaps
-from nanproof.explain import causes
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.sampling import ENDED, UNTRAINED, back_or_halt, incident_of, reason
 from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor
-from nanproof.records import Diagnosis, Incident, few
 
 log = logging.getLogger("nanproof")
 
@@ -30,9 +29,6 @@ SAMPLING = {
     "_generate_and_score_completions": ("inputs",),
 }
 """Private methods of GRPOTrainer that are wrapped for this, and the parameters they must begin with."""
-
-
-_UNTRAINED = ", are masked from the loss and have no part in their group's advantages"
 
 
 class Sampling:
@@ -168,36 +164,19 @@ class Sampling:
         """Report bad rows. Says whether the run is at an earlier state because of them; where it cannot be, and there are too
         many, it halts."""
         guard, training = self._guard, bool(self._trainer.model.training)
-        incident = self._incident(training)
-        why = self._caps.refused() if training else None
-        if why is not None:
-            why = why.replace("steps", "generations").replace("were refused", "had rows that could not be sampled")
-        if training and all(self._everyone):
-            why = "no row of a generation could be sampled: the model is broken"
+        births = self._from_all_ranks()
+        step, where = guard.next_step - guard.open, "" if training else " in an evaluation"
+        incident = incident_of(guard, step, self._everyone, births, where)
+        why = reason(self._caps, self._everyone) if training else None
         if why is None:
-            guard._report(replace(incident, message=f"{incident.message}; these rows end there{_UNTRAINED if training else ''}"))
+            guard._report(replace(incident, message=f"{incident.message}; {ENDED}{UNTRAINED if training else ''}"))
             return False
         if guard.open:
             guard.abandon()
         guard.sync()
-        back = None
-        if guard.policy.at_cap == "rollback":
-            back = guard._back(incident, incident.step, incident.step, incident.step, blame_data=False)
-        if back is None:
-            guard._halt(incident, why)
-        guard._report(back)
+        back_or_halt(guard, incident, why)
         self._caps = SkipCaps(guard.policy)
         return True
-
-    def _incident(self, training: bool) -> Incident:
-        rows = [row for row, bad in enumerate(self._everyone) if bad]
-        births = self._from_all_ranks()
-        count = f"{len(rows)} of {len(self._everyone)} completions could not be sampled (rows {few(rows)})"
-        message = f"{count}{'' if training else ' in an evaluation'}"
-        if births:
-            message += f"; {births[0]}"
-        step = self._guard.next_step - self._guard.open
-        return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=self._diagnosis(rows, births))
 
     def _from_all_ranks(self) -> list[BadRow]:
         """With their rows counted over all ranks. All ranks know that there are bad rows, so all of them come here."""
@@ -209,28 +188,6 @@ class Sampling:
         before = accelerator.process_index * len(self._bad or ())
         gathered: list[BadRow] = gather_object([replace(birth, row=before + birth.row) for birth in self._births])
         return gathered
-
-    def _diagnosis(self, rows: list[int], births: list[BadRow]) -> Diagnosis:
-        first = births[0] if births else None
-        cause, confidence, where = "unknown", 0.0, first.where if first is not None else None
-        broken, fix = self._guard._stepper.broken_state(), None
-        if broken:
-            cause, confidence, where = "nonfinite-weights-at-start", 0.96, broken[0]
-            if self._guard.accepted_so_far:
-                fix = f"Find what else writes into {where}: no step that the guard let through did. Snapshots or checkpoints let "
-                fix += "the run go back by itself."
-        elif first is not None and first.kind == "all-banned":
-            cause, confidence = "all-tokens-banned", 0.9
-        return Diagnosis(
-            cause=cause,
-            confidence=confidence,
-            phase="weights" if broken else "forward",
-            where=where,
-            op=first.op if first is not None and not broken else None,
-            samples=tuple(rows),
-            evidence=tuple([f"not finite: {', '.join(broken[:3])}"] * bool(broken) + [str(birth) for birth in births[:3]]),
-            fix=fix or causes.fix_of(cause),
-        )
 
     def _say(self, what: str) -> None:
         if not self._said:

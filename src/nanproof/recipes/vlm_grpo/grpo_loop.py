@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanproof.errors import TrainingHalted
 from nanproof.guard import Guard
-from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
+from nanproof.integrations.sampling import GuardedSampling
 from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device
@@ -46,8 +46,6 @@ from nanproof.recipes.vlm_grpo.training import (
 CLIP = 0.2
 """How far a ratio may go from 1 before it teaches nothing more."""
 REFUSED = ("skipped", "rewound", "rolled-back", "halted")
-SHOWN = 3
-"""Rows that went bad while they were sampled: the notes name so many."""
 OURS = frozenset({"ids", "seen", "counts", "rewards", "valid", "old", "ref"})
 """What of a batch is for the loss; the rest goes to the model."""
 
@@ -257,7 +255,7 @@ def _guarded(
     trained: Trained,
     tick: Tick,
 ) -> None:
-    model, end = seeing.model, seeing.tokenizer.eos_token_id
+    model = seeing.model
     rows: dict[int, dict[str, float]] = {}
     guard = Guard(
         model,
@@ -268,18 +266,16 @@ def _guarded(
         policy=Policy(heal=setting.heal, history=max(1000, setting.steps)),
         run_dir=folder / RECORDS,
     )
-    processor = NumericalStabilityLogitsProcessor(on_bad="end", eos_token_id=end, model=model)
-    sampler = Sampler(seeing, scenes, setting, [processor], loss_fn.autocast)
-
-    def valid() -> Tensor | None:
-        processor.read()  # where a row went bad can be found out before the step changes the weights
-        return None if processor.bad_rows is None else ~processor.bad_rows
-
+    sampling = GuardedSampling(guard, eos_token_id=seeing.tokenizer.eos_token_id)
+    sampler = Sampler(seeing, scenes, setting, [sampling.processor], loss_fn.autocast)
     try:
-        with guard, processor:
+        with guard, sampling:
             while guard.next_step < setting.steps:
                 step = guard.next_step
-                guard.train_step(sampler.batch(step, valid))
+                batch = sampler.batch(step, sampling.settle)
+                if not batch["valid"].any():
+                    continue  # the model could not be sampled from, and the run went back
+                guard.train_step(batch)
                 rows[step] = {"step": step, **sampler.last}
                 if guard.next_step >= setting.steps:
                     guard.sync()  # the last verdicts may send the run back
@@ -292,5 +288,4 @@ def _guarded(
         trained.refused = sum(i.action in REFUSED for i in guard.incidents)
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        trained.bad_rows = int(processor.counters()["bad_rows"])
-        trained.notes += [f"sampling: {bad}" for bad in processor.read()[:SHOWN]]
+        trained.bad_rows = int(sampling.processor.counters()["bad_rows"])

@@ -1,0 +1,167 @@
+"""Sampling under a guard: rows of logits from which nothing can be drawn are incidents of the run, as bad steps are.
+
+`GuardedSampling` is for loops of your own. The adapter for TRL's GRPOTrainer has the same incidents, and does the masking itself.
+
+    sampling = GuardedSampling(guard)
+    ids = model.generate(**prompt, logits_processor=[sampling.processor])
+    valid = sampling.settle()                  # bool a row, on the device; False: the row ended early, do not train on it
+    guard.train_step({..., "valid": valid})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from nanproof.core.caps import SkipCaps
+from nanproof.errors import UsageError
+from nanproof.explain import causes
+from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor
+from nanproof.records import Diagnosis, Incident, few
+
+if TYPE_CHECKING:
+    from nanproof.guard import Guard
+
+ENDED = "these rows end there"
+UNTRAINED = ", are masked from the loss and have no part in their group's advantages"
+BROKEN = "no row of a generation could be sampled: the model is broken"
+
+
+class GuardedSampling:
+    """A processor for `generate`, whose bad rows the guard reports, counts and caps."""
+
+    def __init__(self, guard: Guard, *, eos_token_id: int | Sequence[int] | None = None, verbose: bool = False) -> None:
+        """`eos_token_id`: what ends a row; None: that of the guard's model."""
+        self._guard = guard
+        self.processor = NumericalStabilityLogitsProcessor(
+            on_bad="end", eos_token_id=eos_token_id, model=guard.model, verbose=verbose
+        )
+        self._caps = SkipCaps(guard.policy)
+        self._told = -1
+        """The last generation whose bad rows are known."""
+        guard.counters.append(self.counters)
+
+    def counters(self) -> dict[str, Tensor]:
+        """What was sampled so far, on the device: every step's record has it."""
+        found = {name: value for name, value in self.processor.counters().items() if name != "clipped"}
+        return {f"generation/{name}": value for name, value in found.items()}
+
+    def settle(self) -> Tensor:
+        """Which rows of the last generation may be trained on. To be called after each one, before the weights change, and on
+        all ranks alike. Waits for the device once.
+
+        A bad row is an incident of the kind "generation". Too many in a row, or a generation without a healthy row, is the end
+        of it: the run goes back to a good state, if there is one, and no row is valid, so sample again; else it halts.
+        """
+        found = self.processor.bad_rows
+        if found is None:
+            raise UsageError("settle(): nothing was sampled yet. Give `processor` to generate first")
+        flags: list[bool] = found.tolist()
+        births: list[BadRow] = []
+        if any(flags):
+            births = [birth for birth in self.processor.read() if birth.generation > self._told]
+            self._told = max((birth.generation for birth in births), default=self._told)
+        everyone, births = _from_all_ranks(flags, births)
+        if not any(everyone):
+            self._caps.accepted()
+        elif self._went_back(everyone, births):
+            return torch.zeros_like(found)
+        return ~found
+
+    def close(self) -> None:
+        """Take the hook off the model, and the counters off the guard."""
+        self.processor.close()
+        if self.counters in self._guard.counters:
+            self._guard.counters.remove(self.counters)
+
+    def __enter__(self) -> GuardedSampling:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _went_back(self, everyone: list[bool], births: list[BadRow]) -> bool:
+        guard = self._guard
+        incident = incident_of(guard, guard.next_step, everyone, births)
+        why = reason(self._caps, everyone)
+        if why is None:
+            guard._report(replace(incident, message=f"{incident.message}; {ENDED}"))
+            return False
+        guard.sync()
+        back_or_halt(guard, incident, why)
+        self._caps = SkipCaps(guard.policy)
+        return True
+
+
+# -- shared with TRL's adapter -------------------------------------------------------------------------------------------------
+
+
+def reason(caps: SkipCaps, everyone: Sequence[bool]) -> str | None:
+    """Why it cannot go on with a generation that has bad rows, if it cannot."""
+    why = caps.refused()
+    if all(everyone):
+        return BROKEN
+    return (
+        None if why is None else why.replace("steps", "generations").replace("were refused", "had rows that could not be sampled")
+    )
+
+
+def back_or_halt(guard: Guard, incident: Incident, why: str) -> None:
+    """The run at an earlier, good state; where there is none, or it is not wanted, it halts."""
+    back = None
+    if guard.policy.at_cap == "rollback":
+        back = guard._back(incident, incident.step, incident.step, incident.step, blame_data=False)
+    if back is None:
+        guard._halt(incident, why)
+    guard._report(back)
+
+
+def incident_of(guard: Guard, step: int, everyone: Sequence[bool], births: Sequence[BadRow], where: str = "") -> Incident:
+    """Rows that could not be sampled, of all ranks."""
+    rows = [row for row, bad in enumerate(everyone) if bad]
+    message = f"{len(rows)} of {len(everyone)} completions could not be sampled (rows {few(rows)}){where}"
+    if births:
+        message += f"; {births[0]}"
+    return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=_diagnosis(guard, rows, births))
+
+
+def _diagnosis(guard: Guard, rows: Sequence[int], births: Sequence[BadRow]) -> Diagnosis:
+    first = births[0] if births else None
+    cause, confidence, where = "unknown", 0.0, first.where if first is not None else None
+    broken, fix = guard._stepper.broken_state(), None
+    if broken:
+        cause, confidence, where = "nonfinite-weights-at-start", 0.96, broken[0]
+        if any(record.action != "skipped" for record in guard.history):
+            fix = f"Find what else writes into {where}: no step that the guard let through did. Snapshots or checkpoints let "
+            fix += "the run go back by itself."
+    elif first is not None and first.kind == "all-banned":
+        cause, confidence = "all-tokens-banned", 0.9
+    return Diagnosis(
+        cause=cause,
+        confidence=confidence,
+        phase="weights" if broken else "forward",
+        where=where,
+        op=first.op if first is not None and not broken else None,
+        samples=tuple(rows),
+        evidence=tuple([f"not finite: {', '.join(broken[:3])}"] * bool(broken) + [str(birth) for birth in births[:3]]),
+        fix=fix or causes.fix_of(cause),
+    )
+
+
+def _from_all_ranks(flags: list[bool], births: list[BadRow]) -> tuple[list[bool], list[BadRow]]:
+    """Rows of all ranks, one after the other."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return flags, births
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (flags, births))
+    everyone: list[bool] = []
+    all_births: list[BadRow] = []
+    for its_flags, its_births in gathered:
+        all_births += [replace(birth, row=len(everyone) + birth.row) for birth in its_births]
+        everyone += its_flags
+    return everyone, all_births
