@@ -212,6 +212,7 @@ def smoke(
             from nanproof.recipes.vlm_grpo.smoke import EXIT
             from nanproof.recipes.vlm_grpo.smoke import smoke as run
 
+            _one_thread(model)
             found = run(out, chosen, model, fault=fault, sft_steps=sft_steps, progress=_progress())
         show(found, as_json)
         raise typer.Exit(EXIT[found.outcome])
@@ -251,6 +252,14 @@ def compare(
         compared(found, out, as_json)
 
 
+def _one_thread(model: str) -> None:
+    """A tiny model does not keep two cores busy: threads only wait for each other, and much longer where others compute too."""
+    if model == TINY:
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | None, trainer: str = "loop") -> Workshop:
     _needs("transformers", "peft", "accelerate", "PIL")
     if trainer == "trl":
@@ -258,6 +267,7 @@ def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | No
     from nanproof.recipes.vlm_grpo.running import Workshop
     from nanproof.recipes.vlm_grpo.warm import schooling_for
 
+    _one_thread(model)
     return Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=_progress())
 
 
