@@ -85,6 +85,10 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             ("nanproof.numerics.logit_rows", "BadRow"),
         ],
     ),
+    "Sampling under a guard": (
+        "From `nanproof.integrations.sampling`: [generation.md](../generation.md#under-a-guard).",
+        [("nanproof.integrations.sampling", "GuardedSampling")],
+    ),
     "Precision": (
         "From `nanproof.numerics.precision`: [numerics.md](../numerics.md#precision).",
         [("nanproof.numerics.precision", name) for name in ("choose", "Precision", "problems", "Problem", "cast_trainable")],

@@ -227,3 +227,18 @@ def test_an_arm_in_a_process_of_its_own_leaves_its_result(out):
     apart.train_apart(shop, [changed(GROUP, batch=8, steps=2)], 2)
     found = shop.arm(changed(GROUP, batch=8, steps=2))
     assert found.nonfinite == found.tensors and "probability tensor" in found.ending
+
+
+def test_a_shortened_comparison_shows_everything_but_what_takes_a_hundred_steps(tmp_path):
+    """Every arm, and every claim seen but one: in three steps nobody is clearly above the warm start."""
+    few = ["--train", 200, "--valid", 64, "--sft-steps", 40]
+    found = run("compare", *few, *SHORT, "--seeds", 0, "--out", tmp_path, "--json", code=1)
+    told = strict(found.stdout)
+    names = ["warm", "broken", "broken-group", "patched", "guarded", "guarded-group", "fixed"]
+    assert sorted(arm["name"] for arm in told["arms"]) == sorted(names)
+    unseen = [check["claim"] for check in told["checks"] if not check["holds"]]
+    assert [claim.partition(":")[0] for claim in unseen] == ["guarded", "fixed"], unseen
+    assert all("clearly above the warm start" in claim for claim in unseen), unseen
+    page = (tmp_path / "comparison.html").read_text(encoding="utf-8")
+    assert "exp-overflow" in page and "std-of-one-sample" in page and "probability tensor" in page
+    assert (tmp_path / "guarded" / "nanproof" / "report.html").is_file()

@@ -23,7 +23,11 @@ COLUMNS = (
         "reward", "reward", note="Caption and place, of 2: sampled replies to held-out scenes. A dash: it cannot be sampled from."
     ),
     Column("caption", "caption", note="F1 of the words that describe the region."),
-    Column("place", "place", note="How well the box or the point meets the mask: IoU, or 1 for a point inside."),
+    Column(
+        "place",
+        "place",
+        note="How well the place meets the mask: IoU of a box, or how much of a point's cell it covers, 1 for the best cell.",
+    ),
     Column("reward_std", "reward_std", note="Deviation of the reward within a group, over the last steps."),
     Column("kl", "KL", note="k3 estimate of the divergence from the reference, over the last steps, as it was logged."),
     Column("entropy", "entropy", note="Of the next token in nats, over the last steps."),
