@@ -23,10 +23,16 @@ COLUMNS = (
         "reward", "reward", note="Caption and place, of 2: sampled replies to held-out scenes. A dash: it cannot be sampled from."
     ),
     Column("caption", "caption", note="F1 of the words that describe the region."),
-    Column("place", "place", note="How well the box or the point meets the mask: IoU, or 1 for a point inside."),
-    Column("reward_std", "reward_std", note="Deviation of the reward within a group, over the last steps."),
+    Column("place", "place", note="How well the box or the point meets the mask: IoU, or how much of the point's cell is in it."),
+    Column(
+        "reward_std",
+        "reward_std",
+        note="Deviation of the reward, over the last steps: TRL logs that of all replies of a step, the recipe's own loop the "
+        "mean of those within its groups.",
+    ),
     Column("kl", "KL", note="k3 estimate of the divergence from the reference, over the last steps, as it was logged."),
     Column("entropy", "entropy", note="Of the next token in nats, over the last steps."),
+    Column("loss", "logged loss", note="The last that was logged. TRL's Trainer shows a NaN as 0."),
     Column("grad_norm", "grad_norm", note="The last that was logged."),
     Column("nonfinite_steps", "NaN/Inf steps", "count", note="Steps whose logged loss or grad_norm was NaN or Inf."),
     Column(
@@ -41,7 +47,7 @@ COLUMNS = (
     Column("rolled_back", "rolled back", "count", note="Times that the run went back to a checkpoint."),
     Column("seconds", "seconds", "seconds", note="Training alone; several arms at a time take longer each."),
 )
-MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "grad_norm", "seconds")
+MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "loss", "grad_norm", "seconds")
 COUNTED = ("nonfinite_steps", "bad_rows", "refused", "skipped", "rolled_back")
 """Of what was trained by GRPO; the warm start has none of these."""
 LEAD = (
