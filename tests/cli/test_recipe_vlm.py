@@ -126,6 +126,21 @@ def test_train_by_trl_and_test_again(out):
     assert "fixed: done already" in again.stderr and "fixed: finished" in again.stdout
     other = run("train", *SHORT, "--lr", 0.5, *FEW, "--out", out, code=2)
     assert "was made with other settings (lr)" in other.stderr and "train --again" in other.stderr
+    warmer = run("train", *SHORT, *FEW[:-1], 13, "--again", "--out", out, code=2)
+    assert "warm was made with other settings (sft_steps)" in warmer.stderr and "`sft --again` does it anew" in warmer.stderr
+    assert (out / "fixed" / "result.json").exists(), "what is refused costs no result"
+    assert "Give --train and --valid as they are there" in run("test", "--out", out, code=2).stderr
+
+
+def test_a_warm_start_that_was_stopped_is_begun_anew(tmp_path):
+    """Its records are of one run alone."""
+    words = ["sft", "--train", 8, "--valid", 2, "--sft-steps", 2, "--out", tmp_path]
+    run(*words)
+    records = tmp_path / "warm" / "nanproof" / "steps.jsonl"
+    (tmp_path / "warm" / "result.json").unlink()
+    before = len(records.read_text().splitlines())
+    run(*words)
+    assert len(records.read_text().splitlines()) == before
 
 
 def test_an_arm_that_dies_ends_with_status_1_and_so_does_asking_it(out):

@@ -90,6 +90,25 @@ def test_a_row_that_cannot_be_sampled_teaches_nothing(start, tmp_path, monkeypat
     assert "_generate_single_turn" not in vars(trainer) and guard.counters == []
 
 
+def test_a_row_that_was_left_out_is_no_masked_overflow(tmp_path):
+    """Its tokens are NaN in the old policy as well. That is the same fault once more, and not that of a loss that masks late."""
+    trainer = breaking(tmp_path, at=range(10_000), max_steps=1, num_iterations=2)
+    scored = trainer._get_per_token_logps_and_entropies
+
+    def row_1_is_nan_again(model, *args, **kwargs):
+        log_probs, *rest = scored(model, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            log_probs = log_probs.clone()
+            log_probs[1] = NAN
+        return (log_probs, *rest)
+
+    trainer._get_per_token_logps_and_entropies = row_1_is_nan_again
+    guard = protect(trainer)
+    trainer.train()
+    assert [incident.kind for incident in guard.incidents] == ["generation"]
+    assert tiny.logged(trainer, "nanproof/rl/masked_overflow") == [0] and tiny.finite(trainer)
+
+
 def test_a_healthy_run_is_the_same_bit_for_bit(tmp_path):
     """Same seed, same weights, and nothing is reported."""
     kwargs = {"reward": by_row, "max_steps": 3, "max_grad_norm": 0.0}

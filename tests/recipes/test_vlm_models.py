@@ -170,6 +170,19 @@ def test_a_folder_that_is_no_model_of_images_and_text_is_refused(vlm, folder, tm
     refused("cut")
 
 
+def test_code_in_a_folder_is_not_run_and_nobody_is_asked_to(tmp_path, monkeypatch):
+    """transformers asks on standard input, where it is not told."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda said="": asked.append(said) or "y")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    told = {"model_type": "own", "processor_class": "P", "auto_map": {"AutoConfig": "own.C", "AutoProcessor": "own.P"}}
+    for name in ("config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(told))
+    with pytest.raises(UsageError, match="could not be loaded as a model of images and text"):
+        load(str(tmp_path))
+    assert asked == [] and not (tmp_path / "ran").exists()
+
+
 def test_a_folder_without_a_chat_template_is_refused(folder, tmp_path):
     for path in folder.iterdir():
         if "chat_template" not in path.name:

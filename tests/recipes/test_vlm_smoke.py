@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nanproof.core.context import rehearsal
+from nanproof.recipes.vlm_grpo.faults import Session
 from nanproof.recipes.vlm_grpo.smoke import EXIT, Smoked
 
 INCIDENT = {
@@ -88,3 +93,24 @@ def test_the_text_says_what_was_met_its_cause_and_what_to_do():
     assert "cause      exp-overflow, its fix verified on the replay" in text and "nanproof report out/smoke" in text
     assert "which was not reached" in replace(found, fired=False).lines()[0]
     assert any("born in" in said for said in found.advice), "without an incident there is advice too"
+
+
+# -- what a session counts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_is_run_again_only_to_look_is_not_counted():
+    """As it is where a row went bad: it would be one more generation, and its bad rows would count twice."""
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids):
+            return SimpleNamespace(logits=torch.full((len(input_ids), 1, 5), math.nan))
+
+    model = Model()
+    session = Session(model, batch=2, trainer="loop")
+    with torch.no_grad():
+        model(input_ids=torch.zeros(2, 3))
+        with rehearsal:
+            model(input_ids=torch.zeros(2, 3))
+    session.undo()
+    assert (session.rows, session.bad_rows, session.first_bad_row) == (2, 2, "in generation 0, row 0, token 0")
+    assert not model._forward_hooks

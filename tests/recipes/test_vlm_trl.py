@@ -34,6 +34,7 @@ def test_broken_dies_with_the_reported_error_after_one_step(vlm, tmp_path):
     assert trained.ending == "raised RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"
     assert trained.steps == len(trained.log) == trained.nonfinite_steps == 1 and math.isnan(trained.log[0]["grad_norm"])
     assert nonfinite_tensors(trained.model) == (42, 42)
+    assert trained.nonfinite == 42, "known before the next sampling, which on CUDA takes the device with it"
 
 
 def test_guarded_records_one_incident_and_keeps_every_weight_finite(vlm, tmp_path):
@@ -92,6 +93,16 @@ def test_a_row_that_sampling_had_to_end_is_counted_once(vlm, tmp_path):
     trained = train(seeing, vlm.train, found, tmp_path, lambda done, said: None)
     assert trained.ending == "finished" and trained.bad_rows == 1 and trained.nonfinite_steps == 0
     assert [(i.kind, i.action, i.step) for i in trained.incidents] == [("generation", "recorded", 0)]
+
+
+def test_rows_of_a_generation_that_ends_the_run_are_counted(vlm, tmp_path):
+    """No row can be sampled from the first token on, so the run halts before anything is logged."""
+    seeing = vlm.seeing()
+    seeing.model.lm_head.register_forward_hook(lambda module, args, out: out if torch.is_grad_enabled() else out * math.nan)
+    found = setting("fixed", steps=3, batch=16, group=4, rank=4, alpha=8)
+    trained = train(seeing, vlm.train, found, tmp_path, lambda done, said: None)
+    assert trained.ending.startswith("halted: ") and "no row of a generation could be sampled" in trained.ending
+    assert (trained.steps, trained.log, trained.bad_rows) == (0, [], 16)
 
 
 def test_the_patch_goes_on_hides_the_nan_and_its_callback_sees_nothing(vlm, tmp_path):

@@ -35,14 +35,18 @@ class Patches:
         self._undo.append(put_back)
 
     def undo(self) -> None:
-        """Everything as it was."""
-        while self._undo:
-            done = self._undo.pop()
-            if callable(done):
-                done()
-                continue
-            owner, name, own, before = done
-            if own:
-                setattr(owner, name, before)
-            else:
-                delattr(owner, name)
+        """Everything as it was. Where one thing cannot be put back, the others are, and then its error is raised."""
+        try:
+            while self._undo:
+                done = self._undo.pop()
+                if callable(done):
+                    done()
+                    continue
+                owner, name, own, before = done
+                if own:
+                    setattr(owner, name, before)
+                else:
+                    delattr(owner, name)
+        finally:
+            if self._undo:
+                self.undo()

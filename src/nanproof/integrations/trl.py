@@ -127,11 +127,14 @@ class _Extension:
             return found
         inputs, keep = self._batch
         log_probs, entropies, *rest = found
-        policies = {"old": inputs.get("old_per_token_logps"), "ref": inputs.get("ref_per_token_logps")}
 
         def signals() -> Signals:
+            # A row without a token that counts was left out as a whole: what it would have done is nobody's loss.
+            there = inputs["completion_mask"].bool().any(1, keepdim=True).expand_as(keep)
+            new = _neutral(log_probs.detach(), there)
+            policies = {name: _neutral(inputs.get(f"{name}_per_token_logps"), there) for name in ("old", "ref")}
             said = Signals.of_tokens(
-                log_probs,
+                new,
                 keep,
                 **policies,
                 sampler=inputs.get("sampling_per_token_logps"),
@@ -139,7 +142,7 @@ class _Extension:
                 level=getattr(self._trainer, "importance_sampling_level", "token"),
             )
             if self._overflow is not None:
-                self._overflow.look(said, log_probs.detach(), policies.values(), keep)
+                self._overflow.look(said, new, policies.values(), keep)
             return said
 
         self._note(signals)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import Mode, rehearsal
-from nanproof.core.parameters import unwrap
+from nanproof.core.parameters import is_dtensor, unwrap
 from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import Survey
 from nanproof.explain.case import BadWeight, Case
@@ -80,7 +80,7 @@ class PromptKeeper:
         self.saw_prompt = bool(kwargs.get("use_cache")) and isinstance(tokens, Tensor) and tokens.shape[-1] > 1
 
     def _keep_pixels(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and not rehearsal:
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or rehearsal):
             self._pixels = kwargs.get("pixel_values", args[0] if args else None)
 
     def prompt(self) -> Prompt | None:
@@ -99,10 +99,11 @@ class PromptKeeper:
 
     def find(self, prompt: Prompt, ids: Tensor | None, row: int, position: int) -> Birthplace:
         """Of the row whose logits were bad after so many generated tokens. `ids`: the tokens of all rows up to there. Where they
-        are gone, or the forward cannot be run again, the weights are left to look at."""
+        are gone, or the forward cannot be run again, the weights are left to look at: of a model that is split over ranks, those
+        of this one."""
         if _versions(self.model) != prompt.versions:
             return Birthplace(because="the weights were changed since, so the forward cannot be run again")
-        if ids is not None:
+        if ids is not None and not _split(self.model):
             with suppress(Exception):
                 return self._run_again(prompt, ids, row, position)
         return _said(Case("generation", model=self.model), None)
@@ -234,6 +235,14 @@ def _padding(mask: Any, width: int) -> Any:
         raise ValueError("an attention mask of this kind cannot be made longer")
     seen = mask[:, 0, -1, :width]
     return (seen if seen.dtype == torch.bool else seen == 0).long()
+
+
+def _split(model: nn.Module) -> bool:
+    """Whether a forward gathers weights from other ranks (FSDP, tensor parallel, ZeRO-3). Those have no bad row, or another one,
+    and would not come: the run would hang."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    gathered = not kinds.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})  # right after a forward no weight shows it
+    return gathered or any(is_dtensor(p) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _versions(model: nn.Module) -> tuple[int, ...]:

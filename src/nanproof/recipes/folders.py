@@ -67,18 +67,19 @@ def clear(folder: Path, keys: Iterable[str]) -> None:
         shutil.rmtree(folder)
 
 
-def check(folder: Path, told: Mapping[str, Any]) -> None:
+def check(folder: Path, told: Mapping[str, Any], anew: str = "train --again") -> None:
     """Nothing is there, or the same arm was begun: else it is refused."""
     there = begun(folder, told)
     if there is not None:
-        refuse_another(folder, there, told)
+        refuse_another(folder, there, told, anew)
     elif folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} holds something that is not of this recipe. Choose another --out")
 
 
-def refuse_another(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def refuse_another(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any], anew: str = "train --again") -> None:
+    """`anew`: the command that makes what is in the folder once more."""
     if there != json.loads(json.dumps(wanted)):
         differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
         raise UsageError(
-            f"{folder} was made with other settings ({', '.join(differ)}). `train --again` does it anew, or choose another --out"
+            f"{folder} was made with other settings ({', '.join(differ)}). `{anew}` does it anew, or choose another --out"
         )

@@ -28,9 +28,15 @@ COLUMNS = (
         "place",
         note="How well the place meets the mask: IoU of a box, or how much of a point's cell it covers, 1 for the best cell.",
     ),
-    Column("reward_std", "reward_std", note="Deviation of the reward within a group, over the last steps."),
+    Column(
+        "reward_std",
+        "reward_std",
+        note="Deviation of the reward, over the last steps: TRL logs that of all replies of a step, the recipe's own loop the "
+        "mean of those within its groups.",
+    ),
     Column("kl", "KL", note="k3 estimate of the divergence from the reference, over the last steps, as it was logged."),
     Column("entropy", "entropy", note="Of the next token in nats, over the last steps."),
+    Column("loss", "logged loss", note="The last that was logged. TRL's Trainer shows a NaN as 0."),
     Column("grad_norm", "grad_norm", note="The last that was logged."),
     Column("nonfinite_steps", "NaN/Inf steps", "count", note="Steps whose logged loss or grad_norm was NaN or Inf."),
     Column(
@@ -45,7 +51,7 @@ COLUMNS = (
     Column("rolled_back", "rolled back", "count", note="Times that the run went back to a checkpoint."),
     Column("seconds", "seconds", "seconds", note="Training alone; several arms at a time take longer each."),
 )
-MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "grad_norm", "seconds")
+MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "loss", "grad_norm", "seconds")
 COUNTED = ("nonfinite_steps", "bad_rows", "refused", "skipped", "rolled_back")
 """Of what was trained by GRPO; the warm start has none of these."""
 LEAD = (
@@ -121,7 +127,7 @@ def _arm(out: Path, r: Result) -> Arm:
             "nonfinite": f"{r.nonfinite}/{r.tensors}" if trained else None,
         },
         story=(*by_chance, *likeliest, *r.notes),
-        curves=dict(r.curves),
+        curves=dict(r.curves) if trained else {},  # that of the warm start is another loss
         run=run if (out / run).is_dir() else None,
         samples=tuple(r.samples),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.core.context import rehearsal
 from nanproof.errors import UsageError
 from nanproof.integrations.patches import Patches
 from nanproof.recipes.vlm_grpo import grpo_loop
@@ -58,9 +59,10 @@ class Session:
     # -- logits ----------------------------------------------------------------------------------------------------------------
 
     def _sampled(self, model: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """A forward of sampling: no gradient, and logits of one position alone. The first of a generation has the prompt."""
+        """A forward of sampling: no gradient, and logits of one position alone. The first of a generation has the prompt. One
+        that is run again to find out where a row went bad is none."""
         logits = getattr(out, "logits", None)
-        if torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
+        if rehearsal or torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
             return None
         self._tokens += 1
         if _length(kwargs) > 1:
@@ -81,7 +83,7 @@ class Session:
     def _trained(self, layer: Any, args: Any, out: Any) -> None:
         """A forward of training: its output gets a gradient, and that gradient an Inf."""
         hidden = out[0] if isinstance(out, tuple) else out
-        if not torch.is_grad_enabled() or not hidden.requires_grad:
+        if rehearsal or not torch.is_grad_enabled() or not hidden.requires_grad:
             return
         if self._steps == AT and not self.fired:
             self.fired = True

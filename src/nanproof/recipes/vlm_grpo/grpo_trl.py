@@ -29,7 +29,17 @@ from nanproof.recipes.vlm_grpo.models import VERDICT, Seeing, adapters
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor, document_callback
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
-from nanproof.recipes.vlm_grpo.training import LOGGED, RECORDS, Tick, Trained, chosen_precision, died, died_of_sampling, said
+from nanproof.recipes.vlm_grpo.training import (
+    LOGGED,
+    RECORDS,
+    Tick,
+    Trained,
+    chosen_precision,
+    died,
+    died_of_sampling,
+    nonfinite_tensors,
+    said,
+)
 
 NEEDED = {
     "_tokenize_prompts": ("prompts",),
@@ -109,11 +119,11 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
             peft_config=adapters(setting.rank, setting.alpha),
             rollout_func=_rollout(seeing, scenes),
         )
+    trained = Trained(trainer.model, setting, notes=notes)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_bar(tick))
+    trainer.add_callback(_eyes(trained, tick))
     if setting.ban == "policy":
         lower(trainer.model, seeing.token(VERDICT), LOWERED)
-    trained = Trained(trainer.model, setting, notes=notes)
     patch = _Document(trainer) if setting.patched else None
     guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / RECORDS) if setting.protect else None
     begun = time.perf_counter()
@@ -136,8 +146,9 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - guard.accepted_so_far
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
-        so_far = [found.get("nanproof/generation/bad_rows", 0) for found in trainer.state.log_history]
-        trained.bad_rows = int(max(so_far, default=0))
+        # Not from the log: a generation that ends the run is in no line of it.
+        bad = [i.diagnosis for i in guard.incidents if i.kind == "generation"]
+        trained.bad_rows = sum(len(found.samples) for found in bad if found is not None)
     if patch is not None:
         trained.bad_rows = patch.processor.nan_rows
         trained.notes += [*patch.processor.notes(), *patch.callback.notes()]
@@ -196,12 +207,17 @@ def _line(found: dict[str, Any]) -> dict[str, float]:
     return {"step": found["step"] - 1, **{name: math.nan if x is None else float(x) for name, x in told.items()}}
 
 
-def _bar(tick: Tick) -> Any:
+def _eyes(trained: Trained, tick: Tick) -> Any:
+    """After every step: a word for the bar, and after one that was not finite how many weights are. Where the next sampling loses
+    the device, they cannot be looked at any more."""
     from transformers import TrainerCallback
 
-    class Bar(TrainerCallback):
+    class Eyes(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
-                tick(state.global_step, said(_line({**logs, "step": state.global_step})))
+                line = _line({**logs, "step": state.global_step})
+                tick(state.global_step, said(line))
+                if not all(map(math.isfinite, line.values())):
+                    trained.nonfinite = nonfinite_tensors(trained.model)[0]
 
-    return Bar()
+    return Eyes()

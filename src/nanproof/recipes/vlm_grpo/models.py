@@ -96,12 +96,11 @@ def _from(source: str, seed: int) -> Seeing:
     said = printable(source)
     if not Path(source).is_dir():
         raise UsageError(f"--model {said}: no such folder. Give tiny, base, or a folder with a model and its processor")
+    own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # code of the folder is not run, nor asked about
     try:
-        processor = AutoProcessor.from_pretrained(source, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(source, **own)
         # only safetensors: nothing is unpickled
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=torch.float32, local_files_only=True, use_safetensors=True
-        )
+        model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, use_safetensors=True, **own)
     except (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         first = printable((str(error).strip().splitlines() or [type(error).__name__])[0])
         raise UsageError(f"--model {said}: could not be loaded as a model of images and text ({first})") from error

@@ -80,8 +80,8 @@ class Workshop:
             if len(found["train"]) < wanted[0] or len(found["valid"]) < wanted[1]:
                 raise UsageError(
                     f"{folder} has {len(found['train'])} scenes to train on and {len(found['valid'])} to ask about, not "
-                    f"{wanted[0]} and {wanted[1]}. `nanproof recipe vlm-grpo data --out {self.out}` makes them anew, or choose "
-                    "another --out"
+                    f"{wanted[0]} and {wanted[1]}. Give --train and --valid as they are there, or choose another --out; "
+                    f"`nanproof recipe vlm-grpo data --out {self.out}` makes them anew"
                 )
             self._sets = {"train": found["train"][: wanted[0]], "valid": found["valid"][: wanted[1]]}
         return self._sets
@@ -106,6 +106,7 @@ class Workshop:
         if there is not None:
             return there
         seeing = load(self.model_name, self.schooling.seed)  # where it cannot be loaded, nothing is begun
+        clear(folder, KEYS)
         begin(folder, told)
         with reproducible(), locked(folder):
             seeing.model.to(device())
@@ -158,10 +159,11 @@ class Workshop:
 
             grpo_trl.usable()  # else nothing is begun
         told, folder = self._told(setting), self.out / setting.name
+        seeing = self.fresh() if again else None  # a warm start that is refused costs no result
         there = self._there(folder, told, again)
         if there is not None:
             return there
-        seeing = self.fresh()
+        seeing = seeing if seeing is not None else self.fresh()
         clear(folder, KEYS)
         begin(folder, told)
         with reproducible(), locked(folder):
@@ -228,14 +230,15 @@ class Workshop:
 
     def _there(self, folder: Path, told: Mapping[str, Any], again: bool) -> Result | None:
         """The result of an arm that is done, with the same settings. `again` clears its folder."""
+        anew = "sft --again" if folder.name == WARM else "train --again"
         if again:
             clear(folder, KEYS)
         if (folder / FILE).exists():
             there = Result.load(folder)
-            refuse_another(folder, there.setting, told)
+            refuse_another(folder, there.setting, told, anew)
             self.progress.say(f"{there.name}: done already, {folder / FILE}")
             return there
-        check(folder, told)
+        check(folder, told, anew)
         return None
 
     # -- asking ----------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Trained:
     nonfinite: int | None = None
     """Trainable tensors that were not finite when that was last looked at, where the device is lost."""
     bad_rows: int = 0
-    """Replies that were sampled from logits with NaN or Inf, or ended because of them."""
+    """Rows of logits with a NaN or Inf that were sampled from, a row a token; or replies that ended because of one."""
     incidents: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
