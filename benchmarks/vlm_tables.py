@@ -80,6 +80,14 @@ def systems() -> str:
         (
             "",
             "",
+            "weights and adapters in fp32: solved",
+            f"{units['patched-001']['accuracy']:.3f}: right, it trains; the rest is the learning rate and the batch",
+            "",
+            "",
+        ),
+        (
+            "",
+            "",
             "`max_grad_norm=1.0` and `label_names` written out: solved",
             f"{units['patched-002']['accuracy']:.3f}; the log of `broken` to the last digit: they are the defaults",
             "",
