@@ -33,6 +33,9 @@ def cost() -> str:
     sizes = sorted({round(s["parameters"] / 1e6) for s in settings})
     lines += [
         "",
+        "With `raise` a flag travels with one token in eight, which a tenth percentile leaves out: sent with every token it cost "
+        "0.9 to 1.4 %, so it adds about 0.0015.",
+        "",
         f"Llama of {' and '.join(map(str, sizes))} M parameters in bf16, sampling with `generate`. Tenth percentiles "
         f"over {min(s['rounds'] for s in settings)} rounds or more of {settings[0]['turn'] - 1} tokens, variants taking turns, "
         f"with 95 % bootstrap intervals. {data['device']}, torch {data['torch']}, transformers "

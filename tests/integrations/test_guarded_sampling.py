@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nanproof import Guard, Policy
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations.sampling import GuardedSampling
 from nanproof.records import read_incidents, read_steps
+from two_ranks import two_ranks
 
 EOS = 1
 
@@ -47,14 +49,18 @@ class Run:
             out[list(rows)] = math.nan
         return out
 
-    def step(self):
+    def step_alone(self):
+        """What was sampled, without a step."""
         self.generation += 1
         prompt = torch.full((4, 3), 5)
         self.model.generate(prompt, max_new_tokens=3, do_sample=True, logits_processor=[self.sampling.processor])
-        valid = self.sampling.settle()
-        if valid.any():
+        return self.sampling.settle().tolist()
+
+    def step(self):
+        valid = self.step_alone()
+        if not self.sampling.went_back:
             self.guard.train_step({"ids": torch.arange(12).view(2, 6) + 2})
-        return valid.tolist()
+        return valid
 
 
 def test_a_bad_row_is_an_incident_and_is_counted_in_the_records(tmp_path):
@@ -102,6 +108,43 @@ def test_too_many_generations_in_a_row_are_the_end_of_it(tmp_path):
         assert [run.step()[0] for _ in range(2)] == [False, False]
         with pytest.raises(TrainingHalted, match="3 generations in a row had rows that could not be sampled"):
             run.step()
+
+
+def test_settling_twice_says_it_once(tmp_path):
+    run = Run(tmp_path, {0: (1,)})
+    with run.guard, run.sampling:
+        first = run.step()
+        assert run.sampling.settle().tolist() == first == [True, False, True, True]
+        assert len(run.guard.incidents) == 1 and not run.sampling.went_back
+
+
+def of_two_ranks(rank, folder):
+    """Rank 1 has a bad row; then every row of it is bad, and rank 0 is healthy; both halt at the cap."""
+    run = Run(Path(folder) / str(rank), {0: (2,), 1: range(4)} if rank else {}, max_consecutive_skips=1)
+    with run.guard, run.sampling:
+        valid = run.step_alone()
+        try:
+            run.step_alone()
+        except TrainingHalted as error:
+            halted = str(error).partition(".")[0]
+    told = [(i.step, i.action, i.message.partition(";")[0]) for i in run.guard.incidents]
+    return {"valid": valid, "halted": halted, "told": told}
+
+
+def test_two_ranks_say_and_decide_the_same(tmp_path):
+    [(zero, one)] = two_ranks(("integrations.test_guarded_sampling:of_two_ranks", (str(tmp_path),), {}))
+    assert zero["valid"] == [True] * 4 and one["valid"] == [True, True, False, True]
+    assert (
+        zero["told"]
+        == one["told"]
+        == [
+            [0, "recorded", "1 of 8 completions could not be sampled (rows 6)"],
+            [0, "halted", "4 of 8 completions could not be sampled (rows 4, 5, 6, 7)"],
+        ]
+    )
+    assert (
+        zero["halted"] == one["halted"] == "2 generations in a row had rows that could not be sampled (max_consecutive_skips=1)"
+    )
 
 
 def test_settling_before_sampling_is_refused(tmp_path):

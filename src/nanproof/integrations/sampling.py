@@ -44,6 +44,10 @@ class GuardedSampling:
         self._caps = SkipCaps(guard.policy)
         self._told = -1
         """The last generation whose bad rows are known."""
+        self._settled: tuple[int, Tensor] | None = None
+        """The last generation that was settled, and its answer."""
+        self.went_back = False
+        """Whether the last `settle` sent the run back, on all ranks: sample again, from weights that are good."""
         guard.counters.append(self.counters)
 
     def counters(self) -> dict[str, Tensor]:
@@ -56,22 +60,22 @@ class GuardedSampling:
         all ranks alike. Waits for the device once.
 
         A bad row is an incident of the kind "generation". Too many in a row, or a generation without a healthy row, is the end
-        of it: the run goes back to a good state, if there is one, and no row is valid, so sample again; else it halts.
+        of it: the run goes back to a good state, if there is one, `went_back` is True and no row is valid; else it halts.
         """
         found = self.processor.bad_rows
         if found is None:
             raise UsageError("settle(): nothing was sampled yet. Give `processor` to generate first")
-        flags: list[bool] = found.tolist()
-        births: list[BadRow] = []
-        if any(flags):
+        if self._settled is not None and self._settled[0] == self.processor.generations:
+            return self._settled[1]
+        self.went_back = False
+        if _on_any_rank(found):
             births = [birth for birth in self.processor.read() if birth.generation > self._told]
             self._told = max((birth.generation for birth in births), default=self._told)
-        everyone, births = _from_all_ranks(flags, births)
-        if not any(everyone):
+            self.went_back = self._goes_back(*_from_all_ranks(found.tolist(), births))
+        else:
             self._caps.accepted()
-        elif self._went_back(everyone, births):
-            return torch.zeros_like(found)
-        return ~found
+        self._settled = self.processor.generations, torch.zeros_like(found) if self.went_back else ~found
+        return self._settled[1]
 
     def close(self) -> None:
         """Take the hook off the model, and the counters off the guard."""
@@ -85,7 +89,7 @@ class GuardedSampling:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _went_back(self, everyone: list[bool], births: list[BadRow]) -> bool:
+    def _goes_back(self, everyone: list[bool], births: list[BadRow]) -> bool:
         guard = self._guard
         incident = incident_of(guard, guard.next_step, everyone, births)
         why = reason(self._caps, everyone)
@@ -153,9 +157,21 @@ def _diagnosis(guard: Guard, rows: Sequence[int], births: Sequence[BadRow]) -> D
     )
 
 
+def _alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def _on_any_rank(found: Tensor) -> bool:
+    """Whether a row was bad, here or elsewhere: one number is all that healthy ranks have to share."""
+    some = found.any().to(torch.int32)
+    if not _alone():
+        dist.all_reduce(some, dist.ReduceOp.MAX)
+    return bool(some)
+
+
 def _from_all_ranks(flags: list[bool], births: list[BadRow]) -> tuple[list[bool], list[BadRow]]:
     """Rows of all ranks, one after the other."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _alone():
         return flags, births
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (flags, births))

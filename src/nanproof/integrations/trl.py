@@ -92,7 +92,9 @@ class _Extension:
     def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: LoopGuard | None) -> None:
         self._trainer, self._replaying, self._guard = trainer, replaying, guard
         self._sampling = None if guard is None else Sampling(trainer, patches, guard)
-        self._overflow = None if guard is None else MaskedOverflow(guard)
+        # These losses clamp exp of the ratio, or never take it: without a KL term nothing of a masked token comes through.
+        harmless = getattr(trainer, "loss_type", "") in ("cispo", "vespo") and not getattr(trainer, "beta", 0.0)
+        self._overflow = None if guard is None or harmless else MaskedOverflow(guard)
         """None once it was said."""
         self._window: Window | None = Window()
         """None when signals cannot be had; training goes on without."""

@@ -202,6 +202,11 @@ class NumericalStabilityLogitsProcessor:
         """Which rows of the current or last generation were bad: bool, on the device. None before the first."""
         return None if self._now is None else self._now.fold()[0] >= 0
 
+    @property
+    def generations(self) -> int:
+        """How many were begun, since creation or `reset`."""
+        return self._begun
+
     def mask(self, completion_mask: Tensor) -> Tensor:
         """The mask of the completions, 0 throughout in each row that was bad in the current or last generation. Does not wait."""
         bad = self.bad_rows
@@ -308,7 +313,8 @@ class NumericalStabilityLogitsProcessor:
         rows = sorted((position, row) for row, position in enumerate(first) if position >= 0 and row not in of.known)
         for position, row in rows:
             if place is None or not place.everywhere:
-                place = self._birthplace(of, row, position, moved[row]) if len(of.known) < _LOCATED else Birthplace()
+                elsewhere = moved[row] or of.forgot(position)
+                place = self._birthplace(of, row, position, elsewhere) if len(of.known) < _LOCATED else Birthplace()
             kind = "nan" if evidence[row] != evidence[row] else "inf" if evidence[row] > 0 else "all-banned"
             bad = BadRow(row, position, kind, of.number, place.where, place.op, place.because)
             of.known[row] = bad

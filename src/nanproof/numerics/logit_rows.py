@@ -104,6 +104,10 @@ class Generation:
             self.fold()
         return self.ended != 0
 
+    def forgot(self, position: int) -> bool:
+        """Whether it cannot be told any more if a row has moved since then."""
+        return not self.follows and self.steps - position > len(self.latest)
+
     def fold(self) -> tuple[Tensor, Tensor]:
         """(first, evidence), one number a row, up to date."""
         if self.tops:

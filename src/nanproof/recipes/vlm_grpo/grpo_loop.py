@@ -160,11 +160,10 @@ class Sampler:
 
     def _note(self, batch: dict[str, Tensor], scores: Tensor) -> None:
         counts, groups = batch["counts"], batch["rewards"].view(-1, self._setting.group)
-        spread = groups.std(1).mean() if self._setting.group > 1 else torch.zeros(())
         entropy = masked_mean(torch.special.entr(scores.exp()).sum(-1), counts)  # 0 for -inf, and NaN for NaN
         found = {
             "reward": groups.mean(),
-            "reward_std": spread,
+            **({"reward_std": groups.std(1).mean()} if self._setting.group > 1 else {}),  # one number has none
             "kl": masked_mean(kl(batch["old"], batch["ref"], counts), counts),
             "entropy": entropy,
         }
@@ -273,8 +272,8 @@ def _guarded(
             while guard.next_step < setting.steps:
                 step = guard.next_step
                 batch = sampler.batch(step, sampling.settle)
-                if not batch["valid"].any():
-                    continue  # the model could not be sampled from, and the run went back
+                if sampling.went_back:
+                    continue  # the model could not be sampled from
                 guard.train_step(batch)
                 rows[step] = {"step": step, **sampler.last}
                 if guard.next_step >= setting.steps:
@@ -285,7 +284,7 @@ def _guarded(
         trained.log = [{**rows[step], **found.get(step, {})} for step in sorted(rows)]
         trained.steps = len(rows)
         trained.incidents = list(guard.incidents)
-        trained.refused = sum(i.action in REFUSED for i in guard.incidents)
+        trained.refused = sum(i.action in REFUSED and i.kind != "generation" for i in guard.incidents)
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
         trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
         trained.bad_rows = int(sampling.processor.counters()["bad_rows"])

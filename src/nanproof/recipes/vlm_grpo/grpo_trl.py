@@ -60,8 +60,8 @@ def usable() -> None:
         found = tuple(inspect.signature(method).parameters)[1:] if callable(method) else None
         if found is None or found[: len(parameters)] != parameters:
             raise UnsupportedError(
-                f"TRL {trl.__version__}: GRPOTrainer.{name}({', '.join(parameters)}) is needed and not there. Use TRL 1.16, or "
-                "--trainer loop, which needs no TRL"
+                f"TRL {trl.__version__}: GRPOTrainer.{name}({', '.join(parameters)}) is needed and not there. Use TRL 1.15 "
+                "or later, or --trainer loop, which needs no TRL"
             )
 
 
