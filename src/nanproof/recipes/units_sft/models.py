@@ -76,8 +76,9 @@ def _from(place: Path | str) -> Language:
     try:
         # transformers shows a bar while it unpacks a .gguf file, whatever it is told about bars
         with contextlib.redirect_stderr(io.StringIO()) if options else contextlib.nullcontext():
-            tokenizer = AutoTokenizer.from_pretrained(where, **options)
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
+            # False: code in the folder is not run, and nobody is asked to run it
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, struct.error) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
