@@ -94,7 +94,7 @@ def test_data_makes_both_sets_and_pictures_with_their_masks(tmp_path):
         (["train", "--precision", "int4"], "int4"),
         (["train", "--model", "no-such-folder"], "error: --model no-such-folder: no such folder"),
         (["compare", "--batch", 20], "error: --batch 20: replies do not divide into groups of 8"),
-        (["test", "--arm", "guarded"], "the run in"),
+        (["test", "--arm", "guarded"], "has no warm start"),
         (["smoke", "--fault", "loss"], "hint: Choose none, logits, gradient or reward"),
         (["smoke", "--fault", "reward", "--steps", 2], "error: --steps 2: a fault is put into the second step"),
     ],
@@ -121,7 +121,7 @@ def test_train_by_trl_and_test_again(out):
     assert told["name"] == "fixed" and told["setting"]["trainer"] == "trl" and told["steps"] == 3 and told["nonfinite"] == 0
     for noise in ("rollout_func", "Loading weights", "Setting accelerator", "it/s]"):
         assert noise not in found.stderr
-    assert strict(run("test", *FEW, "--out", out, "--json").stdout)["reward"] == told["reward"]
+    assert strict(run("test", "--out", out, "--json").stdout)["reward"] == told["reward"]
     again = run("train", *SHORT, *FEW, "--out", out)
     assert "fixed: done already" in again.stderr and "fixed: finished" in again.stdout
     other = run("train", *SHORT, "--lr", 0.5, *FEW, "--out", out, code=2)
@@ -129,7 +129,10 @@ def test_train_by_trl_and_test_again(out):
     warmer = run("train", *SHORT, *FEW[:-1], 13, "--again", "--out", out, code=2)
     assert "warm was made with other settings (sft_steps)" in warmer.stderr and "`sft --again` does it anew" in warmer.stderr
     assert (out / "fixed" / "result.json").exists(), "what is refused costs no result"
-    assert "Give --train and --valid as they are there" in run("test", "--out", out, code=2).stderr
+    assert "Give --train and --valid as they are there" in run("train", "--out", out, code=2).stderr
+    more = run("data", "--seed", 1, "--train", 120, "--valid", 12, "--out", out, code=2)
+    assert "has models that were trained with other scenes" in more.stderr
+    assert run("data", "--train", 120, "--valid", 12, "--out", out).exit_code == 0, "the same ones again"
 
 
 def test_a_warm_start_that_was_stopped_is_begun_anew(tmp_path):
@@ -147,11 +150,11 @@ def test_an_arm_that_dies_ends_with_status_1_and_so_does_asking_it(out):
     found = run("train", "--arm", "broken", *SHORT, *FEW, "--out", out, code=1)
     assert "broken: raised RuntimeError: probability tensor contains" in found.stdout
     assert "42 of 42 trainable tensors not finite" in found.stdout
-    assert "cannot be sampled from" in run("test", "--arm", "broken", *FEW, "--out", out, code=1).stdout
+    assert "cannot be sampled from" in run("test", "--arm", "broken", "--out", out, code=1).stdout
 
 
 def test_the_warm_start_can_be_asked(out):
-    asked = strict(run("test", "--arm", "warm", *FEW, "--out", out, "--json").stdout)
+    asked = strict(run("test", "--arm", "warm", "--out", out, "--json").stdout)
     assert asked["reward"] == strict((out / "warm" / "result.json").read_text())["reward"]
 
 

@@ -69,7 +69,7 @@ def test_a_bad_row_is_an_incident_and_is_counted_in_the_records(tmp_path):
         assert [run.step() for _ in range(3)] == [[True] * 4, [True, True, False, True], [True] * 4]
     [incident] = read_incidents(tmp_path / "incidents.jsonl")
     assert (incident.kind, incident.action, incident.step) == ("generation", "recorded", 1)
-    assert "1 of 4 completions could not be sampled (rows 2); row 2 of generation 1, position 0: NaN" in incident.message
+    assert "1 of 4 completions could not be sampled (row 2); row 2 of generation 1, position 0: NaN" in incident.message
     assert incident.message.endswith("these rows end there") and incident.diagnosis.samples == (2,)
     counted = [dict(record.counters)["generation/bad_rows"] for record in read_steps(tmp_path / "steps.jsonl")]
     assert counted == [0, 1, 1]
@@ -138,7 +138,7 @@ def test_two_ranks_say_and_decide_the_same(tmp_path):
         zero["told"]
         == one["told"]
         == [
-            [0, "recorded", "1 of 8 completions could not be sampled (rows 6)"],
+            [0, "recorded", "1 of 8 completions could not be sampled (row 6)"],
             [0, "halted", "4 of 8 completions could not be sampled (rows 4, 5, 6, 7)"],
         ]
     )

@@ -347,7 +347,7 @@ def test_a_chart_for_every_name_the_losses_first():
         "lr": [1.0, 1.0],
     }
     found = charts([Arm("a", "", "", {}, curves=first), Arm("b", "", "", {}, curves=second)])
-    titles = ["Loss", "Valid text loss", "Text loss", "Latent loss", "Gradient norm", "Learning rate", "kl"]
+    titles = ["Loss", "Valid text loss", "Text loss", "Latent loss", "Gradient norm", "Learning rate", "KL"]
     assert [chart["title"] for chart in found["charts"]] == titles and found["left_out"] == []
     assert [[line["arm"] for line in chart["lines"]] for chart in found["charts"]] == [[0], [0], [1], [1], [0], [1], [0]]
     many = {f"curve_{i}": [1.0] for i in range(15)}
@@ -379,7 +379,7 @@ def test_samples_keep_their_lines_and_do_nothing(tmp_path):
 
 def test_without_steps_values_are_counted():
     made_of = charts([Arm("a", "", "", {}, curves={"kl": [1.0, 2.0]})])
-    assert made_of["charts"][0]["lines"][0]["x"] == [0, 1] and made_of["charts"][0]["title"] == "kl"
+    assert made_of["charts"][0]["lines"][0]["x"] == [0, 1] and made_of["charts"][0]["title"] == "KL"
 
 
 def test_a_step_taken_again_replaces_the_number_and_not_the_nan():

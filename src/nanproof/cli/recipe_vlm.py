@@ -73,7 +73,7 @@ def data(
         made = scenes.make(train, valid, seed)
         if pictures:
             _needs("PIL")
-        paths = {name: str(path) for name, path in scenes.save(out / "data", made).items()}
+        paths = {name: str(path) for name, path in scenes.keep(out, made).items()}
         said = {**paths, "scenes": {"train": train, "valid": valid}}
         if pictures:
             from nanproof.recipes.vlm_grpo.pictures import write_pictures
@@ -153,15 +153,12 @@ def train(
 def ask(
     arm: Annotated[str, typer.Option(help="An arm that was trained in --out, or warm.")] = "fixed",
     variant: Variant = "",
-    model: Model = TINY,
     seed: Seed = 0,
-    train: Train = 3000,
-    valid: Valid = 500,
-    sft_steps: WarmSteps = None,
     out: Out = OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Ask the model of an arm about the held-out scenes again. Its result stays as it is.
+    """Ask the model of an arm about the held-out scenes again: with model, scenes and warm start as they are in --out. Its
+    result stays as it is.
 
     Exit status: 1 the model cannot be sampled from, 2 it could not run.
     """
@@ -170,7 +167,12 @@ def ask(
 
         name = arm if arm == "warm" else setting(arm, variant, seed=seed).name
         with redirect_stdout(sys.stderr), quiet():
-            result = _workshop(out, model, train, valid, sft_steps).test(name)
+            _needs("transformers", "peft", "accelerate", "PIL")
+            from nanproof.recipes.vlm_grpo.running import Workshop
+
+            workshop = Workshop.found(out, _progress())
+            _one_thread(workshop.model_name)
+            result = workshop.test(name)
         show(result, as_json)
         if result.reward is None:
             raise typer.Exit(1)

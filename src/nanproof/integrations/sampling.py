@@ -128,7 +128,8 @@ def back_or_halt(guard: Guard, incident: Incident, why: str) -> None:
 def incident_of(guard: Guard, step: int, everyone: Sequence[bool], births: Sequence[BadRow], where: str = "") -> Incident:
     """Rows that could not be sampled, of all ranks."""
     rows = [row for row, bad in enumerate(everyone) if bad]
-    message = f"{len(rows)} of {len(everyone)} completions could not be sampled (rows {few(rows)}){where}"
+    named = f"{'rows' if len(rows) > 1 else 'row'} {few(rows)}"
+    message = f"{len(rows)} of {len(everyone)} completions could not be sampled ({named}){where}"
     if births:
         message += f"; {births[0]}"
     return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=_diagnosis(guard, rows, births))

@@ -191,8 +191,9 @@ class _Extension:
             logs.update({f"nanproof/{name if name in beside else f'rl/{name}'}": value for name, value in found.items()})
             if found.get("reward_nonfinite"):
                 log.warning(
-                    "nanproof: up to step %d: %d rewards were NaN or Inf; a batch with one of them teaches nothing, look at the "
-                    "reward functions", self._trainer.state.global_step - 1, found["reward_nonfinite"],
+                    "nanproof: up to step %d: rewards that are NaN or Inf: %d. TRL leaves a reply without a reward out, and an "
+                    "infinite one makes its group teach nothing; look at the reward functions",
+                    self._trainer.state.global_step - 1, found["reward_nonfinite"],
                 )  # fmt: skip
         return original(logs, *args, **kwargs)
 

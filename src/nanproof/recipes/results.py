@@ -44,7 +44,7 @@ class Saved:
                 raise TypeError("it has no setting")
             return cls(**found)
         except FileNotFoundError:
-            raise UsageError(f"{path} is not there: the run in {folder} is not done. Train it again, it goes on") from None
+            raise UsageError(f"{path} is not there: what is in {folder} is not done. Train it") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} is not a result of this recipe ({error}): delete it, or choose another --out") from error
 

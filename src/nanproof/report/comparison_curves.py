@@ -24,6 +24,8 @@ TITLES = {
     "lr": "Learning rate",
     "learning_rate": "Learning rate",
     "scale": "Loss scale",
+    "kl": "KL",
+    "reward_std": "Reward deviation",
 }
 _LARGEST = 1e300
 

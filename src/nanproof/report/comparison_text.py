@@ -123,7 +123,7 @@ def terminal_table(comparison: Comparison) -> Table:
             for i, piece in enumerate(pieces or ()):
                 if i:
                     yield ""
-                yield _wide(comparison, piece, widths)
+                yield _wide(comparison, piece, widths, options.max_width)
 
     return Fitting()
 
@@ -154,18 +154,29 @@ def _pieces(widths: Sequence[int], room: int) -> list[list[int]] | None:
     return found
 
 
-def _wide(comparison: Comparison, columns: Sequence[int], widths: Sequence[int]) -> Table:
-    """A row an arm: its name, and some of the columns."""
+def _wide(comparison: Comparison, columns: Sequence[int], widths: Sequence[int], room: int) -> Table:
+    """A row an arm: its name, and some of the columns. Where heads do not fit in one line each column has its least width: left
+    to itself, rich breaks some heads, leaves others whole, and cuts the last columns off."""
     from rich.table import Table
 
     heads, *told = rows(comparison)
+    shown, last = (0, *columns), len(heads) - 1
+    whole = sum(max([_width(heads[i]), *(_width(row[i]) for row in told)]) + GAP for i in shown)
+    left = room - sum(widths[i] + GAP for i in shown if i != last) - GAP
+    most = {i: None if whole <= room else max(widths[i], left) if i == last else widths[i] or None for i in shown}
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for i in (0, *columns):
+    for i in shown:
         right = 0 < i <= len(comparison.columns) and is_numeric(comparison.columns[i - 1])
-        table.add_column(_styled(heads[i]), justify="right" if right else "left", min_width=widths[i] or None, overflow="fold")
+        table.add_column(
+            _styled(heads[i]),
+            justify="right" if right else "left",
+            min_width=widths[i] or None,
+            max_width=most[i],
+            overflow="fold",
+        )
     for arm, row in zip(comparison.arms, told, strict=True):
         bad = [False, *(is_bad(arm.values.get(column.key)) for column in comparison.columns), False]
-        table.add_row(*(_styled(row[i], "bold red" if bad[i] else "") for i in (0, *columns)))
+        table.add_row(*(_styled(row[i], "bold red" if bad[i] else "") for i in shown))
     return table
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from nanproof.errors import UsageError
 from nanproof.report.text import printable
 
+WARM = "warm"
+"""The folder of the warm start, which every arm begins with."""
 LOWERED = 120.0
 """How far the reported arms lower the logit of the judge's token in the policy: exp(120) is Inf in fp32."""
 

@@ -76,8 +76,12 @@ def _died(r: Result) -> Check:
 def _patched(r: Result, warm: Result | None) -> Iterable[Check]:
     yield Check(
         "patched: does not die; rows of NaN are sampled from as if they were numbers, and every step is NaN, or all but one",
-        f"{r.ending}; {_nan(r)}, {r.bad_rows} rows of logits replaced",
-        r.ending == "finished" and r.bad_rows > 0 and r.nonfinite_steps > 1 and r.nonfinite_steps >= r.steps - 1 and _all_nan(r),
+        f"{r.ending}; {_nan(r)}, {r.bad_rows or 0} rows of logits replaced",
+        r.ending == "finished"
+        and (r.bad_rows or 0) > 0
+        and r.nonfinite_steps > 1
+        and r.nonfinite_steps >= r.steps - 1
+        and _all_nan(r),
     )
     if r.setting.get("trainer") == "trl":
         seen = next((int(found[1]) for note in r.notes if (found := _SEEN.search(note)) is not None), None)

@@ -11,10 +11,10 @@ from nanproof.core.environment import device_name, versions_now
 from nanproof.recipes.machine import device
 from nanproof.recipes.results import FILE, few, shared
 from nanproof.recipes.vlm_grpo.apart import train_apart
-from nanproof.recipes.vlm_grpo.arms import FIXED, GUARDED, SETTINGS, Setting, changed
+from nanproof.recipes.vlm_grpo.arms import FIXED, GUARDED, SETTINGS, WARM, Setting, changed
 from nanproof.recipes.vlm_grpo.claims import checks
 from nanproof.recipes.vlm_grpo.results import Result
-from nanproof.recipes.vlm_grpo.running import WARM, Workshop
+from nanproof.recipes.vlm_grpo.running import Workshop
 from nanproof.recipes.vlm_grpo.training import RECORDS
 from nanproof.report.comparison import Arm, Check, Column, Comparison
 
@@ -48,7 +48,12 @@ COLUMNS = (
     Column("nonfinite", "NaN tensors", "text", note="Trainable tensors that are not finite at the end, of all."),
     Column("refused", "refused", "count", note="Attempts at a step that the guard refused; a healed one is run again."),
     Column("skipped", "skipped", "count", note="Steps that were not taken in the end."),
-    Column("rolled_back", "rolled back", "count", note="Times that the run went back to a checkpoint."),
+    Column(
+        "rolled_back",
+        "rolled back",
+        "count",
+        note="Times that the run went back to a checkpoint; a step that was only run again is among the refused.",
+    ),
     Column("seconds", "seconds", "seconds", note="Training alone; several arms at a time take longer each."),
 )
 MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "loss", "grad_norm", "seconds")

@@ -47,7 +47,7 @@ class Result(Saved):
     tensors: int | None = None
     nonfinite_steps: int = 0
     """Steps whose logged loss or gradient norm was NaN or Inf."""
-    bad_rows: int = 0
+    bad_rows: int | None = None
     """Rows of logits with a NaN or Inf while replies were sampled. Under nanproof a reply ends with the first, so it has one."""
     refused: int = 0
     """Attempts at a step that the guard refused."""
@@ -77,9 +77,10 @@ class Result(Saved):
                 f"entropy {few(self.entropy)}, grad_norm {few(self.grad_norm)}, loss {few(self.loss)}"
             )
         if self.tensors is not None:
+            counted = "" if self.bad_rows is None else f"{self.bad_rows} bad rows of logits, "
             told.append(
                 f"  {self.nonfinite} of {self.tensors} trainable tensors not finite, {self.nonfinite_steps} steps with a NaN or "
-                f"Inf, {self.bad_rows} bad rows of logits, {self.refused} attempts refused, {self.skipped} steps skipped"
+                f"Inf, {counted}{self.refused} attempts refused, {self.skipped} steps skipped"
             )
         memory = f", {self.memory / 2**30:.2f} GiB" if self.memory is not None else ""
         told.append(f"  {self.steps} steps in {self.seconds or 0:.1f} s{memory}")

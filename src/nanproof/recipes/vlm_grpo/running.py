@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nanproof.recipes.machine import device, ran_on, reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.results import FILE
 from nanproof.recipes.vlm_grpo import grpo_loop, scenes
-from nanproof.recipes.vlm_grpo.arms import Setting
+from nanproof.recipes.vlm_grpo.arms import WARM, Setting
 from nanproof.recipes.vlm_grpo.asking import Chance, Marks, examine
 from nanproof.recipes.vlm_grpo.models import Seeing, load
 from nanproof.recipes.vlm_grpo.patches import DocumentProcessor
@@ -36,8 +36,9 @@ from nanproof.recipes.vlm_grpo.training import (
     write_log,
 )
 from nanproof.recipes.vlm_grpo.warm import Schooling, school, schooling_for
+from nanproof.report.text import printable
 
-WARM, MODEL, ADAPTER = "warm", "model", "adapter"
+MODEL, ADAPTER = "model", "adapter"
 KEYS = ("arm", "model", "scenes")
 """What the settings of every arm name."""
 SHOWN = 8
@@ -67,6 +68,17 @@ class Workshop:
         self._sets: dict[str, list[Scene]] | None = None
         self._warm: Seeing | None = None
 
+    @classmethod
+    def found(cls, out: Path, progress: Progress | None = None) -> Workshop:
+        """That of a folder in which a warm start was made: with its model, its scenes and its schooling."""
+        there = begun(out / WARM, (*KEYS, "train", "valid"))
+        if there is None:
+            raise UsageError(
+                f"{printable(str(out))} has no warm start. `nanproof recipe vlm-grpo sft --out {printable(str(out))}` makes it"
+            )
+        how = Schooling(**{f.name: there[f"sft_{f.name}"] for f in fields(Schooling)})
+        return cls(out, there["model"], train=there["train"], valid=there["valid"], schooling=how, progress=progress)
+
     # -- what is shared --------------------------------------------------------------------------------------------------------
 
     @property
@@ -89,7 +101,7 @@ class Workshop:
     def make_data(self) -> dict[str, list[Scene]]:
         """Make the scenes and write them into the folder."""
         made = scenes.make(self._counts["train"], self._counts["valid"], self._counts["seed"])
-        scenes.save(self.out / "data", made)
+        scenes.keep(self.out, made)
         self._sets = None
         return made
 
@@ -99,6 +111,7 @@ class Workshop:
             "arm": WARM,
             "model": self.model_name,
             "scenes": scenes.checksum(self.sets),
+            **{name: len(self.sets[name]) for name in ("train", "valid")},
             **{f"sft_{key}": value for key, value in asdict(self.schooling).items()},
         }
         folder = self.out / WARM

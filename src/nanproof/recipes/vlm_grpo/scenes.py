@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from nanproof.core.files import write_whole
 from nanproof.errors import UsageError
+from nanproof.recipes.folders import BEGUN
+from nanproof.recipes.vlm_grpo.arms import WARM
 from nanproof.report.text import printable
 
 SIDE, CELL = 32, 4
@@ -183,6 +185,15 @@ def _one(rng: random.Random) -> Scene:
 
 
 # -- on disk -------------------------------------------------------------------------------------------------------------------
+
+
+def keep(out: Path, made: Mapping[str, Sequence[Scene]]) -> dict[str, Path]:
+    """Put scenes into the folder of a recipe, unless models in it were trained with others: nobody could use those any more."""
+    folder = out / "data"
+    paths = {name: folder / f"{name}.jsonl" for name in made}
+    if (out / WARM / BEGUN).exists() and checksum({name: load(path) for name, path in paths.items()}) != checksum(made):
+        raise UsageError(f"{printable(str(out))} has models that were trained with other scenes. Choose another --out")
+    return save(folder, made)
 
 
 def save(folder: Path, sets: Mapping[str, Sequence[Scene]]) -> dict[str, Path]:

@@ -17,10 +17,10 @@ from nanproof.recipes.machine import reproducible
 from nanproof.recipes.progress import Progress
 from nanproof.recipes.results import FILE, few, plain
 from nanproof.recipes.vlm_grpo import grpo_loop
-from nanproof.recipes.vlm_grpo.arms import Setting
+from nanproof.recipes.vlm_grpo.arms import WARM, Setting
 from nanproof.recipes.vlm_grpo.faults import NONE, Session, known
 from nanproof.recipes.vlm_grpo.results import Result
-from nanproof.recipes.vlm_grpo.running import KEYS, WARM, Workshop
+from nanproof.recipes.vlm_grpo.running import KEYS, Workshop
 from nanproof.recipes.vlm_grpo.scenes import load
 from nanproof.recipes.vlm_grpo.training import RECORDS, Trained, nonfinite_tensors
 from nanproof.recipes.vlm_grpo.warm import Schooling, schooling_for

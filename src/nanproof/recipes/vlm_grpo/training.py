@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ class Trained:
     """Sampling from NaN on CUDA: an assertion in a kernel, after which this process cannot use the device."""
     nonfinite: int | None = None
     """Trainable tensors that were not finite when that was last looked at, where the device is lost."""
-    bad_rows: int = 0
+    bad_rows: int | None = None
     """Rows of logits with a NaN or Inf that were sampled from, a row a token; or replies that ended because of one."""
     incidents: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -70,7 +70,9 @@ def chosen_precision(model: nn.Module, asked: str) -> Precision:
     place = device()
     if asked not in ("auto", "bf16", "fp32"):
         raise UsageError(f"--precision {printable(asked)} is unknown. Choose auto, bf16 or fp32")
-    chosen = choose(model, place, "fp32" if asked == "auto" and place.type == "cpu" else cast(Ask, asked))
+    if asked == "auto" and place.type == "cpu":
+        return replace(choose(model, place, "fp32"), reason="on a CPU, casting so small a model costs more than it saves")
+    chosen = choose(model, place, cast(Ask, asked))
     return choose(model, place, "fp32") if chosen.scaler else chosen
 
 
