@@ -158,6 +158,7 @@ def done(tmp_path_factory):
     shop = Workshop(tmp_path_factory.mktemp("done"), train=4, valid=2, schooling=Schooling(steps=30))
     every = results()
     warm = {"arm": "warm", "model": "tiny", "scenes": shop._told(BROKEN)["scenes"]}
+    warm |= {name: len(shop.sets[name]) for name in ("train", "valid")}
     warm |= {key: value for key, value in shop._told(BROKEN).items() if key.startswith("sft_")}
     for name, setting in (("warm", warm), *((s.name, shop._told(s)) for s in arms_of(2, CHANGES))):
         (shop.out / name).mkdir()
