@@ -75,10 +75,19 @@ def test_a_file_of_the_run_names_the_run(runs):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+def started(command):
+    """As from a terminal: whoever runs the tests in the background has Ctrl-C ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_ends_quietly_and_the_run_goes_on(tmp_path):
     guard = guard_in(tmp_path / "run")
     train(guard, 0, 10)
-    watcher = subprocess.Popen([*COMMAND, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watcher = started([*COMMAND, str(tmp_path / "run")])
     assert watcher.stdout is not None
     assert watcher.stdout.readline().startswith("step 7: nonfinite-loss, skipped")
     watcher.stdout.readline()
@@ -93,7 +102,7 @@ def test_ctrl_c_ends_quietly_and_the_run_goes_on(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_the_page_from_the_printed_address_to_ctrl_c(runs):
     """As a browser does it: the address, a redirect with a cookie, the page, its data."""
-    server = subprocess.Popen([*COMMAND, str(runs / "two"), "--web"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = started([*COMMAND, str(runs / "two"), "--web"])
     assert server.stdout is not None
     url, elsewhere = server.stdout.readline().strip(), server.stdout.readline()
     assert f"ssh -L {url.split(':')[2].split('/')[0]}:127.0.0.1:" in elsewhere
@@ -109,7 +118,7 @@ def test_the_page_from_the_printed_address_to_ctrl_c(runs):
 
 def test_a_reader_that_leaves_ends_it_quietly(runs):
     """`nanproof watch run | head -1`."""
-    watcher = subprocess.Popen([*COMMAND, str(runs)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watcher = started([*COMMAND, str(runs)])
     assert watcher.stdout is not None and watcher.stderr is not None
     watcher.stdout.close()
     assert watcher.wait(timeout=20) == 0
