@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanproof.errors import UsageError
+from nanproof.recipes.progress import Advance as Tick
 from nanproof.recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing
 from nanproof.recipes.vlm_grpo.rewards import caption_reward, place_reward
 from nanproof.recipes.vlm_grpo.scenes import COLOURS, FORMS, GRID, SIZES, Scene
@@ -19,7 +20,6 @@ MORE = 3
 """Tokens that a reply may have beyond the longest right one."""
 MOST = 2**28
 """Bytes of pictures that are kept prepared: those of the tiny model are a tenth of it, those of a real one would be gigabytes."""
-Tick = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from nanproof.integrations.sampling import GuardedSampling
 from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device
+from nanproof.recipes.progress import Advance as Tick
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
 from nanproof.recipes.vlm_grpo.asking import Prepared, Replies, never, prompts, reply
 from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
@@ -34,7 +35,6 @@ from nanproof.recipes.vlm_grpo.rewards import reward
 from nanproof.recipes.vlm_grpo.scenes import Scene
 from nanproof.recipes.vlm_grpo.training import (
     RECORDS,
-    Tick,
     Trained,
     chosen_precision,
     died,

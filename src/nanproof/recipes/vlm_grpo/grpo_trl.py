@@ -22,6 +22,7 @@ from nanproof.integrations.patches import Patches
 from nanproof.integrations.versions import check_version
 from nanproof.policy import Policy
 from nanproof.recipes.machine import device, needs
+from nanproof.recipes.progress import Advance as Tick
 from nanproof.recipes.vlm_grpo.arms import LOWERED, Setting
 from nanproof.recipes.vlm_grpo.asking import longest, never
 from nanproof.recipes.vlm_grpo.judge import lower, readable, verdict
@@ -32,7 +33,6 @@ from nanproof.recipes.vlm_grpo.scenes import Scene
 from nanproof.recipes.vlm_grpo.training import (
     LOGGED,
     RECORDS,
-    Tick,
     Trained,
     chosen_precision,
     died,

@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 from nanproof.recipes.results import Saved, few
 from nanproof.records import Incident
 
-LOGGED = ("loss", "train_reward", "reward_std", "kl", "entropy", "grad_norm")
-
 
 @dataclass(frozen=True, slots=True)
 class Result(Saved):
     """The measured end of one arm, or of the warm start."""
 
-    NUMBERS: ClassVar[tuple[str, ...]] = LOGGED
+    NUMBERS: ClassVar[tuple[str, ...]] = ("loss", "train_reward", "reward_std", "kl", "entropy", "grad_norm")
 
     name: str
     setting: Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +24,6 @@ LOG = "training_log.jsonl"
 RECORDS = "nanproof"
 """Where the guard writes, in the folder of the arm."""
 LOGGED = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm")
-Tick = Callable[[int, str], None]
-"""Steps done, and a word about the last."""
 
 
 @dataclass

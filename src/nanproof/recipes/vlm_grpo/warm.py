@@ -17,12 +17,12 @@ from torch import Tensor
 
 from nanproof.guard import Guard
 from nanproof.policy import Policy
+from nanproof.recipes.progress import Advance as Tick
 from nanproof.recipes.vlm_grpo.asking import Prepared, prompts
 from nanproof.recipes.vlm_grpo.models import Seeing
 from nanproof.recipes.vlm_grpo.scenes import Scene
 
 IGNORED = -100
-Tick = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
