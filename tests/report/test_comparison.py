@@ -437,3 +437,17 @@ def test_torch_is_not_needed(tmp_path):
 def test_a_check_is_a_plain_truth_value():
     given = replace(compared.small(), checks=(Check("a", "b", 1),))
     assert given.to_json()["checks"] == [{"claim": "a", "measured": "b", "holds": True}]
+
+
+def test_no_width_cuts_a_column_off():
+    """Heads of several words, some of which rich would leave whole: every last value of every column is there at any width."""
+    titles = ["reward", "reward_std", "logged loss", "NaN/Inf steps", "bad logits", "NaN tensors", "refused", "rolled back"]
+    columns = tuple(Column(f"c{i}", title, "count") for i, title in enumerate(titles))
+    values = {f"c{i}": 701 + i for i in range(len(titles))}
+    made = Comparison("r", "t", "l", columns, (Arm("guarded-seed-1", "", "finished", values),))
+    for width in range(50, 140):
+        console = Console(width=width, file=io.StringIO())
+        console.print(rich_table(made))
+        words = console.file.getvalue().split()
+        assert {str(value) for value in values.values()} <= set(words), width
+        assert {word for title in titles for word in title.split()} <= set(words), width
