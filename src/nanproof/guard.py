@@ -28,7 +28,7 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.caps import SkipCaps
 from nanproof.core.checks import OwnLoop, check_arguments, check_scalar
 from nanproof.core.context import RandomState, settings
-from nanproof.core.evidence import bad_buffer, from_finding, listed
+from nanproof.core.evidence import bad_buffer, from_finding
 from nanproof.core.inquest import Inquest
 from nanproof.core.optimizers import bare_optimizer
 from nanproof.core.runner import Runner
@@ -45,6 +45,7 @@ from nanproof.recover.heal import Healer
 from nanproof.recover.recovery import Recovery
 from nanproof.recover.salvage import Salvage
 from nanproof.recover.state import Part
+from nanproof.wording import listed
 
 log = logging.getLogger("nanproof")
 

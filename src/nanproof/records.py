@@ -3,9 +3,11 @@
 On disk every record is one line of strict JSON. A bare `NaN` is not JSON, so non-finite numbers are written as the
 strings "nan", "inf" and "-inf"; a gradient that was absent is null:
 
-    {"v":1,"kind":"header","names":["embed.weight","head.weight"]}
-    {"v":1,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1.0,"lr":[0.001],"scale":null,
+    {"v":2,"kind":"header","names":["embed.weight","head.weight"]}
+    {"v":2,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1.0,"lr":[0.001],"scale":null,
      "norms":["nan",null]}
+
+Version 2 stores what was decided about an incident in fields; version 1 had it in the text of `message`. Both are read.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+from nanproof import wording
+
+VERSION = 2
 ABSENT = -1.0
 """Stands for "this parameter had no gradient" among norms, which are never negative."""
 
@@ -34,7 +38,9 @@ KINDS = (
     "exception",
     "generation",
 )
-ACTIONS = ("recorded", "clipped", "skipped", "rewound", "rolled-back", "halted")
+ACTIONS = ("recorded", "clipped", "skipped", "salvaged", "healed", "rewound", "rolled-back", "halted")
+"""What was done about an incident. "salvaged": the step was taken with what was good of its batch; "healed": the run goes on under
+a verified fix; "rewound" and "rolled-back": the run went back to a good state, in memory or in a checkpoint."""
 FORECASTS = (
     "activation-overflow",
     "divergence",
@@ -210,15 +216,7 @@ class Diagnosis:
     alternatives: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.cause == "none":
-            return f"nothing wrong: {'; '.join(self.evidence)}"
-        place = [f"op {self.op}"] if self.op else []
-        place += [f"at {self.source}"] if self.source else []
-        place += [f"in {self.where}"] if self.where and self.where != self.source else []
-        place += [f"{name} {few(found)}" for name, found in (("sample", self.samples), ("token", self.tokens)) if found]
-        how = "fix verified on the replay" if self.verified else f"confidence {self.confidence:.2f}, fix not verified"
-        said = f"cause: {self.cause}" + (f" ({how})" if self.cause != "unknown" else "")
-        return said + (f", {', '.join(place)}" if place else "") + (f". {self.fix}" if self.fix else "")
+        return wording.diagnosis(self)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
@@ -249,25 +247,58 @@ class Incident:
     terms: tuple[tuple[str, float], ...] = ()
     """Name and value of each term of the loss, of the bad micro-batch where that is known; see `weighted_sum`."""
     message: str = ""
+    """What was seen, in words. What was done about it is in the fields below, and in `outcome` in words."""
     diagnosis: Diagnosis | None = None
     bundle: str | None = None
+    remedy: str | None = None
+    """The verified fix that the run goes on under, in words."""
+    undone: tuple[str, ...] = ()
+    """Earlier fixes that did not hold, and were taken back."""
+    restored_step: int | None = None
+    """The step that the run went back to."""
+    restored_from: str | None = None
+    """Where that state was: "memory", or the name of a checkpoint."""
+    stepped_over: int = 0
+    """Batches that the data skips after going back."""
+    attempt: int = 0
+    """How often the run went back because of this trouble, this time included."""
+    left_out: tuple[int, ...] = ()
+    """Samples of the batch that the step was taken without. A salvaged step without any was taken without `micro_batch`."""
+    quarantined: tuple[int, ...] = ()
+    """Dataset indices that no later batch will hold."""
+    cap: str | None = None
+    """The limit that was reached: a setting of `Policy`, "no-healthy-row" or "broken-state"."""
+    cap_count: int = 0
+    """How many refused steps, generations or rollbacks it took to reach it."""
+    same_as: int | None = None
+    """The step of the first incident like this one, whose diagnosis holds for this one too."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.action not in ACTIONS:
             raise ValueError(f"unknown incident kind {self.kind!r} or action {self.action!r}")
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.kind}, {self.action}. {self.message}".rstrip()
+        return wording.incident(self)
+
+    @property
+    def outcome(self) -> str:
+        """What was done about it, in words; empty where `action` says it all."""
+        return wording.outcome(self)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
+        for f in fields(self):
+            if f.name in _DECISION and getattr(self, f.name) == f.default:
+                del plain[f.name]
         if plain.pop("terms"):
             plain["terms"] = _named(self.terms)
         return {"v": VERSION, **plain}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Incident:
+        """The inverse of `to_json`. A record of version 1 has none of the fields that say what was decided."""
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        values |= {name: tuple(values[name]) for name in ("undone", "left_out", "quarantined") if name in values}
         values["culprits"] = tuple((name, decode(norm)) for name, norm in data["culprits"])
         values["terms"] = _pairs(data.get("terms", {}))
         for name in ("loss", "grad_norm"):
@@ -275,6 +306,22 @@ class Incident:
         if data["diagnosis"] is not None:
             values["diagnosis"] = Diagnosis.from_json(data["diagnosis"])
         return cls(**values)
+
+
+_DECISION = (
+    "remedy",
+    "undone",
+    "restored_step",
+    "restored_from",
+    "stepped_over",
+    "attempt",
+    "left_out",
+    "quarantined",
+    "cap",
+    "cap_count",
+    "same_as",
+)
+"""Fields of an incident that are written only where they say something."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,7 +346,7 @@ class Forecast:
             raise ValueError(f"unknown kind of forecast {self.kind!r}")
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.kind} ahead. {self.message}"
+        return wording.forecast(self)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
@@ -310,12 +357,6 @@ class Forecast:
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         numbers = {name: decode(values[name]) for name in ("steps", "margin") if values.get(name) is not None}
         return cls(**{**values, **numbers, "also": tuple(values.get("also", ()))})
-
-
-def few(numbers: Sequence[int], most: int = 4) -> str:
-    """The first of them, and how many more."""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
 
 
 def encode(x: float | None) -> float | str | None:

@@ -17,6 +17,7 @@ from nanproof.core.stats import Finding
 from nanproof.core.terms import rose_most
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident, StepRecord
+from nanproof.wording import listed
 
 _NAMED = 8
 """Culprits an incident lists at the most."""
@@ -192,11 +193,3 @@ def bad_buffer(record: StepRecord, name: str) -> Incident:
 def largest(norms: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
     """The parameters with the largest gradients, largest first."""
     return tuple(sorted(norms, key=lambda pair: -pair[1])[:_NAMED])
-
-
-def listed(names: Sequence[str]) -> str:
-    """A few names, and how many more."""
-    if not names:
-        return "on another rank"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -20,6 +20,7 @@ from nanproof.core.tree import map_tensors, tensors_in
 from nanproof.explain.calls import Call, Survey
 from nanproof.explain.replay import Outcome, Replay
 from nanproof.explain.trace import Op, Operand, Trace
+from nanproof.wording import few
 
 _PUT_THERE = {
     "masked_fill",
@@ -90,14 +91,10 @@ class Birth:
         """ "at sample 3, token 17", as far as it is known."""
         said = []
         if self.samples:
-            said.append(f"sample {self.samples[0]}" if len(self.samples) == 1 else f"samples {_few(self.samples)}")
+            said.append(f"sample {self.samples[0]}" if len(self.samples) == 1 else f"samples {few(self.samples)}")
         if self.tokens:
-            said.append(f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"tokens {_few(self.tokens)}")
+            said.append(f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"tokens {few(self.tokens)}")
         return " at " + ", ".join(said) if said else ""
-
-
-def _few(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
 def first_bad(value: Tensor) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from nanproof.core.parameters import Parameters, local
 from nanproof.core.telemetry import Courier
 from nanproof.core.tree import tensors_in
 from nanproof.records import ABSENT, StepRecord
+from nanproof.wording import listed
 
 FIRST_STEPS = 3
 NEVER = 4
@@ -106,10 +107,7 @@ class SilentWatch:
         foreign, left_out = self._parameters.foreign, self._parameters.left_out
         if not (foreign and left_out) or self._steps > 1:
             return None
-        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
-        message = (
-            f"the optimizer holds {len(foreign)} tensors that the model does not have, and lacks {', '.join(left_out[:3])}{more}"
-        )
+        message = f"the optimizer holds {len(foreign)} tensors that the model does not have, and lacks {listed(left_out)}"
         return Signal("foreign-parameters", message, {"message": message, "left_out": left_out}, record.step)
 
     def _missing(self, record: StepRecord) -> Signal | None:

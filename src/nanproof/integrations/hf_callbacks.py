@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from nanproof.core.evidence import listed
 from nanproof.errors import UsageError
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
@@ -26,6 +25,7 @@ from nanproof.observe.settings import AUTO, Observe
 from nanproof.observe.tables import COLUMNS, Rows, largest
 from nanproof.policy import Policy
 from nanproof.records import ABSENT, StepRecord
+from nanproof.wording import listed
 
 log = logging.getLogger("nanproof")
 

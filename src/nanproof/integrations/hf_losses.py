@@ -23,7 +23,7 @@ from nanproof.errors import UsageError
 from nanproof.integrations.hf_callbacks import NanproofCallback
 from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.loss_checks import Facts, LossCheck, labels_of, out_of_range, read_all, shifts_labels, vocabulary
-from nanproof.records import few
+from nanproof.wording import few
 
 log = logging.getLogger("nanproof")
 

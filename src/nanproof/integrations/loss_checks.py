@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from nanproof.core.parameters import is_dtensor, unwrap
 from nanproof.core.terms import of_the_terms
 from nanproof.numerics.losses import supervised_tokens
-from nanproof.records import few
+from nanproof.wording import few
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from nanproof.core.caps import SkipCaps
 from nanproof.errors import UsageError
 from nanproof.explain import causes
 from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor
-from nanproof.records import Diagnosis, Incident, few
+from nanproof.records import Diagnosis, Incident
+from nanproof.wording import few
 
 if TYPE_CHECKING:
     from nanproof.guard import Guard

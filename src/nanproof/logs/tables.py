@@ -43,7 +43,7 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    if text.startswith(b'{"v":1,"kind":"step"'):
+    if text.startswith((b'{"v":1,"kind":"step"', b'{"v":2,"kind":"step"')):
         cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
         text = text[:cut] + b"}" if cut > 0 else text
     try:

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from nanproof.core.terms import weighted_sum
 from nanproof.errors import UsageError
-from nanproof.records import few
+from nanproof.wording import few
 
 __all__ = ["Supervision", "check_supervised", "masked_cross_entropy", "masked_mse", "supervised_tokens", "weighted_sum"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from nanproof.core.casting import HALF, buffers_beside, cast
-from nanproof.core.evidence import listed
 from nanproof.core.parameters import clean_name, local, unwrap
 from nanproof.errors import UsageError
 from nanproof.explain.causes.learning import Bf16UpdateRounding
 from nanproof.explain.causes.optimizer import Fp16OptimizerUnderflow, Fp16WeightsWithGradScaler
+from nanproof.wording import listed
 
 Ask = Literal["auto", "bf16", "fp16", "fp32"]
 _DIVIDES_BY_EPS = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanproof.core.attempts import Attempt
-from nanproof.core.evidence import listed
 from nanproof.core.files import reason
 from nanproof.core.runner import Runner, Watcher
 from nanproof.errors import NanproofError, UsageError
@@ -32,6 +31,7 @@ from nanproof.recover.snapshots import Snapshot, Snapshots
 from nanproof.recover.state import Part, RunState
 from nanproof.recover.store import Saved, Store
 from nanproof.recover.supply import Places, Supply
+from nanproof.wording import listed
 
 log = logging.getLogger("nanproof")
 

@@ -19,6 +19,7 @@ from nanproof.core.parameters import clean_name, unwrap
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the list of interventions)
 from nanproof.explain.interventions import Intervention
 from nanproof.explain.replay import eager
+from nanproof.wording import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +363,7 @@ class OwnParameters(Remedy):
 
     @property
     def description(self) -> str:
-        names = self.settings["names"]
-        return f"the optimizer also holds {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"the optimizer also holds {listed(self.settings['names'])}"
 
     def apply(self) -> None:
         groups = self.patient.optimizer.param_groups

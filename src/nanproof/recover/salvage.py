@@ -15,9 +15,10 @@ from nanproof.core.attempts import Attempt
 from nanproof.core.runner import Runner
 from nanproof.core.tree import tensors_in
 from nanproof.explain.locate import batch_shape
-from nanproof.records import Incident, few
+from nanproof.records import Incident
 from nanproof.recover.supply import Supply
 from nanproof.recover.tickets import Ticket
+from nanproof.wording import few
 
 
 class Salvage:

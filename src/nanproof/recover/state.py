@@ -18,6 +18,7 @@ from nanproof.core.context import NumpyState, RandomState, change_settings, sett
 from nanproof.core.parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.stepper import Stepper
 from nanproof.errors import UsageError
+from nanproof.wording import listed
 
 VERSION = 1
 _NOT_OF_THE_RUN = ("fused", "foreach", "capturable", "differentiable", "maximize")
@@ -284,8 +285,7 @@ def _difference(
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name.split(".", 1)[1] for name in names[:3]) + more
+    return listed([name.split(".", 1)[1] for name in names])
 
 
 def encode_random(state: RandomState) -> dict[str, Any]:

@@ -3,7 +3,8 @@ what is shown of a run."""
 
 from __future__ import annotations
 
-from nanproof.records import Diagnosis, few
+from nanproof.records import Diagnosis
+from nanproof.wording import few
 
 Row = tuple[str, str | None]
 

@@ -15,7 +15,7 @@ from nanproof.explain.cause import Cause, Match, at_birth
 from nanproof.explain.interventions import NoEmptyMean, SafeDivision, ZeroInfinity
 from nanproof.explain.locate import extreme, far_off, guilty_sample
 from nanproof.explain.trace import Operand
-from nanproof.records import few
+from nanproof.wording import few
 
 FAR = 1e6
 """A sample that is so many times larger than the others of its batch is no sample of the same kind."""

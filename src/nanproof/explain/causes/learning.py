@@ -15,6 +15,7 @@ from nanproof.explain.cause import Cause, Match
 from nanproof.explain.interventions import Leaky
 from nanproof.explain.rehearse import changed_share, rehearse, slope_ratio, step_on_copies
 from nanproof.explain.surroundings import Attached, NonReentrant, weights_as
+from nanproof.wording import listed
 
 
 class OptimizerForeignParameters(Cause):
@@ -86,9 +87,8 @@ class NoGradientPath(Cause):
         if case.signal == "missing-gradients" and self._on_purpose(case, names):
             return None
         what = "no gradient" if case.signal != "zero-gradients" else "a gradient of exactly 0"
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         said = (
-            f"{', '.join(names[:2])}{more} get {what}, yet the loss depends on them: changed a little, it goes from "
+            f"{listed(names, 2)} get {what}, yet the loss depends on them: changed a little, it goes from "
             f"{moved[0]:.6g} to {moved[1]:.6g}"
         )
         return Match(

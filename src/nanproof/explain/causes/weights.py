@@ -12,11 +12,11 @@ from nanproof.explain.case import BadWeight, Case, Prescription, Trial
 from nanproof.explain.cause import Cause, Match
 from nanproof.explain.locate import batch_shape, extreme, where_in_batch
 from nanproof.explain.surroundings import weights_as
+from nanproof.wording import listed
 
 
 def _listed(bad: list[BadWeight]) -> str:
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return ", ".join(f"{b.name} ({b.count} elements)" for b in bad[:3]) + more
+    return listed([f"{b.name} ({b.count} elements)" for b in bad])
 
 
 def _repaired(case: Case, bad: list[BadWeight]) -> Trial:
