@@ -281,7 +281,7 @@ def _compare_with_never_seen(
     if optimizer.param_groups[0].get("fused"):
         optimizer._step_supports_amp_scaling = True
     torch.set_rng_state(random_state)
-    twin = nanproof.Guard(model, optimizer, loss_fn=loss_fn, max_norm=guard._stepper.max_norm, policy=guard.policy)
+    twin = nanproof.Guard(model, optimizer, loss_fn=loss_fn, max_norm=guard.parts.stepper.max_norm, policy=guard.policy)
     for i, batch in enumerate(batches):
         if refused[i]:
             continue

@@ -166,7 +166,7 @@ def no_syncs(steps: int = 200) -> dict[str, Any]:
                     one()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            waits = guard._stepper._courier.waits
+            waits = guard.parts.stepper.courier.waits
         assert len(guard.history) == steps + 3 and not guard.incidents
         found[name] = {"steps": steps, "syncs": 0, "waits_for_a_record_two_steps_old": waits}
         print(f"{name}: {steps} steps under set_sync_debug_mode('error'): 0 host syncs; waited for a record {waits} times")

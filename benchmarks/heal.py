@@ -254,7 +254,7 @@ def judge(name: str) -> dict[str, Any]:
         if not done.error and finite(done.training) and yardstick.says_something:
             marks[way]["progress"] = round(yardstick.progress(done), 3)
         if way in ("heal", "all"):
-            said = [i.message.split("; healed: ")[1] for i in done.incidents if "; healed: " in i.message]
+            said = [i.remedy for i in done.incidents if i.remedy is not None]
             marks[way]["remedies"] = said
     return marks
 

@@ -142,7 +142,7 @@ def stopped(pipe: int, spec: Spec, folder: Path, steps: int) -> None:
     run = Run(spec, folder)
     run.data = run.guard.wrap(run.data)
     run.train(steps, lambda step: None)
-    run.guard._recovery.close(alone=False)
+    run.guard.parts.recovery.close(alone=False)
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------------------
@@ -174,8 +174,8 @@ def full_for_a_while(pipe: int, spec: Spec, folder: Path, how: str) -> None:
     looks = []
 
     def look() -> None:
-        assert run.guard._recovery._saver is not None
-        run.guard._recovery._saver.wait()
+        assert run.guard.parts.recovery.saver is not None
+        run.guard.parts.recovery.saver.wait()
         looks.append([list(good_on_disk(folder / "checkpoints")), remains(folder / "checkpoints")])
 
     def fill() -> None:
@@ -214,7 +214,7 @@ def gone_for_a_while(pipe: int, spec: Spec, folder: Path) -> None:
 
     def stepped(step: int) -> None:
         if step in moves:
-            run.guard._recovery._saver.wait()
+            run.guard.parts.recovery.saver.wait()
             looks.append([list(good_on_disk(folder / "checkpoints")), remains(folder)])
             move = moves.pop(step)
             if move is not None:

@@ -41,7 +41,9 @@ def rank_life(
         nonlocal taken
         taken += 1
         table[step] = run.digest()
-        if taken >= poison_after > 0 and step < spec.steps and (start or run.guard._recovery.has_good):  # the same on both ranks
+        if (
+            taken >= poison_after > 0 and step < spec.steps and (start or run.guard.parts.recovery.has_good)
+        ):  # the same on both ranks
             taken = -(10**9)
             run.poison()
 

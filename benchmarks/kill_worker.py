@@ -142,7 +142,7 @@ class Run:
     def train(self, until: int, stepped: Callable[[int], None]) -> None:
         """Epochs until so many steps are taken."""
         guard = self.guard
-        while guard._next < until:
+        while guard.next_step < until:
             for batch in self.data:
                 if self.spec.kind == "own loop":
                     self.optimizer.zero_grad()
@@ -152,8 +152,8 @@ class Run:
                     self.scheduler.step()
                 else:
                     guard.train_step(batch)
-                stepped(guard._next)
-                if guard._next >= until:
+                stepped(guard.next_step)
+                if guard.next_step >= until:
                     break
 
     def poison(self) -> None:
@@ -372,5 +372,5 @@ def life(pipe: int, spec: Spec, folder: Path, board: Board, plan: Plan | None, p
 
 
 def _can_go_back(run: Run) -> bool:
-    recovery = run.guard._recovery
-    return recovery.has_good or any(saved.good for saved in recovery._store.checkpoints())
+    recovery = run.guard.parts.recovery
+    return recovery.has_good or any(saved.good for saved in recovery.store.checkpoints())

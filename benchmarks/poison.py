@@ -47,8 +47,8 @@ def buffer(name: str) -> Harm:
 
 
 def scale(guard: nanproof.Guard, value: float) -> None:
-    assert guard._stepper.scale is not None
-    guard._stepper.scale.tensors()["scale"].fill_(value)
+    assert guard.parts.stepper.scale is not None
+    guard.parts.stepper.scale.tensors()["scale"].fill_(value)
 
 
 HARMS: dict[str, Harm] = {
@@ -85,13 +85,13 @@ def run(seed: int, harm: Harm | None, value: float, place: str) -> tuple[nanproo
         )
         loader = DataLoader(samples(), 32, shuffle=True, generator=torch.Generator().manual_seed(seed))
         data, done = guard.wrap(loader), False
-        while guard._next < STEPS:
+        while guard.next_step < STEPS:
             for batch in data:
-                if guard._next == AT and harm is not None and not done:
+                if guard.next_step == AT and harm is not None and not done:
                     done = True
                     harm(guard, value)
                 guard.train_step(batch)
-                if guard._next >= STEPS:
+                if guard.next_step >= STEPS:
                     break
         guard.close()
     model.eval()
@@ -100,7 +100,7 @@ def run(seed: int, harm: Harm | None, value: float, place: str) -> tuple[nanproo
 
 
 def state(guard: nanproof.Guard) -> dict[str, Tensor]:
-    return {name: t.clone() for name, t in guard._recovery.state.tensors().items()}
+    return {name: t.clone() for name, t in guard.parts.recovery.state.tensors().items()}
 
 
 def main() -> None:

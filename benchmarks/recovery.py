@@ -67,14 +67,14 @@ class Bench:
         self.block(plain, 3)
         # Memory is taken here; and the next copy is due early in a block, so that all of its cost falls into it.
         self.block(keeping, (1 if "disk" in kept else 3) * steps + steps - steps // 10)
-        if keeping._recovery._saver is not None:
-            keeping._recovery._saver.wait()
+        if keeping.parts.recovery.saver is not None:
+            keeping.parts.recovery.saver.wait()
         without, with_one = [], []
         for _ in range(rounds):
             without.append(self.block(plain, steps))
             with_one.append(self.block(keeping, steps))
-            if keeping._recovery._saver is not None:
-                keeping._recovery._saver.wait()
+            if keeping.parts.recovery.saver is not None:
+                keeping.parts.recovery.saver.wait()
         step = statistics.median(without) / steps
         more = statistics.median(b - a for a, b in zip(without, with_one, strict=True))
         self.step_seconds.append(step)
@@ -144,7 +144,7 @@ def measure(device: str, rounds: int, steps: int) -> dict[str, Any]:
     long = 6 * steps if device == "cuda" else 4 * steps
     add("checkpoint, written in the background", lambda: bench.extra(long, rounds, disk=long))
     bench.clear()
-    size = sum(t.nbytes for t in bench.guard()._recovery.state.tensors().values())
+    size = sum(t.nbytes for t in bench.guard().parts.recovery.state.tensors().values())
     result = {
         "parameters": sum(p.numel() for p in bench.model.parameters()),
         "state bytes": size,

@@ -132,7 +132,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _find(module: str, name: str) -> Node:
-    home = f"nanproof.{nanproof._HOME[name]}" if module == "nanproof" else module
+    home = f"nanproof.{nanproof.homes()[name]}" if module == "nanproof" else module
     for node in _tree(home).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node

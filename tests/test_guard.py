@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanproof
 from nanproof.records import read_incidents, read_steps
@@ -235,7 +236,7 @@ def test_bf16_weights_are_looked_at_without_a_copy_under_a_fused_optimizer():
     guard = guarded(model, torch.optim.AdamW(model.parameters(), fused=True))
     guard.train_step(batches(1, dtype=torch.bfloat16)[0])
     assert guard.history[0].weights_checked
-    assert guard._stepper.weights.restore is False
+    assert guard.parts.stepper.weights.restore is False
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -415,7 +416,7 @@ def test_micro_batches_that_the_loop_gave_up_are_forgotten():
     for module in model:
         if isinstance(module, nn.BatchNorm1d):
             module.reset_running_stats()
-    guard._stepper.buffers.refresh()
+    guard.parts.stepper.buffers.refresh()
     loss = mse(model, data[1])
     guard.backward(loss)
     guard.step()
@@ -595,18 +596,23 @@ def test_policy_gradients_with_losses_around_zero_have_no_incident():
 def test_too_many_refusals_in_a_row_halt_with_the_incident(lag):
     guard = guarded(policy=nanproof.Policy(max_consecutive_skips=3, lag=lag))
     bad = poison(batches(1)[0])
-    with pytest.raises(nanproof.TrainingHalted, match="4 steps in a row") as halted:
+    with pytest.raises(nanproof.TrainingHalted, match="4 steps in a row were refused") as halted:
         for _ in range(10):
             guard.train_step(bad)
-    assert halted.value.incident.action == "halted" and halted.value.incident.step == 3
+    incident = halted.value.incident
+    assert (incident.step, incident.action) == (3, "halted")
+    assert (incident.cap, incident.cap_count) == ("max_consecutive_skips", 4)
     assert [i.action for i in guard.incidents] == ["skipped"] * 3 + ["halted"]
 
 
 def test_too_high_a_rate_of_refusals_halts():
     guard = guarded(policy=nanproof.Policy(max_skip_rate=0.1, skip_window=20))
-    with pytest.raises(nanproof.TrainingHalted, match="3 of the last"):
+    with pytest.raises(nanproof.TrainingHalted, match="3 of the last steps were refused") as halted:
         for i, batch in enumerate(batches(20)):
             guard.train_step(poison(batch) if i % 3 == 0 else batch)
+    incident = halted.value.incident
+    assert (incident.step, incident.action) == (6, "halted") and incident is guard.incidents[-1]
+    assert (incident.cap, incident.cap_count) == ("max_skip_rate", 3)
 
 
 def test_an_accepted_step_resets_the_count_in_a_row():
@@ -620,7 +626,7 @@ def test_close_after_a_halt_does_not_raise():
     guard = guarded(policy=nanproof.Policy(max_consecutive_skips=0, lag=2))
     guard.train_step(poison(batches(1)[0]))
     guard.close()
-    assert guard.incidents[0].action == "halted"
+    assert guard.incidents[0].action == "halted" and guard.incidents[0].cap == "max_consecutive_skips"
 
 
 # -- odd models and optimizers -------------------------------------------------------------------------------------------------
@@ -840,15 +846,29 @@ def test_a_loss_with_parameters_of_its_own_is_healthy():
     assert "param_groups[0].params[6]" in guard.history[0].by_parameter
 
 
+class LargestResult(TorchDispatchMode):
+    """While open, notes how many elements the largest result of an operation has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (list, tuple)) else [result]
+        self.elements = max([self.elements, *(t.numel() for t in made if isinstance(t, torch.Tensor))])
+        return result
+
+
 def test_large_buffers_that_no_forward_writes_are_not_copied():
     model = net()
     model.register_buffer("table", torch.zeros(1 << 19), persistent=False)
     guard = guarded(model)
-    guard.train_step(batches(1)[0])
-    assert sum(flat.was.numel() for flat in guard._stepper.buffers._flats) < 100
+    with LargestResult() as untouched:
+        guard.train_step(batches(1)[0])
+    assert 0 < untouched.elements < 1 << 19
     model.table.add_(1)
-    guard.train_step(batches(1)[0])
-    assert sum(flat.was.numel() for flat in guard._stepper.buffers._flats) > 1 << 19
+    with LargestResult() as written:
+        guard.train_step(batches(1)[0])
+    assert written.elements >= 1 << 19
 
 
 def test_a_buffer_that_the_forward_rebinds_is_restored():
@@ -989,7 +1009,7 @@ def test_a_guard_that_is_dropped_lets_go_of_everything():
     model = net()
     guard = guarded(model)
     guard.train_step(batches(1)[0])
-    gone = weakref.ref(guard._stepper), weakref.ref(model)
+    gone = weakref.ref(guard.parts.stepper), weakref.ref(model)
     del guard, model
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
@@ -1037,10 +1057,14 @@ def test_copies_of_a_guarded_model_are_free_of_the_guard(tmp_path):
     guard.train_step(batches(1)[0])
     twin = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
-    kept = guard._stepper.buffers._flats[0].was.clone()
+    kept = model[1].running_mean.clone()
+    model[1].running_mean.fill_(7.0)  # what the guard would take for good if a hook of the copy reached it
     twin.train()(torch.randn(8, 6))
     twin.load_state_dict(net().state_dict())
-    assert torch.equal(guard._stepper.buffers._flats[0].was, kept)
+    buffers = guard.parts.stepper.buffers
+    assert not buffers.in_step
+    buffers.restore()
+    assert torch.equal(model[1].running_mean, kept)
     assert isinstance(torch.load(tmp_path / "model.pt", weights_only=False), nn.Sequential)
 
 
@@ -1206,10 +1230,10 @@ def test_an_interrupt_at_the_wrong_moment_does_not_stop_the_learning(where, monk
             def interrupt(*_):
                 raise KeyboardInterrupt
 
-            target = (
-                ("nanproof.core.verdict.Reading.of", interrupt) if where == "reading" else (guard._inquest, "hold", interrupt)
+            patch.setattr(
+                {"reading": "nanproof.core.verdict.Reading.of", "explaining": "nanproof.core.inquest.Inquest.hold"}[where],
+                interrupt,
             )
-            patch.setattr(*target)
         guard.train_step(data[6])
     armed["on"] = False
     before = copy.deepcopy(model.state_dict())
@@ -1223,7 +1247,13 @@ def test_an_interrupt_at_the_wrong_moment_does_not_stop_the_learning(where, monk
 def test_loading_a_checkpoint_forgets_what_was_under_way():
     model = net(dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = guarded(model, optimizer, policy=nanproof.Policy(lag=2))
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        return mse(model, batch)
+
+    guard = guarded(model, optimizer, loss_fn=loss_fn, policy=nanproof.Policy(lag=2))
     data = batches(8)
     for batch in data[:4]:
         guard.train_step(batch)
@@ -1233,11 +1263,14 @@ def test_loading_a_checkpoint_forgets_what_was_under_way():
     model.load_state_dict(saved[1])
     optimizer.load_state_dict(saved[2])
     guard.load_state_dict(saved[0])
-    assert guard._stepper._latch == 0 and not guard._runner.pending
+    under_way = guard.parts.engine.under_way
+    assert not under_way.pending and not under_way.held
     assert all(torch.equal(v, saved[1][k]) for k, v in model.state_dict().items())
+    calls.clear()
     guard.train_step(data[4])
     guard.sync()
-    assert guard.history[-1].step == 4 and guard.incidents == []
+    assert len(calls) == 1  # a step that the latch had held would have been run again
+    assert guard.history[-1].step == 4 and guard.history[-1].action != "skipped" and guard.incidents == []
 
 
 def test_a_step_of_ones_own_in_the_middle_of_train_steps_is_refused():
@@ -1472,4 +1505,4 @@ def test_guarded_optimizers_say_which_path_they_take():
     assert paths["AdamW-foreach"] == "host: AdamW(foreach=True) was asked for"
     assert paths["AdamW-single"] == "host: AdamW(foreach=False) was asked for"
     assert paths["Lion"] == "host: Lion has no fused form"
-    assert guarded(model, Lion(model.parameters()), policy=nanproof.Policy(lag=2))._stepper.lag == 0
+    assert guarded(model, Lion(model.parameters()), policy=nanproof.Policy(lag=2)).parts.stepper.lag == 0

@@ -7,31 +7,57 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
-LAYERS = [
-    "records",
-    "errors",
-    "logs",
-    "policy",
-    "core",
-    "observe",
-    "explain",
-    "recover",
-    "numerics",
-    "preflight",
-    "guard",
-    "integrations",
-    "report",
-    "watch",
-    "recipes",
-    "cli",
-]
+LAYERS = (
+    ("records", "wording"),
+    ("errors",),
+    ("logs",),
+    ("policy",),
+    ("core",),
+    ("observe",),
+    ("explain",),
+    ("recover",),
+    ("numerics",),
+    ("preflight",),
+    ("assembly", "guard"),
+    ("integrations",),
+    ("report",),
+    ("watch",),
+    ("recipes",),
+    ("cli",),
+)
 """A module imports from its own layer or an earlier one."""
+
+THEIRS = {
+    "_version": "torch.Tensor",
+    "_values": "torch.Tensor",
+    "_modules": "torch.nn.Module",
+    "_buffers": "torch.nn.Module",
+    "_parameters": "torch.nn.Module",
+    "_scale": "torch.amp.GradScaler",
+    "_optimizers": "accelerate.Accelerator",
+    "_schedulers": "accelerate.Accelerator",
+}
+"""Private names that modules of ours have too, and that are reached for on objects of somebody else."""
+
+SENTENCES = ("message", "outcome", "evidence", "fix", "remedy", "description")
+"""Attributes that hold sentences for people."""
+READS = set("split rsplit partition rpartition startswith endswith replace find index count strip lower upper".split())
+READS |= set("removeprefix removesuffix match search fullmatch".split())
+
+
+def modules():
+    return {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+
+
+def layer(name):
+    return next(i for i, names in enumerate(LAYERS) if name in names)
 
 
 def test_the_public_names():
@@ -78,29 +104,153 @@ def test_the_signatures_other_programs_are_written_against():
         assert hasattr(nanproof.Guard, name)
     fields = set(nanproof.Incident.__dataclass_fields__)
     assert {"step", "kind", "action", "loss", "grad_norm", "culprits", "rank", "diagnosis", "bundle"} <= fields
+    assert {"remedy", "restored_step", "restored_from", "left_out", "cap", "same_as"} <= fields
+    names = {**vars(nanproof.guard), "ProtectedRun": object}
+    hints = get_type_hints(nanproof.Guard.__init__), get_type_hints(nanproof.protect, names)
+    assert all(h["checkpoints"] == nanproof.Checkpoints | None for h in hints)
+    assert all(h["observe"] == nanproof.Observe | bool | None for h in hints)
     assert {"max_consecutive_skips", "max_skip_rate", "at_cap", "on_spike"} <= set(nanproof.Policy.__dataclass_fields__)
 
 
+def imported(node):
+    """The first part of every module of nanproof that a statement imports, also by `from nanproof import X`."""
+    if isinstance(node, ast.Import):
+        return [name.name.split(".")[1] for name in node.names if name.name.startswith("nanproof.")]
+    if not isinstance(node, ast.ImportFrom) or not node.module or node.module.split(".")[0] != "nanproof":
+        return []
+    if "." in node.module:
+        return [node.module.split(".")[1]]
+    homes = nanproof.homes()
+    named = [homes.get(name.name, name.name).split(".")[0] for name in node.names]
+    return [name for name in named if name != "__version__"]
+
+
 def test_imports_point_one_way():
-    for path in SRC.rglob("*.py"):
+    for path, tree in modules().items():
         place = path.relative_to(SRC).with_suffix("").parts[0]
         if place in ("__init__", "__main__"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                if name.startswith("nanproof."):
-                    target = name.split(".")[1]
-                    target, place = ("records" if x == "wording" else x for x in (target, place))  # one layer
-                    assert LAYERS.index(target) <= LAYERS.index(place), f"{path.name} imports {name}"
+        for node in ast.walk(tree):
+            for target in imported(node):
+                assert layer(target) <= layer(place), f"{path.relative_to(SRC)}:{node.lineno} imports {target}"
 
 
-def test_files_stay_readable():
-    for path in SRC.rglob("*.py"):
-        text = path.read_text()
-        assert len(text.splitlines()) <= 500, path
-        assert ast.get_docstring(ast.parse(text)), f"{path} does not say why it exists"
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from nanproof import Guard", ["guard"]),
+        ("from nanproof import wording, Policy", ["wording", "policy"]),
+        ("from nanproof.core.engine import Engine", ["core"]),
+        ("import nanproof.cli", ["cli"]),
+        ("from nanproof import __version__", []),
+        ("import torch", []),
+    ],
+)
+def test_every_way_to_import_is_seen(code, found):
+    assert imported(ast.parse(code).body[0]) == found
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_private_names(tree):
+    """Private names that a module gives to something."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return {name for name in found if private(name)}
+
+
+def reaches(trees):
+    """(path, line, name) of every use of a private name that another module of ours defines, subclasses included."""
+    own = {path: own_private_names(tree) for path, tree in trees.items()}
+    ours = set().union(*own.values())
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and private(node.attr) and node.attr in ours - own[path] - THEIRS.keys():
+                yield path, node.lineno, node.attr
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanproof"):
+                yield from ((path, node.lineno, name.name) for name in node.names if private(name.name))
+
+
+def test_no_module_uses_a_private_name_of_another():
+    assert [f"{path.relative_to(SRC)}:{line} {name}" for path, line, name in reaches(modules())] == []
+
+
+def test_a_private_door_would_be_found():
+    """In somebody else's object, in a subclass, and by import."""
+    library = ast.parse("class A:\n    def __init__(self):\n        self._x = 1\n    def _y(self): ...")
+    for user in ("def f(a): return a._x", "class B(A):\n    def g(self): return self._y()", "from nanproof.a import _z"):
+        assert len(list(reaches({"a": library, "b": ast.parse(user)}))) == 1
+    assert (
+        list(reaches({"a": library, "b": ast.parse("class C:\n    def h(self):\n        self._x = 2\n        return self._x")}))
+        == []
+    )
+
+
+def sentence(node):
+    """Whether an expression is a sentence for people: an attribute that holds one, or `str(incident)` and the like."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in SENTENCES
+    named = ("incident", "diagnosis", "forecast")
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "str"
+        and any(isinstance(arg, ast.Name) and arg.id in named for arg in node.args)
+    )
+
+
+def inspections(tree):
+    """Lines that look into a sentence: by a method of strings, by `in`, by comparing it, by cutting it, or by a pattern."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS:
+            if sentence(node.func.value) or any(sentence(arg) for arg in node.args):
+                yield node.lineno
+        elif isinstance(node, ast.Compare):
+            inside = [right for op, right in zip(node.ops, node.comparators, strict=True) if isinstance(op, (ast.In, ast.NotIn))]
+            same = [node.left, *node.comparators] if any(isinstance(op, (ast.Eq, ast.NotEq)) for op in node.ops) else []
+            constant = any(isinstance(x, (ast.Constant, ast.JoinedStr)) and x is not None for x in [node.left, *node.comparators])
+            if any(sentence(x) for x in inside) or (constant and any(sentence(x) for x in same)):
+                yield node.lineno
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            several = isinstance(node.value, ast.Attribute) and node.value.attr == "evidence"  # a list of sentences
+            if sentence(node.value) and not several:
+                yield node.lineno
+
+
+def test_no_code_looks_into_a_message():
+    """A decision is data. What is said about it is for people: nothing is decided by it."""
+    found = [f"{path.relative_to(SRC)}:{line}" for path, tree in modules().items() for line in inspections(tree)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        '"; healed: " in incident.message',
+        'incident.message.split("; ")',
+        'one.message.endswith("normal again")',
+        "re.search(pattern, incident.outcome)",
+        'incident.message == "the loss is nan"',
+        "incident.message[:20]",
+        '"rewound" in str(incident)',
+    ],
+)
+def test_a_look_into_a_message_would_be_found(code):
+    assert list(inspections(ast.parse(code))) == [1]
+
+
+def test_files_say_why_they_exist():
+    for path, tree in modules().items():
+        assert ast.get_docstring(tree), f"{path} does not say why it exists"
 
 
 @pytest.mark.parametrize(

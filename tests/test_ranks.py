@@ -147,6 +147,18 @@ def buffer_in_a_loop_of_ones_own(rank: int):
     return [[i.step, i.kind, i.action] for i in guard.incidents], all(bool(torch.isfinite(b).all()) for b in model.buffers())
 
 
+def second_of_a_kind(rank: int, kind: str):
+    """A NaN batch on rank 0, later an Inf loss on rank 1, and then the NaN batch again: three bad losses, two faults."""
+    model, optimizer = build(kind)
+    data = batches(STEPS, seed=rank + 1)
+    with nanproof.Guard(model, optimizer, loss_fn=loss_fault) as guard:
+        for i, batch in enumerate(data):
+            bad = poison(batch) if i in (2, 8) and rank == 0 else [*batch, True] if i == 5 and rank == 1 else batch
+            guard.train_step(bad)
+    found = [(i.diagnosis and (i.diagnosis.cause, i.diagnosis.rank)) for i in guard.incidents]
+    return [[i.step, i.kind, i.rank, i.same_as, told] for i, told in zip(guard.incidents, found, strict=True)]
+
+
 def leaves_at_once(rank: int):
     """Rank 0's own code raises while a refused step is under way: it must not wait for rank 1."""
     import time
@@ -230,6 +242,18 @@ def test_one_bad_rank_is_refused_by_all_and_named(kind):
         assert (step, what) == (BAD, CASES[fault][0]), where
         assert rank == 1, where
         assert micro == (0 if kwargs.get("accumulation") else None), where
+
+
+def test_a_second_bad_loss_on_another_rank_is_diagnosed_there():
+    """The same kind, another rank: the first diagnosis does not stand for it. The same fault again does."""
+    [(zero, one)] = two_ranks(("test_ranks:second_of_a_kind", ("ddp",), {}))
+    assert zero == one
+    assert [incident[:4] for incident in zero] == [
+        [2, "nonfinite-loss", 0, None],
+        [5, "nonfinite-loss", 1, None],
+        [8, "nonfinite-loss", 0, 2],
+    ]
+    assert [incident[4] for incident in zero] == [["one-rank-nonfinite", 0], ["one-rank-nonfinite", 1], None]
 
 
 def test_no_collective_is_added_on_the_healthy_path():

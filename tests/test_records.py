@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanproof.records import ABSENT, Diagnosis, Incident, StepRecord, decode, encode, line, read_steps
+from nanproof import wording
+from nanproof.records import ABSENT, Diagnosis, Incident, StepRecord, alike, decode, encode, line, read_steps
 
 numbers = st.floats(width=32, allow_subnormal=False)
 
@@ -89,3 +90,46 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     whole = line({"v": 1, "kind": "header", "names": ["a", "b"]}) + line(step_record().to_json())
     path.write_text(whole + line(step_record(step=4).to_json())[:40])
     assert [r.step for r in read_steps(path)] == [3]
+
+
+def bad(step, action="skipped", cause=None, kind="nonfinite-loss", **more):
+    found = None if cause is None else Diagnosis(cause=cause, confidence=0.9)
+    return Incident(step=step, kind=kind, action=action, diagnosis=found, **more)
+
+
+@pytest.mark.parametrize(
+    ("incidents", "groups"),
+    [
+        ([], []),
+        ([bad(1, cause="a"), bad(2, same_as=1), bad(4), bad(5, same_as=1)], [([0, 1, 3], 0), ([2], 2)]),
+        ([bad(1), bad(2), bad(3)], [([0], 0), ([1], 1), ([2], 2)]),
+        ([bad(1, cause="a"), bad(2, "halted", same_as=1)], [([0], 0), ([1], 0)]),
+        ([bad(1, cause="a"), bad(2, kind="spike", same_as=1)], [([0], 0), ([1], 1)]),
+        ([bad(2, same_as=2), bad(3, same_as=9), bad(9, cause="a")], [([0], 0), ([1], 1), ([2], 2)]),
+        ([bad(1, cause="a"), bad(2, same_as=1), bad(3, same_as=2)], [([0, 1, 2], 0)]),
+        ([bad(1), bad(1, cause="a"), bad(2, same_as=1)], [([0], 0), ([1, 2], 1)]),
+        ([bad(1, cause="a"), bad(1, cause="a"), bad(2, same_as=1)], [([0, 2], 0), ([1], 1)]),
+        ([bad(1, cause="a"), bad(1, cause="b"), bad(2, same_as=1)], [([0], 0), ([1], 1), ([2], 2)]),
+    ],
+    ids=["none", "named", "not named", "done otherwise", "another kind", "not earlier", "a chain", "the diagnosed one",
+         "a step twice", "which of two is not known"],
+)  # fmt: skip
+def test_incidents_are_grouped_by_same_as_alone(incidents, groups):
+    assert [(group.members, group.origin) for group in alike(incidents)] == groups
+
+
+@pytest.mark.parametrize(("others", "said"), [
+    ([], ""),
+    ([40], "as at step 39, once more: step 40"),
+    ([41, 42, 43, 50], "as at step 39, 4 more times: steps 41-43, 50"),
+    (range(40, 80, 2), "as at step 39, 20 more times: steps 40, 42, 44, 46, 48, 50 to 78"),
+])  # fmt: skip
+def test_how_often_it_came_again(others, said):
+    assert wording.repeated(39, others) == said
+
+
+def test_a_list_of_another_type_is_not_made_a_list():
+    """A text is a sequence of letters: `tuple` would take it."""
+    data = bad(1).to_json()
+    assert Incident.from_json({**data, "undone": ["ab"]}).undone == ("ab",)
+    assert Incident.from_json({**data, "undone": "ab"}).undone == "ab", "whoever checks the types can tell"

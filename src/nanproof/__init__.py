@@ -53,6 +53,11 @@ _HOME = {
 }
 
 
+def homes() -> dict[str, str]:
+    """The module of each public name."""
+    return dict(_HOME)
+
+
 def __getattr__(name: str) -> Any:
     """Names are imported when first used: the command line and the readers of records never pay for torch."""
     if name not in _HOME:

@@ -2,6 +2,7 @@
 
 NanproofError
 ├── UsageError         the call cannot be right: what was wrong, where, and what to do (also a ValueError)
+│   └── AlreadyGuarded what should be guarded has a guard
 ├── UnsupportedError   the combination is known not to work; the message names what does
 ├── TrainingHalted     the cap on refused steps was reached; carries the incident
 ├── BadLogits          a model gave logits from which nothing can be sampled; carries the rows
@@ -24,6 +25,10 @@ class NanproofError(Exception):
 
 class UsageError(NanproofError, ValueError):
     """A call or an argument that cannot be right."""
+
+
+class AlreadyGuarded(UsageError):
+    """What should be guarded has a guard."""
 
 
 class UnsupportedError(NanproofError):

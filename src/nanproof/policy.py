@@ -72,9 +72,12 @@ class Policy:
     history: int = 1000
     """How many step records `guard.history` keeps in memory; `run_dir/steps.jsonl` keeps them all."""
 
-    diagnose: Literal["first", "always", "never"] = "first"
-    """Which incidents are diagnosed: the first of each kind, all, or none. A diagnosis runs the bad step again a few times; with
-    "never" silent failures are not looked for either."""
+    diagnose: Literal["new", "always", "never"] = "new"
+    """Which incidents are diagnosed: those unlike any that was diagnosed before, all, or none. A diagnosis runs the bad step
+    again a few times; with "never" silent failures are not looked for either."""
+
+    diagnose_share: float = 0.05
+    """Share of the run's time that diagnoses may take together; the first few are always made. Not with diagnose="always"."""
 
     diagnose_seconds: float = 30.0
     """How long one diagnosis may take; what is known by then is reported."""
@@ -94,7 +97,7 @@ class Policy:
         self._choice("on_divergence", ("rollback", "record"))
         self._choice("snapshot_to", ("host", "device"))
         self._choice("on_spike", ("clip", "skip", "record"))
-        self._choice("diagnose", ("first", "always", "never"))
+        self._choice("diagnose", ("new", "always", "never"))
         self._choice("half_weights", ("auto", "restore", "look", "off"))
         for name, least in (
             ("max_consecutive_skips", 0),
@@ -113,6 +116,8 @@ class Policy:
             self._whole("lag", 0)
         if not 0 <= self.max_skip_rate <= 1:
             raise UsageError(f"Policy(max_skip_rate={self.max_skip_rate!r}): a share from 0 to 1 is needed")
+        if not 0 <= self.diagnose_share <= 1:
+            raise UsageError(f"Policy(diagnose_share={self.diagnose_share!r}): a share from 0 to 1 is needed")
         if not self.spike_sensitivity > 0:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
@@ -121,9 +126,7 @@ class Policy:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Policy({name}={getattr(self, name)!r}): True or False is needed")
         if self.heal and self.diagnose == "never":
-            raise UsageError(
-                'Policy(heal=True, diagnose="never"): only what was diagnosed can be healed; use "first" or "always"'
-            )
+            raise UsageError('Policy(heal=True, diagnose="never"): only what was diagnosed can be healed; use "new" or "always"')
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -1,13 +1,15 @@
-"""StepRecord, Incident, Diagnosis: what happened, as plain frozen data. No torch here, so that readers start fast.
+"""StepRecord, Incident, Diagnosis: what happened, as plain frozen data. No torch here, so that
+readers start fast.
 
-On disk every record is one line of strict JSON. A bare `NaN` is not JSON, so non-finite numbers are written as the
-strings "nan", "inf" and "-inf"; a gradient that was absent is null:
+On disk every record is one line of strict JSON. A bare `NaN` is not JSON, so non-finite numbers are
+written as the strings "nan", "inf" and "-inf"; a gradient that was absent is null:
 
     {"v":2,"kind":"header","names":["embed.weight","head.weight"]}
     {"v":2,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1.0,"lr":[0.001],"scale":null,
      "norms":["nan",null]}
 
-Version 2 stores what was decided about an incident in fields; version 1 had it in the text of `message`. Both are read.
+Version 2 stores what was decided about an incident in fields; version 1 had it in the text of
+`message`. Both are read.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,9 @@ KINDS = (
     "generation",
 )
 ACTIONS = ("recorded", "clipped", "skipped", "salvaged", "healed", "rewound", "rolled-back", "halted")
-"""What was done about an incident. "salvaged": the step was taken with what was good of its batch; "healed": the run goes on under
-a verified fix; "rewound" and "rolled-back": the run went back to a good state, in memory or in a checkpoint."""
+"""What was done about an incident. "salvaged": the step was taken with what was good of its batch;
+"healed": the run goes on under a verified fix; "rewound" and "rolled-back": the run went back to a
+good state, in memory or in a checkpoint."""
 FORECASTS = (
     "activation-overflow",
     "divergence",
@@ -53,23 +56,25 @@ FORECASTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What one step looked like inside, where a guard observes: see `Observe`. Numbers stand in the order of `sites`, or of the
-    record's `names` for parameters; `ABSENT` where there is none."""
+    """What one step looked like inside, where a guard observes: see `Observe`. Numbers stand in the
+    order of `sites`, or of the record's `names` for parameters; `ABSENT` where there is none."""
 
     sites: tuple[str, ...]
     """Modules whose outputs were looked at, shared by all records of a run."""
     absmax: array[float]
-    """Largest absolute value of each output: NaN if there is one in it, else Inf if there is one."""
+    """Largest absolute value of each output: NaN if there is one in it, else Inf if there is
+    one."""
     outputs: dict[str, array[float]] = field(default_factory=dict)
-    """Of a full look: "rms"; how many are "nan" and "inf"; the shares "zeros" and "near" (within a factor of 8 of the dtype's
-    maximum)."""
+    """Of a full look: "rms"; how many are "nan" and "inf"; the shares "zeros" and "near" (within a
+    factor of 8 of the dtype's maximum)."""
     gradients: dict[str, array[float]] = field(default_factory=dict)
     """The same and "absmax" for the gradient of each output, with the loss scale in it."""
     updates: dict[str, array[float]] = field(default_factory=dict)
-    """Of a full look, by parameter, from a sample: "ratio" of update to weight, share that "changed", RMS of the update
-    "over_lr"."""
+    """Of a full look, by parameter, from a sample: "ratio" of update to weight, share that
+    "changed", RMS of the update "over_lr"."""
     attention: dict[str, tuple[float, float, float]] = field(default_factory=dict)
-    """By module, from a sample: largest logit; entropy over the largest possible one, of all heads and of the sharpest."""
+    """By module, from a sample: largest logit; entropy over the largest possible one, of all heads
+    and of the sharpest."""
     unmoved: dict[str, float] = field(default_factory=dict)
     """By embedding: share of the sampled rows that never had a gradient."""
 
@@ -79,7 +84,8 @@ class Observed:
         return {site: value for site, value in zip(self.sites, self.absmax, strict=True) if value != ABSENT}
 
     def to_text(self) -> str:
-        """As JSON. There can be thousands of numbers in every step, so they are not put into lists first."""
+        """As JSON. There can be thousands of numbers in every step, so they are not put into lists
+        first."""
         parts = [f'"absmax":{_text(self.absmax)}']
         for name in ("outputs", "gradients", "updates"):
             columns: dict[str, array[float]] = getattr(self, name)
@@ -120,21 +126,25 @@ class StepRecord:
     spike: bool
     """Loss or norm was far above what is usual."""
     typical: tuple[float, float]
-    """What was usual before this step: the levels of norm and loss (log of the norm, asinh of the loss over its size)."""
+    """What was usual before this step: the levels of norm and loss (log of the norm, asinh of the
+    loss over its size)."""
     spread: tuple[float, float]
     """Their running deviations."""
     loss_size: float
     """The running mean of the loss's size."""
     weights_checked: bool
-    """The weights were looked at after the step, which cost a pass over them (half-precision weights only)."""
+    """The weights were looked at after the step, which cost a pass over them (half-precision
+    weights only)."""
     names: tuple[str, ...]
     """Parameter names, shared by all records of a run."""
     norms: array[float]
     """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
     terms: tuple[tuple[str, float], ...] = ()
-    """Name and value of each term of the loss, where they are known: without weights, the mean over micro-batches."""
+    """Name and value of each term of the loss, where they are known: without weights, the mean over
+    micro-batches."""
     counters: tuple[tuple[str, float], ...] = ()
-    """Name and value of what the loop counts itself, as it stood at this step: see `Guard.counters`."""
+    """Name and value of what the loop counts itself, as it stood at this step: see
+    `Guard.counters`."""
     observed: Observed | None = None
     """Activations, and more, where the guard observes."""
     time: float | None = field(default=None, compare=False)
@@ -174,7 +184,8 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], names: Iterable[str], sites: Iterable[str] = ()) -> StepRecord:
-        """The inverse of `to_json`; `names` and `sites` are in the header line. Numbers keep six significant digits on disk."""
+        """The inverse of `to_json`; `names` and `sites` are in the header line. Numbers keep six
+        significant digits on disk."""
         return cls(
             step=data["step"],
             loss=decode(data["loss"]),
@@ -245,9 +256,11 @@ class Incident:
     micro_batch: int | None = None
     """Index of the bad micro-batch of an accumulated step."""
     terms: tuple[tuple[str, float], ...] = ()
-    """Name and value of each term of the loss, of the bad micro-batch where that is known; see `weighted_sum`."""
+    """Name and value of each term of the loss, of the bad micro-batch where that is known; see
+    `weighted_sum`."""
     message: str = ""
-    """What was seen, in words. What was done about it is in the fields below, and in `outcome` in words."""
+    """What was seen, in words. What was done about it is in the fields below, and in `outcome` in
+    words."""
     diagnosis: Diagnosis | None = None
     bundle: str | None = None
     remedy: str | None = None
@@ -263,7 +276,8 @@ class Incident:
     attempt: int = 0
     """How often the run went back because of this trouble, this time included."""
     left_out: tuple[int, ...] = ()
-    """Samples of the batch that the step was taken without. A salvaged step without any was taken without `micro_batch`."""
+    """Samples of the batch that the step was taken without. A salvaged step without any was taken
+    without `micro_batch`."""
     quarantined: tuple[int, ...] = ()
     """Dataset indices that no later batch will hold."""
     cap: str | None = None
@@ -296,9 +310,11 @@ class Incident:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Incident:
-        """The inverse of `to_json`. A record of version 1 has none of the fields that say what was decided."""
+        """The inverse of `to_json`. A record of version 1 has none of the fields that say what was
+        decided."""
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        values |= {name: tuple(values[name]) for name in ("undone", "left_out", "quarantined") if name in values}
+        lists = ("undone", "left_out", "quarantined")
+        values |= {name: tuple(values[name]) for name in lists if isinstance(values.get(name), list)}
         values["culprits"] = tuple((name, decode(norm)) for name, norm in data["culprits"])
         values["terms"] = _pairs(data.get("terms", {}))
         for name in ("loss", "grad_norm"):
@@ -322,6 +338,33 @@ _DECISION = (
     "same_as",
 )
 """Fields of an incident that are written only where they say something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Incidents that are the same trouble and were dealt with in the same way, as places in a list of incidents."""
+
+    members: list[int]
+    """Oldest first."""
+    origin: int
+    """The incident that `same_as` of the members names; the first member where it names none."""
+
+
+def alike(incidents: Sequence[Incident]) -> list[Group]:
+    """Group incidents by `same_as`. An incident without it, or whose `same_as` names no earlier incident, starts a group."""
+    origins: dict[tuple[str, int], int | None] = {}
+    groups: dict[tuple[int, str], Group] = {}
+    for place, incident in enumerate(incidents):
+        named = None if incident.same_as is None else origins.get((incident.kind, incident.same_as))
+        origin = place if named is None else named
+        groups.setdefault((origin, incident.action), Group([], origin)).members.append(place)
+        key = (incident.kind, incident.step)
+        before = origins.setdefault(key, origin)
+        if before is not None and incident.diagnosis is not None:  # a step that the run went back to can go wrong in another way
+            earlier = incidents[before].diagnosis
+            same = earlier is None or (earlier.cause, earlier.where) == (incident.diagnosis.cause, incident.diagnosis.where)
+            origins[key] = (before if earlier is not None else place) if same else None
+    return list(groups.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,8 +457,8 @@ def _dumps(data: Any) -> str:
 
 
 def read_steps(path: str | Path) -> Iterator[StepRecord]:
-    """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the same folder repeats the steps
-    it took again."""
+    """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the
+    same folder repeats the steps it took again."""
     names: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
     for data in _lines(path, "steps.jsonl"):
@@ -431,8 +474,8 @@ def read_incidents(path: str | Path) -> Iterator[Incident]:
 
 
 def read_forecasts(path: str | Path) -> Iterator[Forecast]:
-    """The forecasts of a run, from its folder or its `forecasts.jsonl`. A folder without that file has none: it is made with the
-    first one."""
+    """The forecasts of a run, from its folder or its `forecasts.jsonl`. A folder without that file
+    has none: it is made with the first one."""
     if Path(path).is_dir() and not (Path(path) / "forecasts.jsonl").exists():
         return iter(())
     return map(Forecast.from_json, _lines(path, "forecasts.jsonl"))

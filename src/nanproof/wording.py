@@ -1,7 +1,8 @@
-"""Turn records into sentences. This is the only module that does: everything else decides by fields, never by text.
+"""Turn records into sentences. This is the only module that does: everything else decides by
+fields, never by text.
 
-A sentence is made when something is shown. What is stored is data: the decision in an incident's fields, the names, the numbers.
-No torch here, so that readers start fast.
+A sentence is made when something is shown. What is stored is data: the decision in an incident's
+fields, the names, the numbers. No torch here, so that readers start fast.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from nanproof.records import Diagnosis, Forecast, Incident
 
 _CAPS = {
-    "max_consecutive_skips": "{count} {what} in a row (max_consecutive_skips)",
-    "max_skip_rate": "{count} {what} within the last steps (max_skip_rate)",
+    "max_consecutive_skips": "{count} {things} in a row {failed} (max_consecutive_skips={limit})",
+    "max_skip_rate": "{count} of the last {things} {failed} (max_skip_rate)",
     "max_rollbacks": "the same trouble came back after {count} rollbacks (max_rollbacks)",
     "no-healthy-row": "no row of a generation could be sampled: the model is broken",
     "broken-state": "the run's state is broken",
@@ -51,11 +52,43 @@ def outcome(incident: Incident) -> str:
     return "; ".join(parts)
 
 
+def repeated(step: int, others: Sequence[int]) -> str:
+    """How often the trouble of a step came again, and at which steps; empty where it did not."""
+    if not others:
+        return ""
+    times = "once more: step" if len(others) == 1 else f"{len(others):,} more times: steps"
+    return f"as at step {step}, {times} {spans(others)}"
+
+
 def cap(incident: Incident) -> str:
     """The limit that an incident reached."""
-    what = "generations had rows that could not be sampled" if incident.kind == "generation" else "steps were refused"
     text = _CAPS.get(incident.cap or "")
-    return (incident.cap or "") if text is None else text.format(count=incident.cap_count, what=what)
+    if text is None:
+        return incident.cap or ""
+    things, failed = "steps", "were refused"
+    if incident.kind == "generation":
+        things, failed = "generations", "had rows that could not be sampled"
+    return text.format(count=incident.cap_count, limit=incident.cap_count - 1, things=things, failed=failed)
+
+
+def verdicts(on_device: bool, note: str) -> str:
+    """Where the verdicts of a run are read."""
+    place = "verdicts stay on the device" if on_device else "verdicts read on the host"
+    return f"{place}: {note}" if note else place
+
+
+def again(incident: Incident, times: int) -> str:
+    """One line for an incident like an earlier one, which was diagnosed. `times`: how many there are, this one included."""
+    more = "once more" if times == 1 else f"{times} more times"
+    return f"step {incident.step}: {incident.kind}, {incident.action}: as at step {incident.same_as}, {more}"
+
+
+def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bool) -> str:
+    """Why training was halted. `nowhere`: there was no good state to go back to; `keeps`: good
+    states are kept at all."""
+    hint = "" if keeps else ": Policy(snapshot_every=...) or Checkpoints(...) keep some"
+    text = cap(incident) + (f", and there was no good state to go back to{hint}" if nowhere else "")
+    return f"{text}. Last: {incident}" + (f". {cause}" if cause is not None else "")
 
 
 def _went_back(incident: Incident) -> str:
@@ -172,6 +205,18 @@ def few(numbers: Sequence[int], most: int = 4) -> str:
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first names, and how many more there are."""
     return _first(names, most) if names else "on another rank"
+
+
+def spans(numbers: Iterable[int], most: int = 6) -> str:
+    """20-30, 35 for numbers that follow each other and one that does not."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found[:most]]
+    return ", ".join(texts) + (f" to {found[-1][1]}" if len(found) > most else "")
 
 
 def _first(texts: Sequence[str], most: int) -> str:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,12 @@ def test_a_loss_that_never_changes_is_drawn_in_a_line(tmp_path):
     (tmp_path / "train.log").write_text("".join(f"step {i}: loss 10.8259\n" for i in range(1, 60)))
     lines = run(tmp_path / "train.log", columns=80).stdout.splitlines()
     assert "plateau" in "".join(lines) and all(line.strip() for line in lines[:2])
+
+
+def test_the_folder_of_a_run_that_version_1_wrote(tmp_path):
+    """Its incidents are beside its steps, and are not taken for steps."""
+    folder = shutil.copytree(Path(__file__).parents[1] / "version_1", tmp_path / "run")
+    text = run(folder).stdout
+    words = " ".join(text.split())
+    assert "(nanproof): 29 points, to step 19" in words and "first at step 4, line 7" in words
+    assert f"nanproof report {folder}" in text.replace("\n", "")

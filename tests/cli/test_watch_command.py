@@ -32,7 +32,7 @@ def test_the_state_once(runs):
     result = CliRunner().invoke(app, ["watch", str(runs), "--once"])
     assert result.exit_code == 0
     assert [line.split()[:3] for line in result.stdout.splitlines()[1:3]] == [["two", "ended", "29"], ["one", "ended", "11"]]
-    assert "two: step 20: nonfinite-loss, skipped" in result.stdout
+    assert "two: step 7: nonfinite-loss, skipped" in result.stdout and "as at step 7, once more: step 20" in result.stdout
 
 
 def test_the_state_as_json(runs):

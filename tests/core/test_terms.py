@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanproof
 from nanproof.core.evidence import from_finding
 from nanproof.core.stats import Finding
-from nanproof.core.terms import Terms, mean_of, of_the_terms, rose_most, terms_of, weighted_sum
+from nanproof.core.terms import Terms, mean_of, rose_most, terms_of, weighted_sum
 from nanproof.errors import UsageError
 from nanproof.numerics import losses
 from nanproof.records import Incident, read_incidents, read_steps
+from nanproof.wording import bad_terms
 from toys import Lion
 from two_ranks import two_ranks
 
@@ -325,10 +326,10 @@ def test_what_is_given_up_leaves_no_terms():
         plain_sum(model, first).backward()
         guard.step(torch.zeros(()))
         assert guard.history[1].terms == ()
-        stepper = guard._stepper
+        stepper = guard.parts.stepper
         stepper.note_loss(two_terms(model, first))
         stepper.drop_loss()
-        assert not stepper.has_losses
+        assert stepper.noted == []
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -413,8 +414,8 @@ def test_a_loss_given_with_the_step_is_that_of_the_last_backward():
 
 
 def test_words():
-    assert of_the_terms([("a", 1.0), ("b", INF), ("c", NAN)]) == "of the terms b is inf, c is nan, a is 1"
-    assert of_the_terms([("a", 1.0)]) == of_the_terms([]) == ""
+    assert bad_terms([("a", 1.0), ("b", INF), ("c", NAN)]) == "of the terms b is inf, c is nan, a is 1"
+    assert bad_terms([("a", 1.0)]) == bad_terms([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_run_goes_on_under_a_remedy(reentrant):
         for step in range(6):
             guard.train_step((x, kept if step == 2 else torch.ones_like(kept)))
         guard.close()
-        ends.append((copy.deepcopy(model.state_dict()), [(i.step, i.action) for i in guard.incidents]))
+        ends.append((copy.deepcopy(model.state_dict()), [(i.step, i.action, i.remedy) for i in guard.incidents]))
     (plain, told), (checkpointed, told_too) = ends
-    assert told == told_too == [(2, "rewound")]
+    assert told == told_too == [(2, "healed", "a divisor of 0 is taken as 1")]
     assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)

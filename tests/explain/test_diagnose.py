@@ -165,8 +165,11 @@ def test_the_time_is_limited():
     assert any("time" in sentence for sentence in told.evidence)
 
 
-@pytest.mark.parametrize(("when", "expected"), [("first", 1), ("always", 3), ("never", 0)])
-def test_which_incidents_are_diagnosed(when, expected):
+@pytest.mark.parametrize(
+    ("when", "diagnosed", "same_as"),
+    [("new", [2], [None, 2, 2]), ("always", [2, 4, 6], [None] * 3), ("never", [], [None] * 3)],
+)
+def test_which_incidents_are_diagnosed(when, diagnosed, same_as):
     model = net(batch_norm=False)
     guard = nanproof.Guard(
         model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=mse, policy=nanproof.Policy(diagnose=when, max_skip_rate=1)
@@ -174,8 +177,9 @@ def test_which_incidents_are_diagnosed(when, expected):
     for i, batch in enumerate(batches(8)):
         guard.train_step(poison(batch) if i in (2, 4, 6) else batch)
     guard.close()
-    assert len(guard.incidents) == 3
-    assert sum(i.diagnosis is not None for i in guard.incidents) == expected
+    assert [i.step for i in guard.incidents] == [2, 4, 6]
+    assert [i.step for i in guard.incidents if i.diagnosis is not None] == diagnosed
+    assert [i.same_as for i in guard.incidents] == same_as
 
 
 def test_the_result_of_the_run_is_the_same_with_and_without_a_diagnosis():

@@ -257,4 +257,4 @@ def test_the_verdict_kernel_agrees_with_plain_torch(max_norm, skip_spikes, loss_
 def test_the_kernels_are_in_use():
     model = net().cuda()
     guard = nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=mse)
-    assert guard._stepper._kernels is not None
+    assert guard.parts.stepper.kernels is not None

@@ -43,11 +43,13 @@ def test_a_poisoned_run_ends_as_if_nothing_had_happened(harm, place, tmp_path):
     guard = made(tmp_path) if place == "disk" else made(snapshot_every=10, snapshot_to=place)
     train(guard, guard.wrap(loader()), 60, once(34, harm))
     guard.sync()
-    while guard._next < 60:  # found by the last verdicts: the loop has to go on
+    while guard.next_step < 60:  # found by the last verdicts: the loop has to go on
         train(guard, guard.wrap(loader()), 60)
         guard.sync()
     assert same(weights(guard), weights(undisturbed)) == []
-    assert [i.action for i in guard.incidents] == ["rolled-back" if place == "disk" else "rewound"]
+    (incident,) = guard.incidents
+    assert incident.action == ("rolled-back" if place == "disk" else "rewound")
+    assert incident.restored_from is not None and incident.restored_from.startswith("step-" if place == "disk" else "memory")
     guard.close()
 
 
@@ -56,7 +58,7 @@ def test_a_poisoned_loss_scale_is_put_back():
     train(undisturbed, loader(), 50)
     undisturbed.sync()
     guard = made(scaler=True, snapshot_every=10)
-    train(guard, guard.wrap(loader()), 50, once(24, lambda g: g._stepper.scale._scaler._scale.fill_(math.nan)))
+    train(guard, guard.wrap(loader()), 50, once(24, lambda g: g.parts.stepper.scale.tensors()["scale"].fill_(math.nan)))
     guard.sync()
     assert same(weights(guard), weights(undisturbed)) == []
     assert [(i.kind, i.action) for i in guard.incidents] == [("loss-scale-collapse", "rewound")]
@@ -68,7 +70,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path):
     whole.sync()
     killed = made(tmp_path)
     train(killed, killed.wrap(loader()), 47)
-    killed._recovery.close(alone=False)
+    killed.parts.recovery.close(alone=False)
     fresh = made(tmp_path)
     data = fresh.wrap(loader(seed=99))
     torch.randn(3, device="cuda")
@@ -97,7 +99,7 @@ def test_copies_to_the_host_do_not_wait():
         for _ in range(40):
             guard.train_step(x)
     guard.sync()
-    assert [s.step for s in guard._recovery.snapshots.kept] == [60, 65]
+    assert [s.step for s in guard.parts.recovery.snapshots.kept] == [60, 65]
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -115,7 +117,7 @@ def test_a_copy_is_of_its_moment_even_while_training_goes_on(room, monkeypatch):
     for _ in range(20):
         guard.train_step(torch.zeros(1, device="cuda"))
     guard.sync()
-    for snapshot in guard._recovery.snapshots.kept:
+    for snapshot in guard.parts.recovery.snapshots.kept:
         snapshot.wait()
         wanted = start.clone()
         for _ in range(snapshot.step):
@@ -145,7 +147,7 @@ def test_fsdp2_on_one_device_saves_and_resumes(tmp_path):
 
             first = build()
             train(first, first.wrap(loader()), 26)
-            first._recovery.close(alone=False)
+            first.parts.recovery.close(alone=False)
             fresh = build()
             data = fresh.wrap(loader(seed=5))
             assert fresh.resume() == 20

@@ -125,14 +125,17 @@ def test_the_summary_tells_what_is_the_same_once(tmp_path):
     assert done.returncode == 0, done.stderr
     live = [line for line in done.stderr.splitlines() if line.startswith("nanproof: step ")]
     assert [line.split(":")[1] for line in live] == [f" step {i}" for i in range(2, 8)]
-    assert all("micro-batch 1. cause: nonfinite-batch" in line and "in args[0] of Encoder, sample 3" in line for line in live)
+    assert "micro-batch 1. cause: nonfinite-batch" in live[0] and "in args[0] of Encoder, sample 3" in live[0]
+    more = ["once more", *(f"{i} more times" for i in range(2, 6))]
+    assert live[1:] == [f"nanproof: step {3 + i}: nonfinite-loss, skipped: as at step 2, {text}" for i, text in enumerate(more)]
     told = done.stderr.split("nanproof: SGD of Encoder and Decoder: ")[1]
     assert all(len(line) <= 90 for line in told.splitlines())
     words = " ".join(told.replace("nanproof: ", " ").split())
     expected = (
         "14 steps, 6 refused (verdicts read on the host: its own form is kept)",
-        "steps 2-7: nonfinite-loss, skipped (6). At step 2: the loss is nan",
+        "step 2: nonfinite-loss, skipped. the loss is nan",
         "cause: nonfinite-batch (confidence 0.70, fix not verified), in args[0] of Encoder, sample 3.",
+        "as at step 2, 5 more times: steps 3-7",
         "ms a step, which hardly grows with the model (here ",
         "records: r1",
     )

@@ -198,7 +198,43 @@ def runs() -> dict[Any, tuple[dict[str, Any], dict[str, Any]]]:
     asked |= EXTRAS  # type: ignore[arg-type]
     jobs = [("test_deepspeed:train", (), options) for options in asked.values()]
     jobs += [("test_deepspeed:wrong_calls", (), {}), ("integrations.test_loss_terms:engine", (), {})]
-    return dict(zip([*asked, "wrong calls", "terms"], two_ranks(*jobs, timeout=100), strict=True))
+    jobs += [("test_deepspeed:sampled", (), {})]
+    return dict(zip([*asked, "wrong calls", "terms", "sampled"], two_ranks(*jobs, timeout=100), strict=True))
+
+
+def sampled(rank: int) -> dict[str, Any]:
+    """Rows that cannot be sampled, under an engine; and what every protected run has."""
+    import deepspeed
+
+    from nanproof.integrations.deepspeed import protect_engine
+    from nanproof.integrations.sampling import GuardedSampling
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    run = protect_engine(engine)
+    sampling = GuardedSampling(run, eos_token_id=1)
+    ids = torch.full((3, 2), 4)
+    for generation in range(2):
+        logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(generation))
+        if generation and rank == 1:
+            logits[2] = torch.nan
+        sampling.processor.start()
+        sampling.processor(ids, logits)
+        valid = sampling.settle().tolist()
+        with run.engine.evaluating():
+            pass
+        engine.backward(engine(torch.randn(2, 4)).square().mean())
+        engine.step()
+    run.close()
+    return {
+        "valid": valid,
+        "late": run.late,
+        "incidents": [[i.step, i.kind, i.action, len(i.diagnosis.samples)] for i in run.incidents if i.diagnosis],
+        "counted": [dict(record.counters).get("generation/bad_rows") for record in run.history],
+    }
 
 
 def wrong_calls(rank: int) -> list[str]:
@@ -325,6 +361,14 @@ def test_what_is_observed_is_what_hooks_see(runs: Any, setup: str) -> None:
                 assert by_site == pytest.approx(run["tops"][step], rel=1e-5)
             assert by_site.keys() == {"body.0", "head"} and bool(gradients) == (step % 2 == 0)
     assert runs[f"observed: {setup}"][0]["tops"] != runs[f"observed: {setup}"][1]["tops"]
+
+
+def test_rows_that_cannot_be_sampled_are_incidents_of_the_engines_run(runs: Any) -> None:
+    """It has an engine as every run has. (Its guard died at the first bad row.)"""
+    zero, one = runs["sampled"]
+    assert zero["valid"] == [True] * 3 and one["valid"] == [True, True, False]
+    assert zero["incidents"] == one["incidents"] == [[1, "generation", "recorded", 1]]
+    assert one["counted"] == [0, 1] and zero["counted"] == [0, 0] and not zero["late"]
 
 
 def test_the_terms_of_a_loss_are_told_on_both_ranks(runs: Any) -> None:

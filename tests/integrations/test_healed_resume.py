@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import nanproof
-from nanproof import Policy
+from nanproof import Incident, Policy
 
 SAVE_EVERY, STEPS = 4, 12
 
@@ -73,12 +73,12 @@ def test_a_healed_run_resumes_as_if_never_stopped(tmp_path, build, named):
     """fp32 weights and moments come back whole, the remedy is in force before the first step, nothing goes wrong again."""
     whole, its_guard = protected(tmp_path / "whole", build())
     whole.train()
-    assert [(i.step, i.action) for i in its_guard.incidents] == [(0, "rewound")]
+    assert [(i.step, i.action) for i in its_guard.incidents] == [(0, "healed")]
     folder = killed_at(tmp_path / "whole", 4, tmp_path / "cut")
     resumed, guard = protected(folder, build())
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4") if named else True)
-    assert guard.incidents == [] and [t.remedy.name for t in guard._healer.applied] == ["fp32-weights"]
-    assert guard._healer.applied[0].healthy == its_guard._healer.applied[0].healthy == STEPS
+    assert guard.incidents == [] and [t.remedy.name for t in guard.parts.healer.applied] == ["fp32-weights"]
+    assert guard.parts.healer.applied[0].healthy == its_guard.parts.healer.applied[0].healthy == STEPS
     trained = [p for p in resumed.model.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {value.dtype for value in moments(resumed).values()} == {torch.float32}
     assert_ends_alike(resumed, whole)
@@ -95,8 +95,9 @@ def test_a_remedy_that_was_resumed_can_be_undone(tmp_path, build):
     wanted = {name: p.dtype for name, p in model.named_parameters()}
     resumed, guard = protected(folder, model, max_steps=SAVE_EVERY + 1)
     resumed.train(resume_from_checkpoint=True)
-    (treatment,) = guard._healer.applied
-    assert guard._healer.see(False, treatment.kind, treatment.cause) == (treatment.remedy,)
+    (treatment,) = guard.parts.healer.applied
+    again = Incident(step=treatment.step, kind=treatment.kind, action="skipped")
+    assert guard.parts.healer.undo_failed(again) == (treatment.remedy.description,)
     assert {name: p.dtype for name, p in model.named_parameters()} == wanted
     assert {value.dtype for key, value in moments(resumed).items() if not key.endswith("step")} == {torch.float16}
 
@@ -109,7 +110,7 @@ def test_the_same_trainer_resumes(tmp_path):
     once.train()
     once.train(resume_from_checkpoint=str(tmp_path / "once" / "checkpoint-4"))
     assert [i.step for i in guard.incidents] == [0]
-    assert guard._healer.applied[0].remedy.living() is not None
+    assert guard.parts.healer.applied[0].remedy.living() is not None
     assert_ends_alike(once, whole)
 
 
@@ -139,12 +140,12 @@ def test_a_checkpoint_of_before_and_after_the_healing(tmp_path, at):
     rows = masked_rows(4 * STEPS, empty=4 * 6 + 1)
     whole, its_guard = protected(tmp_path / "whole", MaskedMean(), rows)
     whole.train()
-    assert [(i.step, i.action) for i in its_guard.incidents] == [(6, "rewound")]
+    assert [(i.step, i.action) for i in its_guard.incidents] == [(6, "healed")]
     folder = killed_at(tmp_path / "whole", at, tmp_path / "cut")
     resumed, guard = protected(folder, MaskedMean(), rows)
     resumed.train(resume_from_checkpoint=True)
     assert [i.step for i in guard.incidents] == ([6] if at == 4 else [])
-    assert [t.remedy.name for t in guard._healer.applied] == ["interventions"]
+    assert [t.remedy.name for t in guard.parts.healer.applied] == ["interventions"]
     assert_ends_alike(resumed, whole)
 
 
@@ -171,7 +172,7 @@ def test_weights_that_become_fp32_in_the_middle(tmp_path, at):
     rows = [{"x": row, "late": torch.tensor(i >= 4 * 6)} for i, row in enumerate(x)]
     whole, its_guard = protected(tmp_path / "whole", LateBranch(), rows)
     whole.train()
-    assert [(i.step, i.kind, i.action) for i in its_guard.incidents] == [(6, "nonfinite-weight", "rewound")]
+    assert [(i.step, i.kind, i.action) for i in its_guard.incidents] == [(6, "nonfinite-weight", "healed")]
     folder = killed_at(tmp_path / "whole", at, tmp_path / "cut")
     resumed, guard = protected(folder, LateBranch(), rows)
     resumed.train(resume_from_checkpoint=True)
@@ -194,7 +195,7 @@ def test_parameters_that_joined_the_optimizer(tmp_path):
     """The checkpoint's optimizer holds more than the new one: they join it before its state is loaded."""
     whole, its_guard = with_a_stale_optimizer(tmp_path / "whole")
     whole.train()
-    [treatment] = its_guard._healer.applied
+    [treatment] = its_guard.parts.healer.applied
     assert treatment.remedy.name == "own-parameters" and treatment.step < 8
     folder = killed_at(tmp_path / "whole", 8, tmp_path / "cut")
     resumed, guard = with_a_stale_optimizer(folder)
@@ -218,7 +219,7 @@ def test_a_model_that_is_built_in_fp32_now(tmp_path):
     mended, guard = protected(folder, llama(dropout=0.0), max_steps=SAVE_EVERY + 2, callbacks=[begin := AtBegin()])
     mended.train(resume_from_checkpoint=True)
     assert same(begin.weights, weights(whole.model)) and guard.incidents == []
-    assert all(t.remedy.living() is None for t in guard._healer.applied) and all_finite(mended.model)
+    assert all(t.remedy.living() is None for t in guard.parts.healer.applied) and all_finite(mended.model)
 
 
 @MODELS
@@ -232,4 +233,4 @@ def test_without_healing_it_says_what_is_lost(tmp_path, build, caplog):
         resumed.train(resume_from_checkpoint=True)
     [said] = [r.getMessage() for r in caplog.records if "was healed" in r.getMessage()]
     assert "(fp32-weights)" in said and "rounded" in said and "Policy(heal=True)" in said
-    assert guard._healer.applied == [] and all_finite(resumed.model)
+    assert guard.parts.healer.applied == [] and all_finite(resumed.model)

@@ -46,7 +46,7 @@ def test_the_next_bad_batch_is_none(tmp_path, accumulate):
     trainer = make_trainer(tmp_path / "healed", MaskedMean(False), rows, **settings)
     guard = nanproof.protect(trainer, policy=Policy(heal=True))
     trainer.train()
-    assert [(i.step, i.action) for i in guard.incidents] == [(6, "rewound")]
+    assert [(i.step, i.action) for i in guard.incidents] == [(6, "healed")]
     assert same(weights(trainer.model), weights(careful.model))
 
 
@@ -58,7 +58,7 @@ def test_the_forward_is_under_autocast(tmp_path):
     trainer = make_trainer(tmp_path, model, token_rows(32), optim="adamw_torch", learning_rate=1e-3)
     guard = nanproof.protect(trainer, policy=Policy(heal=True))
     trainer.train()
-    assert [t.remedy.name for t in guard._healer.applied] == ["fp32-weights"]
+    assert [t.remedy.name for t in guard.parts.healer.applied] == ["fp32-weights"]
     assert {p.dtype for p in model.parameters()} == {torch.float32} and all_finite(model)
     assert seen[-7:] == [torch.float16] * 7
     assert not torch.is_autocast_enabled("cpu")
@@ -74,7 +74,7 @@ def test_a_model_of_two_dtypes_is_evaluated(tmp_path):
     )
     guard = nanproof.protect(trainer, policy=Policy(heal=True))
     trainer.train()
-    assert [t.remedy.name for t in guard._healer.applied] == ["fp32-weights"]
+    assert [t.remedy.name for t in guard.parts.healer.applied] == ["fp32-weights"]
     assert model.lm_head.weight.dtype == torch.float32 and model.model.norm.weight.dtype == torch.float16
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0]
@@ -88,9 +88,9 @@ class Applies(TrainerCallback):
         self.guard = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        healer = self.guard._healer
-        remedy = Remedy.known[self.name](healer._patient, **self.settings)
-        assert healer.apply(Treatment(remedy, "spike", "cause", 0))
+        healer = self.guard.parts.healer
+        remedy = Remedy.known[self.name](healer.patient, **self.settings)
+        assert healer.treat(Treatment(remedy, "spike", "cause", 0))
 
 
 @pytest.mark.parametrize(("name", "factor", "rate"), [("gradient-factor", 0.125, 0.125), ("smaller-backward", 2.0**-6, 1.0)])
@@ -129,5 +129,5 @@ def test_a_run_that_ends_within_a_step_leaves_nothing_open(tmp_path):
     guard = nanproof.protect(trainer, policy=Policy(heal=True))
     with pytest.raises(Interrupted):
         trainer.train()
-    assert [t.remedy.name for t in guard._healer.applied] == ["fp32-weights"]
+    assert [t.remedy.name for t in guard.parts.healer.applied] == ["fp32-weights"]
     assert not torch.is_autocast_enabled("cpu")

@@ -1,4 +1,4 @@
-"""LoopGuard: steps told by somebody else's loop, some of which can be run again and some of which cannot."""
+"""ProtectedRun: steps told by somebody else's loop, some of which can be run again and some of which cannot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nanproof import Policy, UsageError
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
+from nanproof import Guard, Policy, UsageError
+from nanproof.integrations.protected import UNKNOWN, ProtectedRun
 
 STEPS, BAD = 12, 3
 
@@ -53,16 +53,16 @@ def test_steps_that_cannot_be_run_again_behind_a_bad_one(unknown, order, schedul
     model, batches = model_and_batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if scheduled else None
-    guard = LoopGuard(policy=Policy(lag=2))
+    guard = ProtectedRun(policy=Policy(lag=2))
     guard.start(model, optimizer, loss_fn=loss_of, max_norm=None, scheduler=schedule)
     for i, batch in enumerate(batches):
         optimizer.zero_grad()
-        guard.micro_batch(UNKNOWN if i in unknown else batch)
+        guard.engine.begin(UNKNOWN if i in unknown else batch)
         loss = loss_of(model, batch)
-        guard.note_loss(loss)
+        guard.engine.loss(loss)
         loss.backward()
-        guard.take()
-        guard.finish()
+        guard.engine.step()
+        guard.engine.end()
         if schedule is not None and i in unknown and i != BAD:
             schedule.step()  # which the guard leaves to the loop
     guard.close()
@@ -77,9 +77,19 @@ def test_steps_that_cannot_be_run_again_behind_a_bad_one(unknown, order, schedul
 def test_a_guard_that_has_not_begun_says_so():
     """What `protect(trainer)` returns, before the trainer trains: there is nothing to wait for, and no state. (It was an
     AttributeError, or "this guard is closed; make a new one".)"""
-    guard = LoopGuard()
+    guard = ProtectedRun()
     guard.sync()
     guard.close()
-    for call in (guard.state_dict, guard.resume, lambda: guard.wrap([]), lambda: guard.load_state_dict({"version": 1})):
+    assert guard.path == "not started" and guard.history == [] and guard.next_step == 0
+    for call in (guard.state_dict, lambda: guard.engine.begin(UNKNOWN), lambda: guard.load_state_dict({"version": 1})):
         with pytest.raises(UsageError, match="which has not begun"):
             call()
+
+
+def test_what_a_borrowed_loop_cannot_do_is_not_there():
+    """Its forward and backward are the trainer's, and so is resuming: no method is there only to raise."""
+    for name in ("backward", "train_step", "resume", "wrap"):
+        assert not hasattr(ProtectedRun, name) and hasattr(Guard, name)
+    for name in ("incidents", "history", "forecasts", "path", "close", "sync", "state_dict", "load_state_dict", "counters"):
+        assert hasattr(ProtectedRun(), name)
+    assert not issubclass(ProtectedRun, Guard) and not issubclass(Guard, ProtectedRun)

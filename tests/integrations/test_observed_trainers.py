@@ -24,7 +24,7 @@ import nanproof
 from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS, samples, toy, trainer_of
 from integrations.tiny import Regression, feature_rows, llama, make_trainer, same, token_rows, weights
 from nanproof import Observe, Policy, UsageError
-from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.summary import Guarded
 from nanproof.integrations.transformers import ActivationMonitorCallback, NanproofCallback
 from nanproof.records import Forecast, read_forecasts, read_steps
@@ -139,7 +139,7 @@ def test_a_bad_value_is_refused_before_training_begins(tmp_path):
     lightning = trainer_of("lightning.pytorch")
     fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     ways = (
-        lambda: LoopGuard(observe="all"),
+        lambda: ProtectedRun(observe="all"),
         lambda: NanproofCallback(observe="all"),
         lambda: nanproof.protect(trainer, observe="all"),
         lambda: nanproof.protect(lightning, observe="all"),
@@ -159,14 +159,14 @@ def test_forecasts_stay_when_the_loop_begins_again():
     """As incidents do, also in a copy."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = LoopGuard(observe=True)
+    guard = ProtectedRun(observe=True)
     guard.start(model, optimizer)
-    guard._foretell(Forecast(step=3, kind="divergence", message="it grows"))
+    guard.engine.tell.forecast(Forecast(step=3, kind="divergence", message="it grows"))
     guard.start(model, optimizer, step=4)
     other = copy.deepcopy(guard)
     assert [f.step for f in guard.forecasts] == [f.step for f in other.forecasts] == [3]
     assert other.observe == guard.observe == Observe()
-    guard._foretell(Forecast(step=5, kind="divergence", message="it grows"))
+    guard.engine.tell.forecast(Forecast(step=5, kind="divergence", message="it grows"))
     assert len(guard.forecasts) == 2 and len(other.forecasts) == 1
     guard.close()
 
@@ -400,7 +400,16 @@ def test_run_with_observe_tells_forecasts(tmp_path):
 def test_the_summary_tells_forecasts_and_counts_the_rest():
     """For a person: ten of them, and how many more."""
     forecasts = tuple(Forecast(step=i, kind="divergence", message="it grows") for i in range(12))
-    plain = {"path": "device", "guarded": True, "steps": 20, "refused": 0, "overflows": 0, "incidents": (), "run_dir": None}
+    plain = {
+        "path": "device",
+        "verdicts": "",
+        "guarded": True,
+        "steps": 20,
+        "refused": 0,
+        "overflows": 0,
+        "incidents": (),
+        "run_dir": None,
+    }
     spent = {"own_seconds": 0.0, "trouble_seconds": 0.0, "span_seconds": 0.0}
     _, *lines = Guarded(name="AdamW", model="GPT", forecasts=forecasts, **plain, **spent).lines()
     assert lines == [*(f"  step {i}: divergence ahead. it grows" for i in range(10)), "  and 2 more forecasts"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nanproof import Policy
 from nanproof.errors import UsageError
-from nanproof.integrations.loop import UNKNOWN
-from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder, call_again
+from nanproof.integrations.protected import UNKNOWN, ProtectedRun
+from nanproof.integrations.recorded import RECORDED, RootRecorder, call_again
 
 
 class Net(nn.Module):
@@ -139,8 +139,8 @@ def test_a_batch_that_is_overwritten_is_kept_as_it_was(buffers: int, writes: boo
     for bad in (True, False):
         model = _Writes(writes)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        guard = RecordedLoopGuard(policy=Policy(lag=2))
-        recorder = RootRecorder(model, guard.micro_batch)
+        guard = ProtectedRun(policy=Policy(lag=2), loop=RECORDED)
+        recorder = RootRecorder(model, lambda batch, guard=guard: guard.engine.begin(batch))
         guard.start(model, optimizer, loss_fn=recorder.loss_fn, max_norm=None)
         batches = torch.randn(12, 4, 8, generator=torch.Generator().manual_seed(1))
         batches[5, 0, 0] = torch.nan
@@ -150,11 +150,11 @@ def test_a_batch_that_is_overwritten_is_kept_as_it_was(buffers: int, writes: boo
                 continue
             loss = model(places[i % buffers].copy_(x) if buffers else x.clone())
             if not recorder.recognise(loss):
-                guard.micro_batch(UNKNOWN)
-            guard.note_loss(loss)
+                guard.engine.begin(UNKNOWN)
+            guard.engine.loss(loss)
             loss.backward()
-            guard.take()
-            guard.finish()
+            guard.engine.step()
+            guard.engine.end()
             optimizer.zero_grad()
         guard.close()
         made.append([p.detach() for p in model.parameters()])

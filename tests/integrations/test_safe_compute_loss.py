@@ -16,8 +16,8 @@ from transformers import Trainer
 
 import forked
 import nanproof
-from nanproof.core.attempts import Attempt
 from nanproof.core.inquest import remarked
+from nanproof.core.under_way import Attempt, Remark
 from nanproof.errors import UsageError
 from nanproof.integrations.loss_checks import Facts, LossCheck, shifts_labels, vocabulary
 from nanproof.integrations.transformers import NanproofCallback, safe_compute_loss
@@ -239,9 +239,9 @@ def test_evaluation_is_left_alone(tmp_path, caplog):
 
 def test_a_remark_that_fails_is_none():
     """And of an accumulated step without a guilty micro-batch each says which it is of."""
-    attempt = Attempt(0, None, remarks=[lambda: "a", lambda: 1 / 0, lambda: "", lambda: "b"])
-    assert remarked(attempt, None) == "micro-batch 0: a; micro-batch 3: b"
-    assert remarked(attempt, 3) == "b" and remarked(attempt, 1) == ""
+    attempt = Attempt(0, None, remarks=[lambda: Remark("a"), lambda: 1 / 0, lambda: Remark(""), lambda: Remark("b", True)])
+    assert remarked(attempt, None) == Remark("micro-batch 0: a; micro-batch 3: b", names_terms=True)
+    assert remarked(attempt, 3) == Remark("b", names_terms=True) and remarked(attempt, 1) == Remark("")
 
 
 def test_facts_by_sample():

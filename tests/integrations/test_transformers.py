@@ -154,11 +154,11 @@ def test_the_replayed_loss_is_the_one_of_the_run(tmp_path):
 
     class Compare(TrainerCallback):
         def on_optimizer_step(self, args, state, control, **kwargs):
-            attempt = guard._taken
+            (attempt,) = guard.engine.under_way.pending
             with torch.no_grad():  # after the optimizer's step, so on other weights: put them back first
                 now = weights(trainer.model)
                 trainer.model.load_state_dict(self.before)
-                again = sum(float(guard.loss_fn(trainer.model, batch)) for batch in attempt.batches)
+                again = sum(float(guard.engine.loss_fn(trainer.model, batch)) for batch in attempt.batches)
                 trainer.model.load_state_dict(now)
             seen.append((again, float(attempt.report.loss), len(attempt.batches)))
 

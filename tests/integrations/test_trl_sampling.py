@@ -16,8 +16,8 @@ from integrations import tiny_trl as tiny
 from nanproof import Policy
 from nanproof.errors import TrainingHalted
 from nanproof.integrations import protect
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.trl_sampling import Sampling
 from nanproof.records import read_steps
 
@@ -175,7 +175,7 @@ def test_bad_rows_of_later_turns_are_found_by_how_they_begin(tmp_path):
     """With tools only some rows take another turn. Two that cannot be told apart are both left out."""
     trainer, patches = tiny.grpo(tmp_path), Patches()
     trainer.tools = [len]
-    sampling = Sampling(trainer, patches, LoopGuard())
+    sampling = Sampling(trainer, patches, ProtectedRun())
     prompts, said = [[3], [3], [4], [3]], [[7, 1], [8, 1], [7, 1], [7, 1]]
     sampling._note([False, True, False, False], prompts, said)
     sampling._note([False, True], [[4, 7, 1, 30, 9], [3, 7, 1, 30]], [[5, 1], [1]])

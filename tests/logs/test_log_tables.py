@@ -90,6 +90,18 @@ def test_nanproofs_own_steps(tmp_path):
     assert list(read(find([tmp_path / "incidents.jsonl"])[0])) == []
 
 
+def test_both_versions_of_nanproofs_own_steps(tmp_path):
+    """A run that version 1 wrote; the same lines with the number of version 2 are the same points."""
+    old = Path(__file__).parent.parent / "version_1"
+    (source,) = find([old])
+    found = list(read(source))
+    assert source.format == "nanproof" and len(found) == 29 and found[-1].values["skipped"] == 3
+    assert [p.step for p in found if not math.isfinite(p.values["loss"])] == [4, 7, 16]
+    text = (old / "steps.jsonl").read_text()
+    (tmp_path / "steps.jsonl").write_text(text.replace('{"v":1,', '{"v":2,'))
+    assert repr(list(read(find([tmp_path])[0]))) == repr(found)
+
+
 def test_the_table_of_a_real_lightning_run():
     """The loss, the learning rate and the evaluation of one step stand in rows of their own; the mean of an epoch is no step."""
     (source,) = find([DATA / "lightning.csv"])

@@ -311,7 +311,8 @@ def test_dtypes_under_autocast_are_noted():
     oracle = reference(model, optimizer, singles(3), loss, SITES)
     model, optimizer = built(dropout=0.0)
     guard = observed_run(model, optimizer, singles(3), loss)
-    assert guard._lookout._observer.dtypes[0] == guard._lookout._observer.dtypes[len(SITES)] == torch.bfloat16
+    lookout: Any = guard.parts.engine.lookout
+    assert lookout._observer.dtypes[0] == lookout._observer.dtypes[len(SITES)] == torch.bfloat16
     for record, seen in zip(guard.history, oracle, strict=True):
         check(record.observed, *seen)
 

@@ -209,7 +209,7 @@ def test_a_loaded_state_begins_anew():
     states = guard.state_dict()
     for _ in range(6):
         guard.train_step(torch.randn(3, 4))
-    lookout: Any = guard._lookout
+    lookout: Any = guard.parts.engine.lookout
     assert lookout._parcels and len(lookout._forecaster._series)
     guard.load_state_dict(states)
     assert not lookout._parcels and not len(lookout._forecaster._series)

@@ -24,7 +24,9 @@ CURVES = {
 LOST = {**CURVES, "eval_text_loss": [None, 3.4, None, 3.5, None, 3.5]}
 SETTING = {"training.steps": 60, "arm": "fixed"}
 INCIDENT = {
-    "message": "the loss is inf; of the terms latent_loss is inf, text_loss is 3.4; dataset index 17 put into quarantine",
+    "message": "the loss is inf",
+    "terms": {"text_loss": 3.4, "latent_loss": "inf"},
+    "quarantined": [17],
     "diagnosis": {"cause": "outlier-batch", "verified": True},
 }
 WELL = {"setting": SETTING, "nonfinite": 0, "tensors": 45, "curves": CURVES, "skipped": 1}
@@ -108,7 +110,14 @@ def incident(**changes):
             "guarded: the incident names",
         ),
         ("guarded", {"incidents": incident(diagnosis={"cause": "unknown", "verified": True})}, "guarded: the incident names"),
-        ("guarded", {"incidents": incident(message="dataset index 17 put into quarantine")}, "guarded: the incident names"),
+        ("guarded", {"incidents": incident(terms={})}, "guarded: the incident names"),
+        ("guarded", {"incidents": incident(terms={"text_loss": "inf", "latent_loss": 0.5})}, "guarded: the incident names"),
+        ("guarded", {"incidents": incident(quarantined=[1])}, "guarded: the incident names"),
+        (
+            "guarded",
+            {"incidents": incident(quarantined=[], message="dataset index 17")},
+            "guarded: the incident names",
+        ),
         ("guarded", {"text_loss": 3.41}, "guarded: its text loss"),
         ("guarded", {"text_loss": 3.09}, "guarded: its text loss"),
         ("guarded", {"text_loss": math.nan}, "guarded: its text loss"),
@@ -179,7 +188,6 @@ def test_an_incident_names_the_term(small_comparison, arm):
     (line,) = (small_comparison.out / arm / "nanproof" / "incidents.jsonl").read_text().splitlines()
     told = json.loads(line)
     assert told["terms"]["latent_loss"] == "inf" and isinstance(told["terms"]["text_loss"], float)
-    assert "of the terms latent_loss is inf" in told["message"]
 
 
 def test_the_page_shows_incidents_and_samples(small_comparison):

@@ -80,7 +80,7 @@ def test_a_guarded_run_refuses_that_step_alone_and_names_term_and_sample(arm, tm
     assert [record.step for record in records if record.action == "skipped"] == [step]
     assert (result.skipped, result.rolled_back, result.nonfinite, result.ending) == (1, 0, 0, "finished")
     (incident,) = result.incidents
-    assert incident.step == step and incident.action == "skipped" and "latent_loss is inf" in incident.message
+    assert incident.step == step and incident.action == "skipped" and dict(incident.terms)["latent_loss"] == math.inf
     (entry,) = lines(tmp_path / "nanproof" / "quarantine.jsonl")
     assert entry["index"] == sample and incident.diagnosis.cause == "outlier-batch"
     assert result.measured.finite and all(bool(w.isfinite().all()) for w in weights(result.model).values())

@@ -21,7 +21,7 @@ LOST = {
     "curves": {"step": [1, 5], "loss": [2.0, 0.0], "grad_norm": [1.5, math.nan]},
 }
 WELL = {"grad_norm": 1.0, "valid_loss": 2.0, "nonfinite": 0, "tensors": 28, "curves": {"step": [1, 5], "loss": [3.0, 2.0]}}
-HEALED = {"message": "x; healed: y", "diagnosis": {"cause": "fp16-optimizer-underflow", "verified": True}}
+HEALED = {"message": "x", "remedy": "y", "diagnosis": {"cause": "fp16-optimizer-underflow", "verified": True}}
 
 
 def results():
@@ -74,7 +74,7 @@ def test_every_claim_holds_where_it_should():
         ("broken-prompt", {"answer_rate": 0.1}, "broken-prompt: learns"),
         ("broken-prompt", {"nonfinite": 28}, "broken-prompt: learns"),
         ("guarded", {"incidents": []}, "guarded: names the cause"),
-        ("guarded", {"incidents": [{**HEALED, "message": "skipped"}]}, "guarded: names the cause"),
+        ("guarded", {"incidents": [{**HEALED, "message": "x; healed: y", "remedy": None}]}, "guarded: names the cause"),
         ("guarded", {"incidents": [{**HEALED, "diagnosis": None}]}, "guarded: names the cause"),
         ("guarded", {"incidents": [{**HEALED, "diagnosis": {"cause": "x", "verified": False}}]}, "guarded: names the cause"),
         ("guarded", {"nonfinite": 1}, "guarded: names the cause"),

@@ -29,7 +29,7 @@ FULL = Result(
     notes=["one", "two"],
     curves={"step": [1.0, 5.0], "loss": [math.pi, None], "grad_norm": [-math.inf, math.nan]},
     samples=[{"question": "?", "said": "\x1b[31m"}],
-    incidents=[Incident(step=0, kind="nonfinite-weight", action="rewound", message="healed: x").to_json()],
+    incidents=[Incident(step=0, kind="nonfinite-weight", action="healed", message="seen", remedy="x").to_json()],
 )
 
 
@@ -54,7 +54,7 @@ def test_the_lines_for_a_person():
     lines = FULL.lines()
     assert "logged loss 0.3, held-out loss nan, grad_norm inf" in lines[1]
     assert "28 of 28 trainable tensors not finite, 1 attempts refused, 0 steps skipped, 1.2 s" in lines[2]
-    assert lines[3] == "  step 0: nonfinite-weight, rewound. healed: x"
+    assert lines[3] == "  step 0: nonfinite-weight, healed. seen; healed: x"
     assert FULL.standard_error == pytest.approx(math.sqrt(1 / 3 * 2 / 3 / 16))
 
 

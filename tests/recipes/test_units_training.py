@@ -73,7 +73,7 @@ def test_guarded_finds_the_cause_heals_it_and_skips_nothing(shop):
     found = shop.arm(setting("guarded"))
     (incident,) = found.incidents
     assert incident["diagnosis"]["cause"] == "fp16-optimizer-underflow" and incident["diagnosis"]["verified"] is True
-    assert "healed: " in incident["message"] and incident["action"] == "rewound" and incident["step"] == 0
+    assert incident["remedy"] and incident["action"] == "healed" and incident["step"] == 0
     assert (found.refused, found.skipped, found.rolled_back) == (1, 0, 0)
     assert found.ending == "finished" and found.nonfinite == 0
     assert math.isfinite(found.grad_norm) and math.isfinite(found.valid_loss)

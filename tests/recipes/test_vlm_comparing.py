@@ -25,7 +25,7 @@ ENDED = {"tensors": 42, "nonfinite": 0, "steps": 100, "scenes": 500, "caption": 
 
 def incident(cause, action="recorded", verified=True):
     found = {"cause": cause, "confidence": 1.0, "phase": "loss", "fix": "mask before exp", "verified": verified}
-    return {"v": 1, "step": 0, "kind": "nonfinite-loss", "action": action, "message": "seen", "diagnosis": found}
+    return {"v": 2, "step": 0, "kind": "nonfinite-loss", "action": action, "message": "seen", "diagnosis": found}
 
 
 OVERFLOW = incident("exp-overflow")
@@ -38,7 +38,7 @@ def results():
     lost = {**ENDED, "ending": DIED, "steps": 1, "nonfinite": 42, "nonfinite_steps": 1, "kl": math.nan, "scenes": 0}
     lost |= {"caption": None, "place": None}
     patched = {"nonfinite": 42, "nonfinite_steps": 100, "bad_rows": 9000, "reward": 0.09, "kl": math.nan, "notes": NOTES}
-    group = [incident("std-of-one-sample", "rewound"), incident("zero-advantage")]
+    group = [incident("std-of-one-sample", "healed"), incident("zero-advantage")]
     found = [
         Result(name="warm", setting={"arm": "warm"}, steps=250, reward=0.55, chance=0.09, greedy=0.8, scenes=500),
         Result(name="broken", setting=BROKEN.to_json(), **lost),

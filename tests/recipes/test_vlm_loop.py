@@ -310,7 +310,7 @@ def causes(trained):
 
 def test_guarded_names_the_exp_and_heals_it(vlm, tmp_path):
     trained, _ = run(vlm, tmp_path, small("guarded"))
-    assert trained.ending == "finished" and trained.steps == 3 and causes(trained) == [("rewound", "exp-overflow")]
+    assert trained.ending == "finished" and trained.steps == 3 and causes(trained) == [("healed", "exp-overflow")]
     assert (trained.refused, trained.skipped, trained.nonfinite_steps) == (1, 0, 0)
     assert nonfinite_tensors(trained.model) == (0, 42) and (tmp_path / "nanproof").is_dir()
 
@@ -320,7 +320,7 @@ def test_guarded_groups_of_one_name_the_deviation_and_then_that_nothing_is_learn
     """Healed it is finite, and teaches nothing: that is said too."""
     trained, _ = run(vlm, tmp_path, small("guarded", "group", steps=4))
     assert trained.ending == "finished"
-    assert causes(trained) == [("rewound", "std-of-one-sample"), ("recorded", "zero-advantage")]
+    assert causes(trained) == [("healed", "std-of-one-sample"), ("recorded", "zero-advantage")]
     assert nonfinite_tensors(trained.model) == (0, 42)
 
 

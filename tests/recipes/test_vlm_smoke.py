@@ -15,7 +15,7 @@ from nanproof.recipes.vlm_grpo.faults import Session
 from nanproof.recipes.vlm_grpo.smoke import EXIT, Smoked
 
 INCIDENT = {
-    "v": 1,
+    "v": 2,
     "step": 1,
     "kind": "nonfinite-gradient",
     "action": "skipped",
@@ -114,3 +114,10 @@ def test_a_forward_that_is_run_again_only_to_look_is_not_counted():
     session.undo()
     assert (session.rows, session.bad_rows, session.first_bad_row) == (2, 2, "in generation 0, row 0, token 0")
     assert not model._forward_hooks
+
+
+def test_an_incident_like_an_earlier_one_names_it():
+    like = {**INCIDENT, "step": 3, "diagnosis": None, "same_as": 1}
+    lines = replace(WELL, refused=3, incidents=[INCIDENT, like, {**like, "same_as": None}]).lines()
+    causes = [line.split(None, 1)[1] for line in lines if line.startswith("  cause ")]
+    assert causes == ["exp-overflow, its fix verified on the replay", "as at step 1", "not found"]

@@ -160,11 +160,16 @@ def _several_indices(self, indices):
     return torch.tensor([[float(i)] for i in indices])
 
 
-def build(kind, quarantine=None, **more):
+def bare(kind, **more):
+    """The loader as a user has it."""
     loader = LOADERS[kind](**more)
     if kind == "batches as samples":
         loader.dataset.__class__ = type("Lists", (Numbers,), {"__getitem__": _several_indices})
-    return wrap(loader, quarantine if quarantine is not None else Quarantine(None))
+    return loader
+
+
+def build(kind, quarantine=None, **more):
+    return wrap(bare(kind, **more), quarantine if quarantine is not None else Quarantine(None))
 
 
 def seed_all(seed):
@@ -225,7 +230,7 @@ def bad(index, *, size=SIZE, hash=None, worker=None, workers=None):
 
 def oracle(kind, epochs, **more):
     seed_all(7)
-    return list(train(build(kind, **more)._loader, epochs))
+    return list(train(bare(kind, **more), epochs))
 
 
 def order_of(kind, epochs):
@@ -234,6 +239,6 @@ def order_of(kind, epochs):
 
 
 def quiet(loader):
-    if isinstance(loader._loader, DataLoader):
+    if hasattr(loader, "dataset"):  # a list of batches has none
         loader.dataset.random_numbers = False
     return loader

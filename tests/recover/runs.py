@@ -42,7 +42,7 @@ def loader(data=None, seed=7, size=8, **kwargs):
 
 
 def weights(guard):
-    return {name: t.clone() for name, t in guard._recovery.state.tensors().items()}
+    return {name: t.clone() for name, t in guard.parts.recovery.state.tensors().items()}
 
 
 def same(a, b):
@@ -51,12 +51,12 @@ def same(a, b):
 
 def train(guard, data, steps, on_step=None):
     """Epochs over a wrapped loader until the guard has taken so many steps."""
-    while guard._next < steps:
+    while guard.next_step < steps:
         for batch in data:
             guard.train_step(batch)
             if on_step is not None:
                 on_step(guard)
-            if guard._next >= steps:
+            if guard.next_step >= steps:
                 break
 
 
@@ -65,7 +65,7 @@ def once(at, action):
     done = []
 
     def look(guard):
-        if guard._next == at and not done:
+        if guard.next_step == at and not done:
             done.append(True)
             action(guard)
 

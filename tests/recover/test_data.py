@@ -7,7 +7,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import EXACT, SIZE, Numbers, bad, build, carried, oracle, order_of, quiet, rows, saved, seed_all, tell_epoch, train
+from loaders import (
+    EXACT,
+    SIZE,
+    Numbers,
+    bad,
+    bare,
+    build,
+    carried,
+    oracle,
+    order_of,
+    quiet,
+    rows,
+    saved,
+    seed_all,
+    tell_epoch,
+    train,
+)
 from torch.utils.data import (
     DataLoader,
 )
@@ -180,11 +196,11 @@ def test_a_rewind_after_the_loop_reaches_the_next_one():
 
 def test_a_rewind_after_the_loop_with_a_sampler_that_is_told_its_epoch():
     """The rest of the old epoch comes in its order, and the new one in the order that was asked for."""
-    bare = build("distributed")._loader
+    plain = bare("distributed")
     orders = {}
     for epoch in range(3):
-        tell_epoch(bare, epoch)
-        orders[epoch] = [rows([b.tolist()]) for b in bare]
+        tell_epoch(plain, epoch)
+        orders[epoch] = [rows([b.tolist()]) for b in plain]
     loader = build("distributed")
     tell_epoch(loader, 0)
     states = [loader.state_dict() for _ in loader]
@@ -208,8 +224,8 @@ def test_a_batch_sampler_that_gives_tensors():
 
 def test_a_quarantined_sample_is_left_out():
     """From the next pass on, and of nothing but its own batch; an empty batch is not handed out and keeps its place."""
-    quarantine = Quarantine(None)
-    loader = build("sequential", quarantine)
+    quarantine, own = Quarantine(None), bare("sequential")
+    loader = wrap(own, quarantine)
     it = iter(loader)
     next(it)
     state = loader.state_dict()
@@ -220,7 +236,7 @@ def test_a_quarantined_sample_is_left_out():
     assert [rows([b.tolist()]) for b in it] == [[4, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
     assert [t.batch for t in loader.taken()] == [1, 3, 4, 5]
     assert rows(b.tolist() for b in loader)[:3] == [0, 1, 3]
-    assert rows(b.tolist() for b in loader._loader) == list(range(SIZE))  # the user's own loader is what it was
+    assert rows(b.tolist() for b in own) == list(range(SIZE))  # the user's own loader is what it was
 
 
 def test_quarantine_without_batches():

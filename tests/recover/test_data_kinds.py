@@ -11,6 +11,7 @@ from loaders import (
     Numbers,
     Stream,
     bad,
+    bare,
     build,
     carried,
     quiet,
@@ -120,9 +121,10 @@ def test_skipping_loads_no_data():
 
 
 def test_it_looks_like_the_loader():
-    loader = build("random")
+    own = bare("random")
+    loader = wrap(own, Quarantine(None))
     assert len(loader) == 5 and loader.batch_size == 5 and isinstance(loader.sampler, RandomSampler)
-    assert loader.dataset is loader._loader.dataset
+    assert loader.dataset is own.dataset
     with pytest.raises(AttributeError):
         _ = loader.nonsense
     assert wrap(loader, Quarantine(None)) is loader
@@ -220,8 +222,8 @@ def test_workers_give_the_same_order(kind, persistent):
     """Undisturbed, rewound across epochs, and in a new process; and none is left over."""
     more = {"num_workers": 2, "persistent_workers": persistent}
     seed_all(7)
-    bare = build(kind, **more)._loader
-    expected = [rows([b.tolist()]) for _ in range(3) for b in bare]
+    plain = bare(kind, **more)
+    expected = [rows([b.tolist()]) for _ in range(3) for b in plain]
     seed_all(7)
     loader = build(kind, **more)
     found, states, rewound = [], [], False
@@ -241,7 +243,7 @@ def test_workers_give_the_same_order(kind, persistent):
     fresh.load_state_dict(carried(states[place][0]))
     states[place][1].restore()
     assert [rows([b.tolist()]) for _ in range(fresh.epoch, 3) for b in fresh] == expected[place + 1 :]
-    del bare, loader, fresh
+    del plain, loader, fresh
     assert not workers_left()
 
 

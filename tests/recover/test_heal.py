@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch.distributions import Distribution
 
 import nanproof
 from nanproof.errors import TrainingHalted, UsageError
-from nanproof.explain.case import Prescription
+from nanproof.explain.case import Case, Prescription
+from nanproof.explain.examiner import Examiner
 from nanproof.explain.interventions import Intervention
+from nanproof.explain.replay import Replay
+from nanproof.records import Diagnosis, Incident
 from nanproof.recover.heal import MOST, PROVE, Healer, Treatment
 from nanproof.recover.remedies import Patient, Remedy
 from toys import batches, differences, mse, net, whole_state
@@ -71,7 +75,9 @@ def test_a_healed_run_is_the_run_with_the_fix_written_by_hand():
     assert list(differences("", state, wanted)) == []
     assert losses == by_hand
     (incident,) = guard.incidents
-    assert incident.action == "rewound" and incident.message.endswith("; healed: a divisor of 0 is taken as 1")
+    assert (incident.step, incident.action, incident.remedy) == (BAD, "healed", "a divisor of 0 is taken as 1")
+    assert incident.outcome == "healed: a divisor of 0 is taken as 1"
+    assert incident.restored_step is None and incident.undone == ()
     assert oracle.incidents == []
 
 
@@ -124,7 +130,8 @@ def test_a_fault_that_does_not_come_back_costs_nothing():
         torch.manual_seed(0)
         results.append(train(loss_fn(strikes), data, HEAL, model=net()))
     (struck, state, _), (_, wanted, _) = results
-    assert struck.incidents[0].message.endswith("healed: the same step is run once more")
+    (incident,) = struck.incidents
+    assert (incident.step, incident.action, incident.remedy) == (3, "healed", "the same step is run once more")
     assert list(differences("", state, wanted)) == []
 
 
@@ -150,7 +157,8 @@ def test_an_exception_with_a_verified_fix_does_not_end_the_run():
     for lag in (0, 2):
         guard, state, losses = train(loss_fn(False), data, nanproof.Policy(heal=True, lag=lag), model=model())
         _, wanted, by_hand = train(loss_fn(True), data, nanproof.Policy(lag=lag), model=model())
-        assert [(i.kind, i.action) for i in guard.incidents] == [("exception", "rewound")]
+        (incident,) = guard.incidents
+        assert (incident.step, incident.kind, incident.action) == (3, "exception", "healed") and incident.remedy
         assert losses == by_hand and list(differences("", state, wanted)) == []
 
 
@@ -168,7 +176,8 @@ def test_one_remedy_after_the_other_is_tried():
     model["lstm"].register_forward_pre_hook(lambda *a: autocast_off_is_needed() if torch.is_autocast_enabled("cpu") else None)
     data = [torch.randn(8, 5, 4) for _ in range(6)]
     guard, _, losses = train(loss_fn, data, HEAL, model=model, make=torch.optim.Adam, schedule=False)
-    assert guard.incidents[0].message.endswith("healed: trainable half-precision weights are fp32")
+    incident = guard.incidents[0]
+    assert (incident.action, incident.remedy) == ("healed", "trainable half-precision weights are fp32")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses[-1] == losses[-1]
 
@@ -181,6 +190,22 @@ def test_where_no_remedy_is_left_the_guard_acts_as_without():
     with pytest.raises(TrainingHalted):
         train(mse, batches(14), HEAL, model=model)
     assert torch.isnan(model[0].weight[0, 0])
+
+
+@pytest.mark.parametrize("at_cap", ["rollback", "halt"])
+def test_a_broken_state_is_healed_where_there_is_nothing_to_go_back_to(at_cap):
+    """Rows of an embedding that nobody initialised: whatever the cap does, there is a fix, and it comes first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 1))
+    with torch.no_grad():
+        model[0].weight[9] = float("nan")
+    data = [torch.tensor([[1, 2], [3, 9 if i >= 2 else 4]]) for i in range(8)]
+    policy = nanproof.Policy(heal=True, at_cap=at_cap, max_consecutive_skips=3)
+    guard, _, losses = train(lambda m, b: m(b).square().mean(), data, policy, model=model)
+    (incident,) = guard.incidents
+    assert (incident.step, incident.kind, incident.action) == (2, "nonfinite-weight", "healed")
+    assert [t.remedy.name for t in guard.parts.healer.applied] == ["filled-rows"]
+    assert all(loss == loss for loss in losses)
 
 
 def test_the_schedule_keeps_a_lowered_rate_down():
@@ -306,8 +331,22 @@ def test_gradients_are_scaled_and_nothing_else():
         assert all(torch.equal(p.grad, g * factor) for p, g in zip(model.parameters(), plain, strict=True))
 
 
+def incident_of(kind, cause, step=0):
+    diagnosis = Diagnosis(cause=cause, confidence=1.0, verified=True)
+    return Incident(step=step, kind=kind, action="skipped", diagnosis=diagnosis)
+
+
+def case_of(kind, remedies):
+    """A step that is finite, and what was prescribed for it."""
+    case = Case(kind, replay=Replay(nn.Linear(2, 1), lambda model, x: model(x).square().mean(), [torch.ones(3, 2)]))
+    case.remedies = tuple(remedies)
+    return case
+
+
 class _Healed:
-    """A healer over a small optimizer, and one remedy for it."""
+    """A healer over a small optimizer, and two remedies for it."""
+
+    kind, cause = "divergence", "learning-rate-too-high"
 
     def __init__(self):
         parameter = torch.zeros(1, requires_grad=True)
@@ -316,10 +355,15 @@ class _Healed:
         self.wanted = [Prescription("learning-rate", {"factor": 0.1}), Prescription("learning-rate", {"factor": 0.01})]
 
     def heal(self):
-        remedy = self.healer.offer("learning-rate-too-high", "divergence", self.wanted)
-        if remedy is not None:
-            self.healer.apply(Treatment(remedy, "divergence", "learning-rate-too-high", 0))
-        return remedy
+        """The next remedy is put in force; returns its description, None where none is left."""
+        incident, case = incident_of(self.kind, self.cause), case_of(self.kind, self.wanted)
+        offered = self.healer.offer(incident, case)
+        assert self.healer.offer(incident, case) == offered  # to offer is not to take
+        assert self.healer.apply(incident, case) == (offered is not None)
+        return offered
+
+    def comes_back(self, step):
+        return self.healer.undo_failed(incident_of(self.kind, self.cause, step))
 
     @property
     def rate(self):
@@ -329,15 +373,24 @@ class _Healed:
 def test_a_remedy_that_does_not_hold_makes_room_for_the_next():
     """The same incident on probation undoes it; each is offered once; then there is none."""
     patient = _Healed()
-    patient.heal()
+    mild = patient.heal()
     assert patient.rate == 0.1
-    assert patient.healer.see(False, "nonfinite-loss", "log-of-zero", 3) == ()  # another incident is no fault of it
-    assert len(patient.healer.see(False, "divergence", "learning-rate-too-high", 5)) == 1
+    assert patient.healer.undo_failed(incident_of("nonfinite-loss", "log-of-zero", 3)) == ()  # another incident is no fault of it
+    assert patient.comes_back(5) == (mild,)
     assert patient.rate == 1.0
-    patient.heal()
-    assert patient.rate == 0.01
-    patient.healer.see(False, "divergence", "learning-rate-too-high", 9)
+    strong = patient.heal()
+    assert patient.rate == 0.01 and strong != mild
+    assert patient.comes_back(9) == (strong,)
     assert patient.heal() is None and patient.rate == 1.0 and patient.healer.applied == []
+
+
+def test_the_same_step_going_bad_again_undoes_it_too():
+    """Under another name, or under none: what was put in force at that step did not hold."""
+    patient = _Healed()
+    for cause in ("unknown", None):
+        remedy = patient.heal()
+        again = incident_of(patient.kind, cause) if cause else Incident(step=0, kind=patient.kind, action="skipped")
+        assert patient.healer.undo_failed(again) == (remedy,) and patient.rate == 1.0
 
 
 def test_a_remedy_that_has_proved_itself_stays():
@@ -345,9 +398,9 @@ def test_a_remedy_that_has_proved_itself_stays():
     patient.heal()
     for _ in range(PROVE):
         assert not patient.healer.applied[0].proven
-        patient.healer.see(True)
+        patient.healer.accepted()
     assert patient.healer.applied[0].proven
-    assert patient.healer.see(False, "divergence", "learning-rate-too-high", 50) == ()
+    assert patient.comes_back(50) == ()
     assert patient.rate == 0.1
 
 
@@ -355,7 +408,7 @@ def test_a_remedy_that_has_proved_itself_stays():
 def test_remedies_are_plain_data(prescription):
     """What is written down loads with weights_only, and makes the same remedy."""
     healer = Healer(Patient(nn.Identity(), torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)), on=True)
-    remedy = Remedy.known[prescription.name](healer._patient, **prescription.settings)
+    remedy = Remedy.known[prescription.name](healer.patient, **prescription.settings)
     healer.applied.append(Treatment(remedy, "spike", "cause", 3, 7))
     file = io.BytesIO()
     torch.save(healer.state_dict(), file)
@@ -364,7 +417,7 @@ def test_remedies_are_plain_data(prescription):
     if remedy.once:
         assert saved is None
     else:
-        again = Remedy.known[saved["name"]](healer._patient, **saved["settings"])
+        again = Remedy.known[saved["name"]](healer.patient, **saved["settings"])
         assert again.description == remedy.description and saved["healthy"] == 7
 
 
@@ -406,8 +459,8 @@ def test_a_resumed_run_has_its_remedies():
 def test_resuming_without_healing_says_so(caplog):
     """Switching it off was a choice; what that takes away is said once."""
     healed, _, _ = train(masked_mean(False), masked_batches(), HEAL)
-    state = healed._healer.state_dict()
-    off = Healer(healed._healer._patient, on=False)
+    state = healed.parts.healer.state_dict()
+    off = Healer(healed.parts.healer.patient, on=False)
     with caplog.at_level(logging.WARNING, "nanproof"):
         off.load_state_dict(state)
     assert off.applied == [] and "was healed (interventions)" in caplog.text
@@ -437,8 +490,9 @@ def test_weights_that_round_their_updates_away_become_fp32():
     assert all(
         p.dtype == torch.float32 and not torch.equal(p, b.float()) for p, b in zip(model.parameters(), before, strict=True)
     )
-    (treatment,) = guard._healer.applied
-    guard._healer.see(False, treatment.kind, treatment.cause)
+    (incident,), (treatment,) = guard.incidents, guard.parts.healer.applied
+    assert (incident.kind, incident.action, incident.remedy) == ("no-learning", "healed", treatment.remedy.description)
+    assert guard.parts.healer.undo_failed(replace(incident, step=99)) == (treatment.remedy.description,)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and guard.path == path
     assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == flags
     guard.train_step(data[0])
@@ -463,7 +517,7 @@ def test_fp32_weights_survive_a_checkpoint():
     for batch in data[16:]:
         resumed.train_step(batch)
     resumed.close()
-    assert list(differences("", other.state_dict(), model.state_dict())) == [] and len(resumed._healer.applied) == 1
+    assert list(differences("", other.state_dict(), model.state_dict())) == [] and len(resumed.parts.healer.applied) == 1
 
 
 def test_the_same_remedy_is_in_force_once():
@@ -471,15 +525,18 @@ def test_the_same_remedy_is_in_force_once():
     patient = _Healed()
     patient.heal()
     for _ in range(PROVE):
-        patient.healer.see(True)
+        patient.healer.accepted()
     patient.heal()
     assert patient.rate == 0.01 and len(patient.healer.applied) == 1
     settings = Remedy.known["optimizer-settings"]
     for i in range(20):
         wanted = [Prescription("optimizer-settings", {"eps": 10.0**-i})]
-        if (remedy := patient.healer.offer(f"cause {i}", "spike", wanted)) is not None:
-            assert isinstance(remedy, settings)
-            patient.healer.apply(Treatment(remedy, "spike", f"cause {i}", i))
+        incident, case = incident_of("spike", f"cause {i}", i), case_of("spike", wanted)
+        found = patient.healer.untried(f"cause {i}", "spike", wanted, i)
+        assert (found is None) == (i >= MOST - 1)
+        assert found is None or isinstance(found[1], settings)
+        assert patient.healer.offer(incident, case) == (None if found is None else found[1].description)
+        assert patient.healer.apply(incident, case) == (found is not None)
     assert len(patient.healer.applied) == MOST
 
 
@@ -511,14 +568,15 @@ def test_a_schedule_that_ended_too_early_is_healed_while_steps_are_under_way(lag
         for batch in batches(30):
             guard.train_step(batch)
     (incident,) = guard.incidents
-    assert incident.kind == "no-learning" and "healed: the learning rate is at least" in incident.message
+    assert (incident.kind, incident.action) == ("no-learning", "healed")
+    assert incident.remedy is not None and incident.remedy.startswith("the learning rate is at least")
     rates = {record.step: record.lr[0] for record in guard.history}
-    floor = guard._healer.applied[0].remedy.settings["floor"]
+    floor = guard.parts.healer.applied[0].remedy.settings["floor"]
     assert floor == pytest.approx(sum(1e-2 * (1 - i / 6) for i in range(6)) / 6)
     assert rates[9] == 0 and all(rates[i] == floor for i in range(18, 30))
 
 
-@pytest.mark.parametrize(("max_norm", "action"), [(None, "skipped"), (1.0, "rewound")])
+@pytest.mark.parametrize(("max_norm", "action"), [(None, "skipped"), (1.0, "healed")])
 def test_finite_and_huge_is_no_cure(max_norm, action):
     """The input of exp clamped to 20 leaves a gradient 1e8 times the usual: unclipped, skipping the batch does less harm."""
 
@@ -529,28 +587,53 @@ def test_finite_and_huge_is_no_cure(max_norm, action):
     data[4][0][2, 0] = 100.0
     guard, _, _ = train(loss_fn, data, HEAL, model=net(batch_norm=False), max_norm=max_norm)
     assert [(i.diagnosis.cause, i.diagnosis.verified, i.action) for i in guard.incidents] == [("exp-overflow", True, action)]
-    assert len(guard._healer.applied) == (action == "rewound")
+    assert len(guard.parts.healer.applied) == (action == "healed")
+    assert (guard.incidents[0].remedy is not None) == (action == "healed")
 
 
-def test_steps_under_way_come_first():
-    """A remedy may change what they are made of, so they are taken in before it acts."""
-    patient, rates = _Healed(), []
-    patient.healer._settle = lambda: rates.append(patient.rate)
-    patient.heal()
-    assert rates == [1.0] and patient.rate == 0.1
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_steps_under_way_come_first(lag, monkeypatch):
+    """A remedy may change what they are made of, so their verdicts are taken in before it acts."""
+    seen = []
+
+    def note(what, method):
+        def noted(self, *args):
+            result = method(self, *args)
+            if what == "applied" or result is not None:
+                pending = guard.parts.engine.under_way.pending
+                seen.append((what, len(pending), guard.history[-1].step))
+            return result
+
+        return noted
+
+    monkeypatch.setattr(Examiner, "accepted", note("found", Examiner.accepted))
+    monkeypatch.setattr(Healer, "apply", note("applied", Healer.apply))
+    torch.manual_seed(0)
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 6))
+    policy = nanproof.Policy(heal=True, lag=lag)
+    with nanproof.Guard(model, optimizer, loss_fn=mse, scheduler=scheduler, policy=policy) as guard:
+        for batch in batches(30):
+            guard.train_step(batch)
+    (_, waiting, found_at), (_, left, applied_at) = seen
+    assert [what for what, *_ in seen] == ["found", "applied"]
+    assert (waiting, left) == (lag, 0) and applied_at == found_at + lag
+    rates = {record.step: record.lr[0] for record in guard.history}
+    assert rates[applied_at] == 0 and rates[applied_at + 1] > 0
 
 
 def test_a_remedy_that_raises_is_undone_and_the_run_goes_on(caplog):
     """Healing is never the reason a run dies."""
     patient = _Healed()
-    broken = Remedy.known["own-parameters"](patient.healer._patient, names=["no such parameter"])
+    broken = Remedy.known["own-parameters"](patient.healer.patient, names=["no such parameter"])
     with caplog.at_level(logging.WARNING, "nanproof"):
-        assert not patient.healer.apply(Treatment(broken, "no-learning", "cause", 0))
+        assert not patient.healer.treat(Treatment(broken, "no-learning", "cause", 0))
     assert patient.healer.applied == [] and "could not heal" in caplog.text
 
 
 def test_the_run_is_diagnosed_each_time_while_healing():
-    """Two faults of one kind: by default the second is not explained, so it could not be healed."""
+    """Two faults of one kind: each is explained, and each has a fix of its own in force from then on."""
 
     def loss_fn(model, batch):
         x, y = batch
@@ -567,7 +650,8 @@ def test_the_run_is_diagnosed_each_time_while_healing():
     data[6][0][0, 0] = 100.0
     guard, _, _ = train(loss_fn, data, HEAL, model=net(batch_norm=False))
     assert [i.diagnosis.cause for i in guard.incidents] == ["zero-denominator", "exp-overflow"]
-    assert all(i.action == "rewound" for i in guard.incidents)
+    assert [(i.step, i.action, i.same_as) for i in guard.incidents] == [(3, "healed", None), (6, "healed", None)]
+    assert [i.remedy for i in guard.incidents] == [t.remedy.description for t in guard.parts.healer.applied]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ def saved(tmp_path, steps, **kwargs):
     where = nanproof.Checkpoints(tmp_path, **{"every": 10, "prove": 3, "background": False, **kwargs})
     guard = made(scheduler=True, checkpoints=where)
     train(guard, guard.wrap(loader()), steps)
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     return where
 
 
@@ -73,7 +73,7 @@ def test_going_back_in_memory_leaves_the_last_good_checkpoint(tmp_path):
 
     def look(guard):
         once_poisoned(guard)
-        seen.append((guard._next, good(tmp_path)))
+        seen.append((guard.next_step, good(tmp_path)))
 
     once_poisoned = once(44, poison_weight)
     train(guard, guard.wrap(loader()), 60, look)
@@ -96,12 +96,12 @@ def test_a_step_that_could_not_be_saved_once_can_become_good_later(tmp_path):
 
     def look(guard):
         poisoned(guard)
-        if guard._next == 42 and in_the_way.exists():
+        if guard.next_step == 42 and in_the_way.exists():
             assert good(tmp_path)[-1] == "step-00000030"
             in_the_way.unlink()
 
     train(guard, guard.wrap(loader()), 44, look)
-    assert [(i.action, i.step) for i in guard.incidents] == [("rewound", 43)]
+    assert [(i.action, i.step, i.restored_step) for i in guard.incidents] == [("rewound", 43, 40)]
     assert good(tmp_path)[-1] == "step-00000040"
     guard.close()
 
@@ -114,7 +114,7 @@ def test_steps_that_were_given_up_prove_nothing(tmp_path):
 
     def look(guard):
         poisoned(guard)
-        seen.append((guard._next, len(good(tmp_path))))
+        seen.append((guard.next_step, len(good(tmp_path))))
 
     train(guard, guard.wrap(loader()), 30, look)
     assert [step for step, _ in seen].count(26) == 2  # back to 25
@@ -127,7 +127,7 @@ def test_memory_of_a_copy_is_given_back_once(tmp_path):
     not share memory, or the older good state becomes the newer one."""
     guard = made(policy={"snapshot_every": 5})
     train(guard, guard.wrap(loader()), 12)
-    snapshots = guard._recovery.snapshots
+    snapshots = guard.parts.recovery.snapshots
     first = snapshots.kept[0]
     snapshots.drop(lambda s: s is first)
     second = snapshots.take(12, {})

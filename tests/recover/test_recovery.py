@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -42,7 +43,9 @@ def test_a_poisoned_run_ends_as_if_nothing_had_happened(harm, place, lag, tmp_pa
     assert same(weights(guard), weights(undisturbed)) == []
     incident = guard.incidents[0]
     assert incident.action == ("rewound" if place == "memory" else "rolled-back")
-    assert incident.kind == "nonfinite-weight" and "back to" in incident.message
+    assert incident.kind == "nonfinite-weight"
+    assert (incident.restored_step, incident.restored_from) == (30, "memory" if place == "memory" else "step-00000030")
+    assert (incident.attempt, incident.stepped_over, incident.cap, incident.remedy) == (1, 0, None, None)
     assert [i.action for i in guard.incidents] == [incident.action]
     assert [record.step for record in guard.history] == list(range(60))
     guard.close()
@@ -66,6 +69,7 @@ def test_a_weight_poisoned_right_after_a_bad_batch_is_not_blamed_on_the_data():
         (24, "nonfinite-weight", "rewound"),
         (23, "nonfinite-loss", "skipped"),
     ]
+    assert [i.restored_step for i in guard.incidents] == [None, 20, None] and guard.incidents[1].stepped_over == 0
     assert same(weights(guard), weights(undisturbed)) == []
 
 
@@ -98,7 +102,7 @@ def test_a_new_process_goes_on_bit_for_bit(optimizer, stop, tmp_path):
     where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
     killed = made(optimizer, scheduler=True, checkpoints=where)
     train(killed, killed.wrap(loader()), stop)
-    killed._recovery.close(alone=False)  # what the end of a process does
+    killed.parts.recovery.close(alone=False)  # what the end of a process does
     torch.manual_seed(999)
     fresh = made(optimizer, scheduler=True, checkpoints=where)
     data = fresh.wrap(loader(seed=12345))
@@ -127,7 +131,7 @@ def test_a_loop_of_ones_own_goes_back_and_resumes_too(lag, tmp_path):
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
     def loop(guard, data, steps, harm=None):
-        while guard._next < steps:
+        while guard.next_step < steps:
             for batch in data:
                 guard.optimizer.zero_grad()
                 loss = mse(guard.model, batch)
@@ -136,7 +140,7 @@ def test_a_loop_of_ones_own_goes_back_and_resumes_too(lag, tmp_path):
                 guard.scheduler.step()
                 if harm:
                     harm(guard)
-                if guard._next >= steps:
+                if guard.next_step >= steps:
                     break
 
     def guarded(**kwargs):
@@ -153,7 +157,7 @@ def test_a_loop_of_ones_own_goes_back_and_resumes_too(lag, tmp_path):
     where = nanproof.Checkpoints(tmp_path, every=20, prove=5, background=False)
     killed = guarded(checkpoints=where)
     loop(killed, killed.wrap(loader()), 47)
-    killed._recovery.close(alone=False)
+    killed.parts.recovery.close(alone=False)
     fresh = guarded(checkpoints=where)
     data = fresh.wrap(loader(seed=5))
     assert fresh.resume() == 40
@@ -178,7 +182,9 @@ def test_at_the_cap_the_run_goes_back_and_steps_over_the_data():
     mine, wanted = weights(guard), weights(oracle)
     assert same(mine, wanted) == []
     assert [i.action for i in guard.incidents] == ["skipped"] * 3 + ["rewound", "skipped"]
-    assert "stepping over 5 batches" in guard.incidents[3].message
+    back = guard.incidents[3]
+    assert (back.step, back.restored_step, back.restored_from, back.stepped_over, back.attempt) == (33, 30, "memory", 5, 1)
+    assert "skipping 5 batches" in back.outcome
 
 
 def test_the_same_trouble_again_and_again_halts_the_run():
@@ -187,12 +193,17 @@ def test_the_same_trouble_again_and_again_halts_the_run():
     data = guard.wrap(loader())
 
     def harm(guard):
-        if guard._next >= 12:
+        if guard.next_step >= 12:
             poison_weight(guard)
 
-    with pytest.raises(nanproof.TrainingHalted, match="went back 2 times"):
+    with pytest.raises(nanproof.TrainingHalted, match="came back after 2 rollbacks") as halted:
         train(guard, data, 60, harm)
-    assert [i.action for i in guard.incidents] == ["rewound", "rewound", "halted"]
+    assert [(i.action, i.attempt, i.cap) for i in guard.incidents] == [
+        ("rewound", 1, None),
+        ("rewound", 2, None),
+        ("halted", 0, "max_rollbacks"),
+    ]
+    assert halted.value.incident is guard.incidents[-1] and guard.incidents[-1].cap_count == 2
 
 
 def test_trouble_that_comes_back_at_the_same_place_is_stepped_over():
@@ -208,7 +219,7 @@ def test_trouble_that_comes_back_at_the_same_place_is_stepped_over():
         guard.train_step(batch)
         harm(batch)
     assert [i.action for i in guard.incidents] == ["rewound", "rewound"]
-    assert "stepping over" not in guard.incidents[0].message and "stepping over" in guard.incidents[1].message
+    assert [(i.attempt, i.stepped_over) for i in guard.incidents] == [(1, 0), (2, 2)]
     assert all(torch.isfinite(t).all() for t in guard.model.parameters())
 
 
@@ -228,8 +239,8 @@ def test_two_troubles_soon_after_each_other_cost_no_data(place, tmp_path):
         second(guard)
 
     train(guard, guard.wrap(loader()), 60, harm)
-    assert len(guard.incidents) == 2 and "(try 2)" in guard.incidents[1].message
-    assert not any("stepping over" in incident.message for incident in guard.incidents)
+    assert [(i.step, i.attempt, i.stepped_over) for i in guard.incidents] == [(24, 1, 0), (47, 2, 0)]
+    assert "(attempt 2)" in guard.incidents[1].outcome
     assert same(weights(guard), weights(undisturbed)) == []
     guard.close()
     undisturbed.close()
@@ -240,18 +251,22 @@ def test_without_a_state_to_go_back_to_the_cap_halts(why):
     """Also where the weights are broken: nobody claims to have gone anywhere."""
     kept = {"snapshot_every": 2, "max_rollbacks": 0} if why == "none may be used" else {}
     guard = made(policy={"max_consecutive_skips": 6, **kept})
-    with pytest.raises(nanproof.TrainingHalted, match="7 steps in a row"):
+    with pytest.raises(nanproof.TrainingHalted, match="7 steps in a row were refused") as halted:
         for i, batch in enumerate(batches(20)):
             if i == 5:
                 poison_weight(guard)
             guard.train_step(batch)
+    assert (halted.value.incident.cap, halted.value.incident.cap_count) == ("max_consecutive_skips", 7)
+    assert [i.action for i in guard.incidents] == ["skipped"] * 6 + ["halted"]
+    assert all(i.restored_step is None and i.restored_from is None for i in guard.incidents)
+    assert "good state" not in str(halted.value)  # there is no telling that one would have helped
 
 
 def test_a_state_that_cannot_be_copied_does_not_end_the_run(monkeypatch, caplog):
     guard = made(policy={"snapshot_every": 5})
-    monkeypatch.setattr(guard._recovery.snapshots, "_copy", lambda *_: 1 / 0)
+    monkeypatch.setattr(guard.parts.recovery.snapshots, "take", lambda *_: 1 / 0)
     train(guard, loader(), 12)
-    assert guard._next == 12 and guard._recovery.snapshots.kept == []
+    assert guard.next_step == 12 and guard.parts.recovery.snapshots.kept == []
     assert caplog.text.count("cannot be copied") == 1
 
 
@@ -275,11 +290,13 @@ def test_divergence_sends_the_run_back_and_can_be_told_not_to():
     back = run()
     actions = {(i.kind, i.action) for i in back.incidents}
     assert ("divergence", "rewound") in actions, back.incidents
+    first = next(i for i in back.incidents if i.kind == "divergence")
+    assert first.restored_step == 40 and first.stepped_over > 0
     assert back.history[-1].loss < 1 and back.optimizer.param_groups[0]["lr"] == 0.02
     only_told = run(on_divergence="record")
     assert [i.action for i in only_told.incidents if i.kind == "divergence"] == ["recorded"]
     # The cap comes later, and the state it goes back to is still the one of before.
-    assert any("step 40" in i.message for i in only_told.incidents if i.action == "rewound")
+    assert 40 in [i.restored_step for i in only_told.incidents if i.action == "rewound"]
     assert only_told.history[-1].loss < 1
 
 
@@ -298,10 +315,10 @@ def test_without_a_wrapped_loader_the_data_goes_on():
     guard = made(policy={"snapshot_every": 10})
     seen = []
     for batch in data:
-        if guard._next == 23 and not guard.incidents:
+        if guard.next_step == 23 and not guard.incidents:
             poison_weight(guard)
         guard.train_step(batch)
-        seen.append(guard._next)
+        seen.append(guard.next_step)
     assert guard.incidents[0].action == "rewound"
     assert seen[22:26] == [23, 20, 21, 22] and len(seen) == 60
 
@@ -326,7 +343,7 @@ def test_snapshots_cost_no_step_and_change_nothing():
     kept = made(policy={"snapshot_every": 3})
     train(kept, loader(), 50)
     assert same(weights(plain), weights(kept)) == []
-    assert [s.step for s in kept._recovery.snapshots.kept] == [45, 48]
+    assert [s.step for s in kept.parts.recovery.snapshots.kept] == [45, 48]
 
 
 def test_what_nothing_trains_is_copied_once():
@@ -339,13 +356,13 @@ def test_what_nothing_trains_is_copied_once():
     data = batches(12)
     for batch in data[:4]:
         guard.train_step(batch)
-    first, second = guard._recovery.snapshots.kept
+    first, second = guard.parts.recovery.snapshots.kept
     assert first.copies["model.0.weight"] is second.copies["model.0.weight"]
     with torch.no_grad():
         model[0].weight.mul_(2)
     for batch in data[4:6]:
         guard.train_step(batch)
-    third = guard._recovery.snapshots.kept[-1]
+    third = guard.parts.recovery.snapshots.kept[-1]
     assert torch.equal(third.copies["model.0.weight"], model[0].weight)
     assert not torch.equal(third.copies["model.0.weight"], first.copies["model.0.weight"])
 
@@ -366,14 +383,15 @@ def test_a_run_that_goes_wrong_at_once_goes_back_to_its_beginning():
     guard = made(policy={"snapshot_every": 20})
     train(guard, guard.wrap(loader()), 30, once(3, poison_weight))
     assert same(weights(guard), weights(undisturbed)) == []
-    assert "step 0" in guard.incidents[0].message
+    assert [(i.step, i.action, i.restored_step) for i in guard.incidents] == [(3, "rewound", 0)]
 
 
 def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr("nanproof.recover.snapshots._free_memory", lambda place: 100)
+    said = "MemTotal: 9999 kB\nMemAvailable: 1 kB\n"
+    monkeypatch.setattr("nanproof.recover.snapshots.open", lambda path: io.StringIO(said), raising=False)
     guard = made(policy={"snapshot_every": 5})
     train(guard, loader(), 12)
-    assert guard._recovery.snapshots.kept == []
+    assert guard.parts.recovery.snapshots.kept == []
     assert "no copy of the run's state is taken" in caplog.text
 
 
@@ -382,12 +400,18 @@ def test_every_further_try_goes_back_to_an_older_state():
     data = guard.wrap(loader())
 
     def harm(guard):
-        if guard._next == 35:
+        if guard.next_step == 35:
             poison_weight(guard)
 
     with pytest.raises(nanproof.TrainingHalted):
         train(guard, data, 60, harm)
-    assert [int(i.message.split("of step ")[1].split()[0].rstrip(",")) for i in guard.incidents[:3]] == [30, 20, 20]
+    assert [(i.action, i.restored_step, i.attempt) for i in guard.incidents] == [
+        ("rewound", 30, 1),
+        ("rewound", 20, 2),
+        ("rewound", 20, 3),
+        ("halted", None, 0),
+    ]
+    assert (guard.incidents[-1].cap, guard.incidents[-1].cap_count) == ("max_rollbacks", 3)
 
 
 @pytest.mark.parametrize("how", ["no_grad", "data", "assign"])
@@ -424,7 +448,7 @@ def test_a_teacher_that_follows_its_student_is_part_of_the_state(how, tmp_path):
     where = nanproof.Checkpoints(tmp_path, every=5, prove=1, background=False)
     killed = build(checkpoints=where)
     run(killed, data, 17)
-    killed._recovery.close(alone=False)
+    killed.parts.recovery.close(alone=False)
     fresh = build(checkpoints=where)
     assert fresh.resume() == 15
     run(fresh, data, 30)
@@ -530,7 +554,7 @@ def test_a_rate_that_climbs_goes_on_climbing_after_a_resume(tmp_path):
 
     guard = build()
     train(guard, guard.wrap(loader()), 19, once(12, poison_weight))
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     fresh = build()
     data = fresh.wrap(loader())
     assert fresh.resume() == 15
@@ -577,16 +601,21 @@ def test_a_rollback_found_after_the_loop_leaves_the_schedule_right():
 
 def test_nothing_is_promoted_while_a_jump_is_watched(tmp_path):
     """Not even by a copy that was made before the jump and is written during it."""
-    where = nanproof.Checkpoints(tmp_path, every=10, prove=2, background=False)
+    where = nanproof.Checkpoints(tmp_path, every=10, prove=9, background=False)
     guard = made(checkpoints=where, policy={"lag": 2})
-    train(guard, guard.wrap(loader()), 20)  # the copy of step 20 waits for its verdicts
-    recovery = guard._recovery
-    recovery._candidates[10] = 99
+    train(guard, guard.wrap(loader()), 20)  # the copy of step 20 waits for its verdicts; step 10 has 8 healthy steps
+    recovery = guard.parts.recovery
+
+    def good():
+        return [path.parent.name for path in tmp_path.glob("step-*/good.json")]
+
+    recovery.accepted(18, settled=False)
+    assert (tmp_path / "step-00000010").is_dir() and not (tmp_path / "step-00000020").exists()
     recovery.accepted(19, settled=False)
-    assert (tmp_path / "step-00000020").is_dir() and 10 in recovery._candidates
+    assert (tmp_path / "step-00000020").is_dir() and good() == []
     recovery.accepted(20, settled=True)
-    assert 10 not in recovery._candidates
-    guard._recovery.close(alone=False)
+    assert good() == ["step-00000010"]
+    recovery.close(alone=False)
 
 
 def test_after_going_back_copies_are_made_again():
@@ -595,10 +624,10 @@ def test_after_going_back_copies_are_made_again():
     times = []
 
     def harm(guard):
-        if guard._next == 35 and len(times) < 2:
+        if guard.next_step == 35 and len(times) < 2:
             times.append(35)
             poison_weight(guard)
 
     train(guard, guard.wrap(loader()), 38, harm)
     assert [i.action for i in guard.incidents] == ["rewound", "rewound"]
-    assert [s.step for s in guard._recovery.snapshots.kept] == [20, 30]
+    assert [s.step for s in guard.parts.recovery.snapshots.kept] == [20, 30]

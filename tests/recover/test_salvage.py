@@ -44,8 +44,9 @@ def test_a_batch_with_a_bad_sample_counts_as_one_without_it(optimizer, lag):
     oracle.sync()
     assert same(weights(salvaged), weights(oracle)) == []
     assert salvaged.scheduler.state_dict() == oracle.scheduler.state_dict()
-    assert [(i.step, i.action) for i in salvaged.incidents] == [(5, "skipped"), (11, "skipped")]
-    assert all("the step is taken without sample 2" in i.message for i in salvaged.incidents)
+    found = [(i.step, i.action, i.left_out, i.quarantined) for i in salvaged.incidents]
+    assert found == [(5, "salvaged", (2,), ()), (11, "salvaged", (2,), ())]
+    assert all(i.outcome == "took the step without sample 2 of the batch" for i in salvaged.incidents)
 
 
 def test_of_several_bad_samples_all_go():
@@ -59,6 +60,7 @@ def test_of_several_bad_samples_all_go():
     for i, batch in enumerate(data):
         oracle.train_step(rows(batch, [0, 1, 3, 4, 5, 7]) if i == 3 else batch)
     assert same(weights(salvaged), weights(oracle)) == []
+    assert [(i.action, i.left_out) for i in salvaged.incidents] == [("salvaged", (2, 6))]
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
@@ -74,7 +76,9 @@ def test_a_bad_sample_in_a_micro_batch_leaves_the_others_whole(bad):
             guard.train_step(*micro)
         return guard
 
-    assert same(weights(run(True)), weights(run(False))) == []
+    salvaged = run(True)
+    assert same(weights(salvaged), weights(run(False))) == []
+    assert [(i.action, i.micro_batch, i.left_out) for i in salvaged.incidents] == [("salvaged", bad, (2,))]
 
 
 def test_a_micro_batch_that_is_bad_as_a_whole_is_left_out():
@@ -100,7 +104,8 @@ def test_a_micro_batch_that_is_bad_as_a_whole_is_left_out():
 
     salvaged = run(True)
     assert same(weights(salvaged), weights(run(False))) == []
-    assert "without micro-batch 1" in salvaged.incidents[0].message
+    assert [(i.step, i.action, i.micro_batch, i.left_out) for i in salvaged.incidents] == [(4, "salvaged", 1, ())]
+    assert salvaged.incidents[0].outcome == "took the step without micro-batch 1"
 
 
 def test_a_batch_that_is_bad_as_a_whole_is_skipped():
@@ -114,7 +119,7 @@ def test_a_batch_that_is_bad_as_a_whole_is_skipped():
         if i != 4:
             oracle.train_step(batch)
     assert same(weights(guard), weights(oracle)) == []
-    assert "without" not in guard.incidents[0].message
+    assert [(i.step, i.action, i.left_out, i.outcome) for i in guard.incidents] == [(4, "skipped", (), "")]
 
 
 def test_salvaged_steps_do_not_count_towards_the_cap():
@@ -122,7 +127,7 @@ def test_salvaged_steps_do_not_count_towards_the_cap():
     guard = guarded(max_consecutive_skips=2)
     for batch in batches(12):
         guard.train_step(poison(batch))
-    assert len(guard.incidents) == 12
+    assert [(i.action, i.left_out) for i in guard.incidents] == [("salvaged", (2,))] * 12
     assert [r.action for r in guard.history].count("skipped") == 12
     assert sum(r.action != "skipped" for r in guard.history) == 12
 
@@ -142,10 +147,10 @@ def test_a_sample_in_quarantine_is_not_seen_again(tmp_path):
         return guard, sizes
 
     guard, sizes = run()
-    assert [i.action for i in guard.incidents] == ["skipped"]
-    assert "dataset index 17 put into quarantine" in guard.incidents[0].message
+    assert [(i.action, i.quarantined, i.left_out) for i in guard.incidents] == [("skipped", (17,), ())]
+    assert guard.incidents[0].outcome == "quarantined dataset index 17"
     assert sorted(sizes)[:2] == [7, 7] and sizes[:6] == [8] * 6
-    [entry] = list(guard._recovery.supply.quarantine)
+    [entry] = list(guard.parts.recovery.supply.quarantine)
     assert (entry.index, entry.size, entry.cause) == (17, 48, "nonfinite-batch") and entry.hash
     assert entry.bundle == guard.incidents[0].bundle
     guard, sizes = run()
@@ -165,7 +170,8 @@ def test_a_bug_that_is_not_the_samples_fault_quarantines_nothing(tmp_path):
         for batch in guard.wrap(DataLoader(Rows(), 4)):
             guard.train_step(batch)
     guard.close()
-    assert len(guard._recovery.supply.quarantine) == 0
+    assert len(guard.parts.recovery.supply.quarantine) == 0
+    assert all(i.quarantined == () for i in guard.incidents) and guard.incidents[-1].action == "halted"
     assert sum(i.diagnosis is not None for i in guard.incidents) <= 3
 
 
@@ -196,7 +202,8 @@ def test_nobody_is_blamed_where_the_batch_is_not_what_the_loader_gave(how, tmp_p
         for x, y in loader:
             guard.train_step([x.flip(0), y.flip(0)] if how == "another order" else [x, y])
     guard.close()
-    assert len(guard.incidents) == 1 and list(guard._recovery.supply.quarantine) == []
+    assert [(i.action, i.quarantined) for i in guard.incidents] == [("skipped", ())]
+    assert list(guard.parts.recovery.supply.quarantine) == []
 
 
 Pair = namedtuple("Pair", "x y")

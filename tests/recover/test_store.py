@@ -28,11 +28,11 @@ def saved(folder, steps=50, every=10, prove=3, keep=3, **kwargs):
     states = {}
 
     def look(guard):
-        if guard._next % every == 0:
-            states[guard._next] = weights(guard)
+        if guard.next_step % every == 0:
+            states[guard.next_step] = weights(guard)
 
     train(guard, guard.wrap(rows()), steps, look)
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     return states
 
 
@@ -48,7 +48,7 @@ def resumed(folder, **kwargs):
     guard = made(checkpoints=nanproof.Checkpoints(folder, **kwargs))
     step = guard.resume()
     state = weights(guard)
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     return step, state
 
 
@@ -122,10 +122,11 @@ def test_damage_below_a_sound_checkpoint_does_not_matter(tmp_path):
 def test_nothing_is_deleted_while_the_newest_is_damaged(tmp_path, caplog):
     """Before an old checkpoint goes, the newest good one is read back."""
     saved(tmp_path, steps=35, keep=2)
-    ranks = made()._stepper.ranks
+    ranks = made().parts.stepper.ranks
     store = Store(tmp_path, 1, ranks)
     damage(tmp_path / "step-00000030" / "__0_0.distcp", "a bit flipped")
-    store._rotate()
+    (tmp_path / "step-00000030" / "good.json").unlink()
+    store.promote(30, 3)
     assert good(tmp_path) == [20, 30]
     assert "No older checkpoint is deleted" in caplog.text
     store.close()
@@ -140,7 +141,7 @@ def test_a_step_that_is_saved_again_does_not_touch_the_good_one(tmp_path):
     data = guard.wrap(rows())
     assert guard.resume() == 20
     train(guard, data, 36)
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     assert "step-00000030-2" in names(tmp_path)
     step, state = resumed(tmp_path)
     assert step == 30 and same(state, states[30]) == []
@@ -155,7 +156,7 @@ def test_checkpoints_of_another_model_are_refused_before_anything_is_touched(tmp
     with pytest.raises(nanproof.UsageError, match=r"of another model: the model has no 4.weight.*is \(2, 16\) in the model"):
         guard.resume()
     assert same(weights(guard), before) == []
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
 
 
 def test_a_scan_reads_what_was_written(tmp_path):
@@ -178,7 +179,7 @@ def test_another_optimizer_or_scheduler_is_refused_before_anything_is_touched(tm
         with pytest.raises(nanproof.UsageError, match=says):
             guard.resume()
         assert same(weights(guard), before) == []
-        guard._recovery.close(alone=False)
+        guard.parts.recovery.close(alone=False)
 
 
 def test_a_run_that_begins_anew_among_the_checkpoints_of_another_is_refused(tmp_path):
@@ -186,7 +187,7 @@ def test_a_run_that_begins_anew_among_the_checkpoints_of_another_is_refused(tmp_
     guard = made(checkpoints=nanproof.Checkpoints(tmp_path))
     with pytest.raises(nanproof.UsageError, match=r"earlier run: call guard\.resume"):
         guard.train_step(batches(1)[0])
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
 
 
 def test_folders_that_are_somebody_elses_are_left_alone(tmp_path):
@@ -280,9 +281,9 @@ def test_trouble_with_the_disk_is_a_warning_and_leaves_nothing_behind(tmp_path, 
     seen = []
 
     def look(guard):
-        if guard._next == 25:
+        if guard.next_step == 25:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        if guard._next == 35:
+        if guard.next_step == 35:
             seen.extend(names(tmp_path))
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -349,7 +350,7 @@ def test_optimizer_state_that_is_no_tensor_survives(tmp_path):
     guard = build()
     for batch in batches(8):
         guard.train_step(batch)
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     fresh = build()
     assert fresh.resume() == 5
     assert [fresh.optimizer.state[p]["taken"] for p in fresh.model.parameters()] == [5] * 6

@@ -43,7 +43,7 @@ def whole(tensor):
 
 def state(guard):
     """Weights and moments, whole."""
-    return {name: whole(t) for name, t in guard._recovery.state.tensors().items() if name.startswith(("model", "optim"))}
+    return {name: whole(t) for name, t in guard.parts.recovery.state.tensors().items() if name.startswith(("model", "optim"))}
 
 
 def equal(a, b):
@@ -56,7 +56,7 @@ def both(rank, kind, folder):
     first = guarded(kind, folder)
     for batch in data[:25]:
         first.train_step(batch)
-    first._recovery.close(alone=False)
+    first.parts.recovery.close(alone=False)
     fresh = guarded(kind, folder)
     step = fresh.resume()
     at_20 = state(fresh)
@@ -96,13 +96,13 @@ def poisoned(rank, kind):
         data = guard.wrap(batches(40, seed=rank + 1))
         done = False
         for batch in data:
-            if harm and guard._next == 24 and not done:
+            if harm and guard.next_step == 24 and not done:
                 done = True
                 if rank == 1:
                     with torch.no_grad():
                         local(next(guard.model.parameters()))[0, 0] = math.nan
             guard.train_step(batch)
-        ends.append((state(guard), [[i.kind, i.action] for i in guard.incidents], guard._next))
+        ends.append((state(guard), [[i.kind, i.action, i.restored_step] for i in guard.incidents], guard.next_step))
     (disturbed, incidents, steps), (undisturbed, _, _) = ends
     return {"same": equal(disturbed, undisturbed), "incidents": incidents, "steps": steps}
 
@@ -111,14 +111,14 @@ def salvaged(rank, kind):
     """One rank's batch has a bad sample: that rank trains on the rest of it, the other on all of its own."""
     ends = []
     for saw_bad in (True, False):
-        guard = guarded(kind, salvage=True, diagnose="first")
+        guard = guarded(kind, salvage=True, diagnose="new")
         data = batches(12, seed=rank + 1)
         if rank == 1:
             bad = poison(data[5])
             data[5] = bad if saw_bad else [torch.cat([t[:2], t[3:]]) for t in data[5]]
         for batch in data:
             guard.train_step(batch)
-        ends.append((state(guard), [[i.action, i.message] for i in guard.incidents]))
+        ends.append((state(guard), [[i.action, list(i.left_out), i.rank, list(i.quarantined)] for i in guard.incidents]))
     return {"same": equal(ends[0][0], ends[1][0]), "incidents": ends[0][1]}
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_one_process_is_spread_over_two_ranks(tmp_path):
         guard.train_step(batch)
         if i == 19:
             torch.save(state(guard), folder + ".at20")
-    guard._recovery.close(alone=False)
+    guard.parts.recovery.close(alone=False)
     for kind in ("ddp", "fsdp2"):
         shutil.copytree(folder, folder + kind)
         shutil.copy(folder + ".at20", folder + kind + ".at20")
@@ -161,8 +161,7 @@ def test_ranks_go_back_together_and_share_the_loss_of_a_sample():
     """A weight that is poisoned on one rank sends both back. A bad sample on one rank is left out there, and nowhere else."""
     *poison, salvage = two_ranks(job("poisoned", kind="ddp"), job("poisoned", kind="fsdp2"), job("salvaged", kind="ddp"))
     for found in (found for ranks in poison for found in ranks):
-        assert found == {"same": True, "incidents": [["nonfinite-weight", "rewound"]], "steps": 40}
+        assert found == {"same": True, "incidents": [["nonfinite-weight", "rewound", 20]], "steps": 40}
     for found in salvage:
         assert found["same"], found
-        [[action, message]] = found["incidents"]
-        assert action == "skipped" and "without sample 2" in message
+        assert found["incidents"] == [["salvaged", [2], 1, []]]

@@ -25,10 +25,10 @@ def goes_on(rank, folder):
     """Train to step 30; stop at 27, resume at 20, and train to 30. What differs, at step 20 and at the end."""
     whole, data = started(rank, None)
     at = {}
-    train(whole, data, 30, lambda guard: at.update({guard._next: weights(guard)}))
+    train(whole, data, 30, lambda guard: at.update({guard.next_step: weights(guard)}))
     stopped, data = started(rank, folder)
     train(stopped, data, 27)
-    stopped._recovery.close(alone=False)
+    stopped.parts.recovery.close(alone=False)
     fresh, data = started(rank, folder)
     step = fresh.resume()
     early = same(weights(fresh), at[step])

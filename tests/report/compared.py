@@ -47,7 +47,9 @@ def small(folder=None):
         {"question": "How many feet are 3 km?", "expected": "9843", "said": "<answer>984</answer>", "verdict": "wrong"},
     )
     if folder is not None:
-        made.write_run(folder / "runs" / "guarded", 150, bad=(40, 41, 90))
+        like = made.incident_line(41, action="rewound", same_as=40, restored_step=30, restored_from="memory")
+        incidents = [made.incident_line(40, diagnosis=made.diagnosis()), like, made.incident_line(90)]
+        made.write_run(folder / "runs" / "guarded", 150, bad=(40, 41, 90), incidents=incidents)
         (folder / "runs" / "guarded" / "report.html").write_text("a report")
     arms = (
         arm("broken", 0.0, 0.0, 1_234_567, curves=curves(dies=2, logged=0.0), setting="fp16 weights, AdamW with eps 1e-8",

@@ -28,7 +28,7 @@ def number(x):
 
 def step_line(step, loss=1.0, norm=0.5, action="stepped", lr=1e-3, scale=None, norms=(), time=None, absmax=None, terms=None):
     """One step as `steps.jsonl` has it."""
-    data = {"v": 1, "kind": "step", "step": step, "loss": number(loss), "grad_norm": number(norm), "action": action, "clip": 1.0}
+    data = {"v": 2, "kind": "step", "step": step, "loss": number(loss), "grad_norm": number(norm), "action": action, "clip": 1.0}
     data |= {"lr": [lr], "scale": scale, "spike": False, "typical": [0.0, 0.0], "spread": [0.0, 0.0], "loss_size": 1.0}
     data |= {"weights_checked": False, "norms": [None if x is None else number(x) for x in norms], "time": time}
     data |= {"terms": {name: number(x) for name, x in terms.items()}} if terms else {}
@@ -36,7 +36,7 @@ def step_line(step, loss=1.0, norm=0.5, action="stepped", lr=1e-3, scale=None, n
 
 
 def incident_line(step, kind="nonfinite-loss", action="skipped", message="the loss is nan", **more):
-    data = {"v": 1, "step": step, "kind": kind, "action": action, "loss": "nan", "grad_norm": "nan", "culprits": [], "rank": None}
+    data = {"v": 2, "step": step, "kind": kind, "action": action, "loss": "nan", "grad_norm": "nan", "culprits": [], "rank": None}
     return json.dumps({**data, "micro_batch": None, "message": message, "diagnosis": None, "bundle": None, **more}) + "\n"
 
 
@@ -59,8 +59,8 @@ def write_run(folder, steps=300, names=None, sites=(), bad=(), seed=0, incidents
     told = []
     with open(folder / "steps.jsonl", "w", encoding="utf-8") as file:
         about = {"model": "Toy", "versions": {"torch": "2.13.0"}}
-        file.write(json.dumps({"v": 1, "kind": "opened", "time": 1.7e9, "about": about}) + "\n")
-        file.write(json.dumps({"v": 1, "kind": "header", "names": list(names), "sites": list(sites)}) + "\n")
+        file.write(json.dumps({"v": 2, "kind": "opened", "time": 1.7e9, "about": about}) + "\n")
+        file.write(json.dumps({"v": 2, "kind": "header", "names": list(names), "sites": list(sites)}) + "\n")
         for step in range(steps):
             loss, norm = 1 + 9 * math.exp(-3 * step / steps) + rng.gauss(0, 0.1), math.exp(rng.gauss(-0.3, 0.4))
             action = "clipped" if norm > 1 else "stepped"
@@ -69,7 +69,7 @@ def write_run(folder, steps=300, names=None, sites=(), bad=(), seed=0, incidents
                 file.write(step_line(step, loss, norm, action, norms=[math.nan] * len(names)))
             else:
                 numbers = f'"step":{step},"loss":{loss:.6g},"grad_norm":{norm:.6g},"action":"{action}","clip":1.0'
-                file.write(f'{{"v":1,"kind":"step",{numbers},"lr"{tails[step % 20]}')
+                file.write(f'{{"v":2,"kind":"step",{numbers},"lr"{tails[step % 20]}')
             told.append((step, loss, norm, action))
     lines = [incident_line(step, diagnosis=diagnosis() if i == 0 else None) for i, step in enumerate(sorted(bad))]
     (folder / "incidents.jsonl").write_text("".join(lines if incidents is None else incidents), encoding="utf-8")
@@ -83,7 +83,7 @@ def write_terms(folder, steps):
 
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"v": 1, "kind": "header", "names": ["a.weight"], "sites": []}) + "\n"]
+    lines = [json.dumps({"v": 2, "kind": "header", "names": ["a.weight"], "sites": []}) + "\n"]
     incidents, losses = [], []
     for step, terms in enumerate(steps):
         loss = sum(terms.values())

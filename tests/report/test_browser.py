@@ -178,7 +178,48 @@ def test_a_mark_a_link_and_a_button_open_a_card(browser, pages):
     card.get_by_text("Show in the curves").click()
     assert seen.views() == pytest.approx([-0.5, 99.5], abs=11)
     seen.page.locator("#incident-2 summary").click()
-    assert "incident 1 is of the same kind" in seen.page.locator("#incident-2").inner_text()
+    assert "Not diagnosed." in seen.page.locator("#incident-2").inner_text()
+    seen.close()
+
+
+def test_incidents_that_are_alike_are_one_card(browser, tmp_path):
+    """A mark of any of them opens it; one that was dealt with otherwise has a card of its own, with a link to the first."""
+    lines = [made.incident_line(step, same_as=30) for step in (100, 200)]
+    halted = made.incident_line(299, action="halted", same_as=30, cap="max_skip_rate", cap_count=20)
+    made.write_run(tmp_path / "run", 300, incidents=[made.incident_line(30, diagnosis=made.diagnosis()), *lines, halted])
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path / "run").read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    assert seen.ask("document.querySelectorAll('#cards details').length") == 2
+    assert seen.page.inner_text("#more-cards") == "" and "3 times" in seen.page.inner_text("#incident-1 summary")
+    seen.page.locator("#plot-events").scroll_into_view_if_needed()
+    x, y, width, _ = seen.box("plot-events")
+    seen.page.mouse.click(x + width * (200.5 / 300), y + 8)
+    assert "as at step 30, 2 more times: steps 100, 200" in seen.page.inner_text("#incident-1")
+    last = seen.page.locator("#incident-4")
+    assert "zero-denominator" in last.inner_text() and "run halted" in last.inner_text()
+    last.locator("summary").click()
+    assert "20 steps were refused within the last steps (max_skip_rate); as at step 30" in last.inner_text()
+    seen.page.locator("#incident-1 summary").click()
+    assert not seen.ask("document.getElementById('incident-1').open")
+    last.locator("a").click()
+    assert seen.ask("document.getElementById('incident-1').open")
+    seen.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "label"), [("healed", "healed by a verified fix"), ("salvaged", "taken without the bad part of the batch")]
+)
+def test_what_was_done_is_on_the_card(action, label, browser, tmp_path):
+    fields = {"remedy": "a divisor of 0 is taken as 1"} if action == "healed" else {"left_out": [3]}
+    made.write_run(tmp_path / "run", 10, incidents=[made.incident_line(4, action=action, **fields)])
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path / "run").read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    assert label in seen.page.inner_text("#incident-1 summary")
+    seen.page.click("#incident-1 summary")
+    done = "healed: a divisor of 0 is taken as 1" if action == "healed" else "took the step without sample 3 of the batch"
+    assert done in seen.page.inner_text("#incident-1")
     seen.close()
 
 

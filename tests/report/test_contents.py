@@ -7,8 +7,10 @@ import copy
 import json
 import math
 import random
+import shutil
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,8 @@ from nanproof.report.markdown import markdown
 from nanproof.report.run import Run
 from nanproof.report.tokens import Tokens
 from report import made
+
+VERSION_1 = Path(__file__).parent.parent / "version_1"
 
 
 def told(folder, **kwargs):
@@ -114,7 +118,7 @@ def test_incidents_are_told_in_full(tmp_path):
     assert known["cause"] == "zero-denominator" and known["verified"] and known["fix"] == "Add an epsilon."
     assert known["why"] == "0/0 or x/0: no variance, an empty mask, no signal."
     assert known["place"] == "forward, div in loss_fn" and known["alternatives"] == ["log-of-zero"]
-    assert "diagnosis" not in second and second["like"] == 1
+    assert "diagnosis" not in second and (second["same_as"], second["like"], second["like_cause"]) == (None, None, "")
     told_around = [[step, made.number(loss), made.number(norm), action, False] for step, loss, norm, action in steps[7:14]]
     assert first["around"] == told_around and first["around"][3] == [10, "nan", "nan", "skipped", False]
     assert data["marks"] == [[1, 10], [2, 20]] and data["all_incidents"] == 2
@@ -132,21 +136,114 @@ def test_of_thousands_of_incidents_the_first_of_each_cause_and_the_newest_are_sh
     assert len(json.dumps(data)) < 500_000
 
 
+def recoveries_of(folder):
+    (table,) = [table for table in told(folder)["tables"] if table["title"] == "Recoveries"]
+    return table["rows"]
+
+
 def test_going_back_is_told(tmp_path):
-    """A rewind with its incident; a resume, which has none; a step taken again without bad samples, which is no going back."""
-    back = "weights were non-finite; back to the copy in memory of step 5 (try 1)"
+    """A rewind and a rollback whose verdict came late; a resume, which has no incident; a salvaged and a healed step; a sample in
+    quarantine. What was seen is not looked into."""
+    found = made.diagnosis(cause="outlier-batch")
     incidents = [
-        made.incident_line(9, "nonfinite-weight", "rewound", back),
-        made.incident_line(8, message="the loss is nan; the step is taken without sample 3 of the batch"),
+        made.incident_line(9, "nonfinite-weight", "rewound", restored_step=5, restored_from="memory", stepped_over=2, attempt=1),
+        made.incident_line(8, action="salvaged", left_out=[3], message="a; healed: b; back to the copy in memory of step 1"),
+        made.incident_line(3, action="healed", remedy="a divisor of 0 is taken as 1", undone=["x"], diagnosis=made.diagnosis()),
+        made.incident_line(11, action="rolled-back", restored_step=6, restored_from="step-00000006", attempt=2),
+        made.incident_line(12, quarantined=[17], diagnosis=found),
+        made.incident_line(13, message="the loss is nan; healed: nothing; the step is taken without sample 3 of the batch"),
     ]
     made.write_run(tmp_path, 1, incidents=incidents)
-    steps = [*range(10), *range(5, 8), *range(6, 9), 8, 9]
+    steps = [*range(10), *range(5, 8), *range(6, 9), 8, 9, 10, 11, 12, *range(6, 14)]
     (tmp_path / "steps.jsonl").write_text("".join(made.step_line(step) for step in steps))
     data = told(tmp_path)
-    assert data["turns"] == [[9, 5], [7, 6]] and "went back 2 times" in data["summary"]
-    (table,) = [table for table in data["tables"] if table["title"] == "Recoveries"]
-    assert [row[:3] for row in table["rows"]] == [["7", "6", "went back"], ["8", "", "skipped"], ["9", "5", "rewound"]]
-    assert table["rows"][2][4] == "back to the copy in memory of step 5 (try 1)"
+    assert data["turns"] == [[9, 5], [7, 6], [12, 6]] and "went back 3 times" in data["summary"]
+    assert recoveries_of(tmp_path) == [
+        ["3", "", "healed", "zero-denominator", "undid a fix that did not hold: x; healed: a divisor of 0 is taken as 1"],
+        ["7", "6", "went back", "", "resumed after it had been stopped, or gone back by the program itself"],
+        ["8", "", "salvaged", "nonfinite-loss", "took the step without sample 3 of the batch"],
+        ["9", "5", "rewound", "nonfinite-weight", "went back to step 5 from memory, skipping 2 batches (attempt 1)"],
+        ["11", "6", "rolled-back", "nonfinite-loss", "went back to step 6 from checkpoint step-00000006 (attempt 2)"],
+        ["12", "", "skipped", "outlier-batch", "quarantined dataset index 17"],
+    ]
+
+
+def test_a_run_of_version_1_is_read(tmp_path):
+    """Its decisions are in the text of the message, which is shown whole. Where it went back to is taken from its steps."""
+    shutil.copytree(VERSION_1, tmp_path / "run")
+    data = told(tmp_path / "run")
+    assert data["broken"] == 0 and [card["action"] for card in data["incidents"]] == ["rewound", "skipped", "rolled-back"]
+    assert all((card["outcome"], card["same_as"], card["count"]) == ("", None, 1) for card in data["incidents"])
+    healed, back = recoveries_of(tmp_path / "run")
+    assert healed[:4] == ["4", "", "rewound", "zero-denominator"]
+    assert healed[4].startswith("the loss is nan; ") and healed[4].endswith("; healed: a divisor of 0 is taken as 1")
+    assert back[:3] == ["16", "10", "rolled-back"] and back[4].endswith("; back to the checkpoint of step 10 (try 1)")
+    assert "the step is taken without sample 1 of the batch" in markdown(Run(tmp_path / "run").read())
+
+
+def test_incidents_that_are_alike_share_a_card(tmp_path):
+    """Only where `same_as` says so: an incident of the same kind that was not diagnosed is on its own."""
+    made.write_run(
+        tmp_path,
+        60,
+        incidents=[
+            made.incident_line(39, diagnosis=made.diagnosis()),
+            made.incident_line(40, message="other"),
+            *(made.incident_line(step, same_as=39) for step in (41, 42, 43, 50)),
+            made.incident_line(51, action="halted", same_as=39, cap="max_consecutive_skips", cap_count=11),
+        ],
+    )
+    data = told(tmp_path)
+    first, other, halted = data["incidents"]
+    assert (first["number"], first["count"]) == (1, 5) and first["again"] == "as at step 39, 4 more times: steps 41-43, 50"
+    assert (other["count"], other["again"], other["same_as"], other["like"]) == (1, "", None, None)
+    assert (halted["number"], halted["same_as"], halted["like"], halted["like_cause"]) == (7, 39, 1, "zero-denominator")
+    assert halted["outcome"] == "11 steps in a row were refused (max_consecutive_skips=10); as at step 39"
+    assert data["causes"] == [["zero-denominator", 6], ["nonfinite-loss", 1]]
+    assert data["marks"] == [[1, 39], [2, 40], [1, 41], [1, 42], [1, 43], [1, 50], [7, 51]]
+    text = markdown(Run(tmp_path).read())
+    assert "It happened again: as at step 39, 4 more times: steps 41-43, 50" in text
+    assert text.count("## Step") == 2, "one for each cause"
+
+
+def test_a_card_has_the_bundle_of_any_of_its_incidents(tmp_path):
+    """Only the newest bundles are kept: that of the first incident may be gone."""
+    names = [f"step-00000{step}-nonfinite-loss" for step in (3, 4)]
+    incidents = [
+        made.incident_line(3, diagnosis=made.diagnosis(), bundle=f"run/incidents/{names[0]}"),
+        made.incident_line(4, same_as=3, bundle=f"run/incidents/{names[1]}"),
+    ]
+    made.write_run(tmp_path, 9, incidents=incidents)
+    assert [(card["bundle"], card["command"]) for card in told(tmp_path)["incidents"]] == [("gone", "")]
+    (tmp_path / "incidents" / names[1]).mkdir(parents=True)
+    (tmp_path / "incidents" / names[1] / "manifest.json").write_text("{}")
+    (card,) = told(tmp_path)["incidents"]
+    assert card["bundle"] == "there" and names[1] in card["command"]
+
+
+NUMBERS = [True, 3.5, "x", [], {}, -1, 10**30]
+TEXTS = [True, 3, 3.5, [], ["x"], {"a": 1}]
+WRONG = {
+    "remedy": TEXTS,
+    "restored_from": TEXTS,
+    "cap": TEXTS,
+    "restored_step": NUMBERS,
+    "same_as": NUMBERS,
+    "stepped_over": [*NUMBERS, None],
+    "attempt": [*NUMBERS, None],
+    "cap_count": [*NUMBERS, None],
+    "undone": [None, 1, "x", [1], [None], {"a": 1}, [["x"]]],
+    "left_out": [None, 1, "12", ["1"], [1.5], [True], [10**30], {"1": 1}],
+    "quarantined": [None, 1, "12", ["1"], [1.5], [True], [10**30], {"1": 1}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_decision_of_the_wrong_type_is_refused(name, tmp_path):
+    values = WRONG[name]
+    made.write_run(tmp_path, 5, incidents=[made.incident_line(1, **{name: value}) for value in values])
+    run = Run(tmp_path).read()
+    assert run.broken == len(values) and not run.incidents
 
 
 WHOLE = {"empty folder": 0, "empty files": 0, "header only": 0, "cut line": 19, "nonsense": 20, "no incidents": 20, "all nan": 5}

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("textual")
 
+import nanproof
 from nanproof.watch.app import HELP, KEYS, WatchApp
 from nanproof.watch.plot import ASCII, FINE
 from nanproof.watch.runs import Watched
@@ -182,7 +183,7 @@ def test_tab_goes_from_the_runs_to_what_happened(runs):
 
 def test_a_run_under_way_is_drawn_as_it_grows_and_the_cursor_stays(tmp_path):
     """Steps and incidents appear; the cursor stays on its incident when a newer one comes in above it."""
-    guard = guard_in(tmp_path / "run")
+    guard = guard_in(tmp_path / "run", policy=nanproof.Policy(diagnose="always"))  # each has an entry of its own
     train(guard, 0, 10)
     app = made(tmp_path / "run")
 

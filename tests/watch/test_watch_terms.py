@@ -39,7 +39,7 @@ def test_a_view_has_the_terms_of_the_newest_step_the_bad_ones_first(watched):
     assert [name for name, _ in view.terms] == ["latent_loss", "text_loss"]
     assert json.loads(json.dumps(view.to_json(), allow_nan=False))["terms"] == {"latent_loss": "inf", "text_loss": 5.9}
     assert ("terms", "latent_loss Inf, text_loss 5.9") in words.facts(view)
-    assert ("terms", "latent_loss Inf, text_loss 5.9") in words.card(view.events()[0])
+    assert ("terms", "latent_loss Inf, text_loss 5.9") in words.card(view.entries()[0])
 
 
 def test_lines_and_the_state_now_tell_them(watched):
@@ -69,7 +69,7 @@ def test_a_run_without_terms_says_nothing_of_them(tmp_path):
     view = one(watched)
     assert view.terms == () and words.full_status(view) == words.status(view)
     assert not any("terms" in line for line in now(watched, 80, FINE))
-    assert "terms" not in dict(words.facts(view)) and "terms" not in dict(words.card(view.events()[0]))
+    assert "terms" not in dict(words.facts(view)) and "terms" not in dict(words.card(view.entries()[0]))
 
 
 def test_of_many_terms_a_line_names_a_few(tmp_path):
@@ -91,7 +91,7 @@ def test_hostile_names_do_nothing(tmp_path, marks):
         lines = drawn(view, columns, 20, Window(), "auto", None, marks)
         texts += [text for line in lines for text, _ in line]
         assert not marks.ascii or all(text.isascii() for line in lines for text, _ in line)
-    texts += [line for row in words.wrapped(words.card(view.events()[0]), 40, marks) for line in row]
+    texts += [line for row in words.wrapped(words.card(view.entries()[0]), 40, marks) for line in row]
     assert all(text.isprintable() for text in texts) and max(map(len, texts)) < 1500
 
 

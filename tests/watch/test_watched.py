@@ -9,15 +9,17 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from nanproof.records import read_incidents, read_steps
 from nanproof.watch import words
-from nanproof.watch.plain import Lines, caught_up
+from nanproof.watch.plain import Lines, caught_up, now
 from nanproof.watch.plot import ASCII, FINE
 from nanproof.watch.runs import Watched
 from nanproof.watch.table import events_table, runs_table
+from report import made
 from watch.made import BAD, guard_in, run, train
 
 
@@ -167,6 +169,9 @@ def hostile(ended, folder):
             {"message": {"a": 1}},
             {"step": "x"},
             {"culprits": [[HOSTILE, 1]]},
+            {"remedy": HOSTILE, "undone": [HOSTILE], "restored_step": 3, "restored_from": HOSTILE, "cap": HOSTILE},
+            {"same_as": "x"},
+            {"undone": HOSTILE},
         ):
             file.write(json.dumps({**first, **extra}) + "\n")
     return folder
@@ -177,16 +182,101 @@ def test_hostile_texts_are_shown_and_do_nothing(ended, tmp_path):
     caught_up(watched)
     view = one(watched)
     texts = [title for title, _ in words.facts(view)]
-    for event in view.events():
-        texts += [words.said(words.title(event)), words.said(words.summary(event))]
-        texts += [line for row in words.wrapped(words.card(event), 40, FINE) for line in row]
-        assert all(line.isascii() for row in words.wrapped(words.card(event), 40, ASCII) for line in row)
+    for entry in [*view.entries(), *view.groups()]:
+        texts += [words.said(words.title(entry.event)), words.said(words.summary(entry))]
+        texts += [line for row in words.wrapped(words.card(entry), 40, FINE) for line in row]
+        assert all(line.isascii() for row in words.wrapped(words.card(entry), 40, ASCII) for line in row)
     for marks in (FINE, ASCII):
         heading, items = runs_table([view], 60, marks)
-        texts += [text for item in [*items, *events_table(view.events(), marks)] for line in item.lines for text, _ in line]
+        texts += [text for item in [*items, *events_table(view.groups(), marks)] for line in item.lines for text, _ in line]
         texts += [text for text, _ in heading]
     assert any("[red]\\x1b[31m" in text for text in texts)
     assert all(text.isprintable() for text in texts)
+
+
+def version_1(folder):
+    shutil.copytree(Path(__file__).parent.parent / "version_1", folder)
+    return folder
+
+
+def test_a_run_of_version_1_is_read(tmp_path):
+    """Its decisions are in the text of the message, which a card shows whole."""
+    watched = Watched([version_1(tmp_path / "run")])
+    caught_up(watched)
+    view = one(watched)
+    assert (view.state, view.step, view.refused) == ("ended", 19, 3)
+    assert [(i.step, i.action) for i in view.incidents] == [(4, "rewound"), (7, "skipped"), (16, "rolled-back")]
+    assert all(entry.origin is None and not entry.again for entry in view.groups())
+    seen, done = (dict(words.card(view.groups()[-1])).get(name) for name in ("seen", "done"))
+    assert seen.endswith("; healed: a divisor of 0 is taken as 1") and done is None
+    assert "step 16: nonfinite-weight, rolled-back. cause: " in "\n".join(now(watched, 100, FINE))
+
+
+def alike(folder):
+    """A run with five incidents that are alike, one that was not diagnosed, and one like the first that ended the run."""
+    made.write_run(
+        folder,
+        60,
+        incidents=[
+            made.incident_line(39, diagnosis=made.diagnosis(fix="Add an epsilon.")),
+            *(made.incident_line(step, same_as=39) for step in (41, 42, 43)),
+            made.incident_line(44, message="something else"),
+            made.incident_line(50, same_as=39),
+            made.incident_line(51, action="halted", same_as=39, cap="max_consecutive_skips", cap_count=11),
+        ],
+    )
+    watched = Watched([folder])
+    caught_up(watched)
+    return watched
+
+
+def test_incidents_that_are_alike_are_one_entry(tmp_path):
+    """Only where `same_as` says so, and where the same was done; the newest of them says where the entry stands."""
+    view = one(alike(tmp_path / "run"))
+    halted, first, other = view.groups()
+    assert [entry.event.step for entry in (halted, first, other)] == [51, 39, 44]
+    more = "as at step 39, 4 more times: steps 41-43, 50"
+    assert words.summary(first) == f"cause: zero-denominator. Add an epsilon. {more}."
+    assert dict(words.card(first))["again"] == more
+    assert words.summary(other) == "something else." and "cause" not in dict(words.card(other))
+    cap = "11 steps in a row were refused (max_consecutive_skips=10)"
+    assert words.summary(halted) == f"as at step 39, cause: zero-denominator. the loss is nan. {cap}."
+    assert dict(words.card(halted))["done"] == f"{cap}; as at step 39"
+    assert dict(words.card(halted))["cause"] == "zero-denominator (confidence 0.93)", "that of the incident it is like"
+    assert len(view.incidents) == len(view.to_json()["incidents"]) == 7
+
+
+def test_each_incident_alone_has_the_cause_of_the_one_it_is_like(tmp_path):
+    """Lines tell incidents as they come, one by one."""
+    watched = alike(tmp_path / "run")
+    said = []
+    Lines(watched, said.append, FINE).round()
+    assert [line for line in said if "step 42" in line] == [
+        "step 42: nonfinite-loss, skipped. as at step 39, cause: zero-denominator. the loss is nan."
+    ]
+    assert "step 44: nonfinite-loss, skipped. something else." in said
+    assert sum("4 more times" in line for line in now(watched, 100, FINE)) == 1
+
+
+def test_an_old_incident_still_explains_those_like_it(tmp_path):
+    """More incidents came than a view holds."""
+    later = [made.incident_line(step, same_as=0, action="rewound" if step % 2 else "skipped") for step in range(1, 700)]
+    made.write_run(tmp_path, 10, incidents=[made.incident_line(0, diagnosis=made.diagnosis()), *later])
+    watched = Watched([tmp_path])
+    caught_up(watched)
+    view = one(watched)
+    assert len(view.incidents) == len(view.origins) == 300 and {origin.step for origin in view.origins} == {0}
+    assert [(entry.event.step, len(entry.again)) for entry in view.groups()] == [(1, 349), (0, 349)]
+
+
+@pytest.mark.parametrize("action", ["healed", "salvaged"])
+def test_a_step_that_was_not_taken_as_it_was_is_marked_as_refused(action, tmp_path):
+    made.write_run(tmp_path, 10, incidents=[made.incident_line(4, action=action, remedy="x", left_out=[1])])
+    watched = Watched([tmp_path])
+    caught_up(watched)
+    assert words.marked(one(watched)) == [(4, "refused")]
+    assert words.title(one(watched).groups()[0].event) == f"step 4: nonfinite-loss, {action}"
+    assert "healed: x" in words.summary(one(watched).groups()[0])
 
 
 def test_lists_fit_any_width(ended):

@@ -15,7 +15,7 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanproof.records import Incident, encode
+from nanproof.wording import repeated, spans
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -274,9 +275,7 @@ def picture(unguarded: Result, guarded: Result, report: Path, width: int, ascii_
     table.add_row("seconds", *(f"{run.seconds:.1f}" for run in both))
     lines: list[RenderableType] = [Columns(panels, padding=(0, 1)), table, Text()]
     lines.append(Text(f"refused by the guard ({guarded.path})", style="bold"))
-    lines += [Padding(str(incident), (0, 0, 0, 2)) for incident in guarded.incidents[:1]] or [Text("  nothing")]
-    if len(guarded.incidents) > 1:
-        lines.append(Text(f"  and of the same kind at steps {', '.join(str(i.step) for i in guarded.incidents[1:])}"))
+    lines += [Padding(Text(text), (0, 0, 0, 2)) for text in _refused(guarded.incidents)]
     first = next((i for i in guarded.incidents if i.diagnosis is not None), None)
     if first is not None and first.diagnosis is not None:
         lines += [Text(), Text(f"why, from running step {first.step} again", style="bold")]
@@ -286,3 +285,14 @@ def picture(unguarded: Result, guarded: Result, report: Path, width: int, ascii_
             lines += [Text(), Text("again, in a fresh process:"), Text(command, overflow="fold")]
     lines += [Text(), Text(f"all of it, for a browser: {report}", overflow="fold")]
     return Group(*lines)
+
+
+def _refused(incidents: Sequence[Incident]) -> list[str]:
+    """The first incident, the steps of those like it, and the steps of the others."""
+    if not incidents:
+        return ["nothing"]
+    first, *rest = incidents
+    alike = [incident.step for incident in rest if incident.same_as == first.step]
+    others = [incident.step for incident in rest if incident.same_as != first.step]
+    more = [repeated(first.step, alike), f"also refused: steps {spans(others)}" if others else ""]
+    return [str(first), *filter(None, more)]

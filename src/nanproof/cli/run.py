@@ -33,8 +33,8 @@ def run(
     at_cap: Annotated[str, typer.Option(help="When too many steps were refused: rollback or halt.")] = "rollback",
     on_spike: Annotated[str, typer.Option(help="A finite spike: clip (as the script does), skip or record.")] = "clip",
     diagnose: Annotated[
-        str, typer.Option(help="Which incidents are diagnosed: first (of each kind), always or never.")
-    ] = "first",
+        str, typer.Option(help="Which incidents are diagnosed: new (unlike those diagnosed before), always or never.")
+    ] = Policy().diagnose,
     no_diagnose: Annotated[bool, typer.Option("--no-diagnose", help="The same as --diagnose never.")] = False,
     observe: Annotated[
         bool, typer.Option("--observe", help="Look at activations, weights and attention too, and warn of what is on its way.")

@@ -20,16 +20,23 @@ class SkipCaps:
         self.in_a_row = 0
         self._window.append(False)
 
-    def refused(self) -> str | None:
-        """Count a refused step; says why the cap is reached, if it is."""
+    def refused(self) -> None:
+        """Count a refused step."""
         self.in_a_row += 1
         self._window.append(True)
-        policy, skips = self._policy, sum(self._window)
-        if self.in_a_row > policy.max_consecutive_skips:
-            return f"{self.in_a_row} steps in a row were refused (max_consecutive_skips={policy.max_consecutive_skips})"
-        if skips > policy.max_skip_rate * policy.skip_window:
-            return f"{skips} of the last {len(self._window)} steps were refused (max_skip_rate={policy.max_skip_rate:g})"
+
+    def if_refused(self) -> str | None:
+        """The setting of the policy whose limit one more refused step goes over, if any."""
+        window = list(self._window)[-(self._policy.skip_window - 1) :] if self._policy.skip_window > 1 else []
+        if self.in_a_row + 1 > self._policy.max_consecutive_skips:
+            return "max_consecutive_skips"
+        if sum(window) + 1 > self._policy.max_skip_rate * self._policy.skip_window:
+            return "max_skip_rate"
         return None
+
+    def count(self, cap: str) -> int:
+        """How many refused steps a limit is about."""
+        return sum(self._window) if cap == "max_skip_rate" else self.in_a_row
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": list(self._window), "in_a_row": self.in_a_row}

@@ -1,23 +1,21 @@
-"""From a refused step to its incident: what kind, which parameters, which micro-batch, which rank. Runs on failure only."""
+"""From a refused step to its incident: what kind, which parameters, which micro-batch, which rank.
+Runs on failure only."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import Tensor
 
+from nanproof import wording
 from nanproof.core.ranks import Ranks
 from nanproof.core.stats import Finding
 from nanproof.core.terms import rose_most
 from nanproof.core.verdict import Reading
 from nanproof.records import Incident, StepRecord
-from nanproof.wording import listed
 
 _NAMED = 8
 """Culprits an incident lists at the most."""
@@ -44,7 +42,8 @@ class Witness:
     def hear(
         cls, ranks: Ranks, reading: Reading, losses: Sequence[Tensor], probes: Sequence[Tensor], weights_bad: bool
     ) -> Witness:
-        """Ask this rank, and the others where there are any. `losses` and `probes` hold one scalar a micro-batch."""
+        """Ask this rank, and the others where there are any. `losses` and `probes` hold one scalar
+        a micro-batch."""
         mine = _first_bad(losses)
         loss_bad = mine is not None or not math.isfinite(reading.loss)
         if mine is None:
@@ -70,32 +69,13 @@ class Witness:
 class Gradients:
     """The gradients of a bad step, looked at: in place, or from a replay."""
 
-    norms: list[tuple[str, float]]
+    norms: list[tuple[str, float]] | None
+    """By parameter; None where those of the step itself are to be used."""
     all_finite: bool
     """Every element is finite, even if a norm is not."""
     rank: int | None = None
-    """The first rank on which a gradient went bad before any reduction; known from a replay only."""
-
-
-@contextmanager
-def activation_gradients() -> Iterator[list[Tensor]]:
-    """While open, notes for every module's output whether its gradient is bad: a bool a tensor, of this rank alone. Sharded
-    parameters show reduced gradients only, so this is what names the rank there. Costs a pass a tensor: for replays."""
-    flags: list[Tensor] = []
-
-    def look(gradient: Tensor) -> None:
-        flags.append(~torch.isfinite(gradient).all())
-
-    def on_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(look)
-
-    handle = register_module_forward_hook(on_forward)
-    try:
-        yield flags
-    finally:
-        handle.remove()
+    """The first rank on which a gradient went bad before any reduction; known from a replay
+    only."""
 
 
 def _first_bad(scalars: Sequence[Tensor]) -> int | None:
@@ -113,34 +93,26 @@ def make_incident(
     gradients: Gradients | None,
     broken: list[str],
 ) -> Incident:
-    """Say what happened in one sentence, the earliest fault first: what is bad before a step makes all after it bad."""
-    norms = gradients.norms if gradients is not None else norms
+    """What happened, the earliest fault first: what is bad before a step makes all after it bad."""
+    norms = gradients.norms if gradients is not None and gradients.norms is not None else norms
     guilty = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
-    several = f"{len(guilty)} of {len(norms)} gradients are non-finite: {listed([name for name, _ in guilty])}"
+    bad = [name for name, _ in guilty]
     if reading.weights_bad:
-        kind, message = "nonfinite-weight", "loss and gradients were finite, but the step made weights or moments non-finite"
+        kind, seen = "nonfinite-weight", wording.BROKE_IN_THE_STEP
     elif witness.weights_bad:
-        kind, message = "nonfinite-weight", "weights or optimizer state were non-finite before the step: " + listed(broken)
+        kind, seen = "nonfinite-weight", wording.broken_before(broken)
     elif witness.loss_bad:
-        kind = "nonfinite-loss"
-        own = not math.isfinite(reading.loss)
-        message = f"the loss is {reading.loss:.4g}" if own else "the loss of another rank or micro-batch is non-finite"
-        message += f"; {several}" if guilty else "; every gradient is finite"
+        kind, seen = "nonfinite-loss", wording.bad_loss(reading.loss, bad, len(norms))
     elif witness.buffers_bad:
-        kind, message = "nonfinite-weight", "the forward made a buffer non-finite: " + listed(broken)
+        kind, seen = "nonfinite-weight", wording.bad_buffers(broken)
     elif math.isfinite(reading.total):
-        kind, message = "spike", f"loss {reading.loss:.4g}, gradient norm {reading.total:.4g}: far above what is usual"
+        kind, seen = "spike", wording.spike(reading.loss, reading.total)
         guilty = list(largest(norms))
     elif (gradients is not None and gradients.all_finite) or not guilty:
-        kind = "gradient-norm-overflow"
-        message = "every gradient is finite, but the sum of their squares is not; clipping would have set all of them to 0"
+        kind, seen = "gradient-norm-overflow", wording.NORM_OVERFLOW
     else:
-        kind, message = "nonfinite-gradient", f"the loss is finite ({reading.loss:.4g}), but {several}"
-    if witness.micro_batch is not None:
-        message += f"; micro-batch {witness.micro_batch}"
+        kind, seen = "nonfinite-gradient", wording.bad_gradients_of_a_finite_loss(reading.loss, bad, len(norms))
     rank = witness.rank if witness.rank is not None or gradients is None else gradients.rank
-    if rank is not None:
-        message += f"; rank {rank}"
     return Incident(
         step=step,
         kind=kind,
@@ -150,14 +122,12 @@ def make_incident(
         culprits=tuple(guilty[:_NAMED]),
         rank=rank,
         micro_batch=witness.micro_batch,
-        message=message,
+        message=wording.located(seen, witness.micro_batch, rank),
     )
 
 
-def from_finding(finding: Finding | None, history: Iterable[StepRecord] = ()) -> Incident | None:
+def from_finding(finding: Finding, history: Iterable[StepRecord] = ()) -> Incident:
     """The incident of a spike that turned out to be something. `history`: records, oldest first."""
-    if finding is None:
-        return None
     seen, before = finding.record, None
     for record in history:
         if record.step < seen.step and record.action != "skipped":
@@ -176,17 +146,15 @@ def from_finding(finding: Finding | None, history: Iterable[StepRecord] = ()) ->
 
 
 def bad_buffer(record: StepRecord, name: str) -> Incident:
-    """On several ranks a buffer is this rank's own, and cannot refuse a step whose backward was not the guard's."""
-    message = (
-        f"the forward made a buffer non-finite: {name}; its last finite values were kept. guard.backward refuses such a step"
-    )
+    """On several ranks a buffer is this rank's own, and cannot refuse a step whose backward was not
+    the guard's."""
     return Incident(
         step=record.step,
         kind="nonfinite-weight",
         action="recorded",
         loss=record.loss,
         grad_norm=record.grad_norm,
-        message=message,
+        message=wording.kept_buffer(name),
     )
 
 

@@ -10,7 +10,6 @@ gradients, so weights and moments are looked at after the step and, where a copy
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanproof.core.parameters import is_dtensor, local, unwrap
+from nanproof.core.hooks import Hook
+from nanproof.core.parameters import is_compiled, is_dtensor, local, unwrap
 from nanproof.core.ranks import Ranks
 
 Key: TypeAlias = tuple[nn.Module, str]
@@ -70,9 +70,14 @@ class BufferKeeper:
         """Large buffers, and their versions, that no forward has written yet."""
         self._in_step = False
         self.refresh()
-        self._hooks = [self._model.register_load_state_dict_post_hook(_Hook(self, "_on_load"))]
-        if "_orig_mod" not in model._modules and model._compiled_call_impl is None:
-            self._hooks.append(model.register_forward_pre_hook(_Hook(self, "_on_forward")))
+        self._hooks = [self._model.register_load_state_dict_post_hook(Hook(self, self._on_load))]
+        if not is_compiled(model):
+            self._hooks.append(model.register_forward_pre_hook(Hook(self, self._on_forward)))
+
+    @property
+    def in_step(self) -> bool:
+        """A step has begun, and the buffers of before it are kept."""
+        return self._in_step
 
     def refresh(self) -> None:
         """Take the buffers as they are now for good: at the start, and after weights were loaded."""
@@ -241,31 +246,6 @@ class BufferKeeper:
 
     def _floating(self) -> list[_Flat]:
         return [flat for flat in self._flats if flat.now.is_floating_point()]
-
-
-class _Hook:
-    """Calls a method of a keeper. A copy of the model, or one that was pickled, carries a hook that does nothing: it is another
-    model's."""
-
-    def __init__(self, keeper: BufferKeeper, method: str) -> None:
-        self._keeper = weakref.ref(keeper)
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        keeper = self._keeper()
-        if keeper is not None:
-            getattr(keeper, self._method)(*args)
-
-    def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _nothing(*args: Any) -> None:
-    """What a hook becomes in a copy."""
-
-
-def _no_hook() -> Any:
-    return _nothing
 
 
 def _always_kept(key: Key, buffer: Tensor) -> bool:

@@ -7,6 +7,8 @@ without asking the host. The combinations in which it is not exact are listed in
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ _FUSED = (Adam, AdamW, SGD, Adagrad)
 def bare_optimizer(optimizer: Any) -> Optimizer:
     """The optimizer itself: `found_inf` set on accelerate's transparent wrapper would be ignored. Wrappers that do something of
     their own (Lookahead, say) stay, and take the host path."""
+    if isinstance(optimizer, (list, tuple)):
+        return Several(optimizer) if len(optimizer) != 1 else bare_optimizer(optimizer[0])  # type: ignore[return-value]
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "zero_grad")):
@@ -37,6 +41,62 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
+class Several:
+    """Several optimizers over one model, as one: all of them take a step, or none does."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.members = tuple(bare_optimizer(optimizer) for optimizer in optimizers)
+        counts = Counter(id(p) for group in self.param_groups for p in group["params"])
+        if not self.members or max(counts.values(), default=0) > 1:
+            what = "a parameter is in two of them" if self.members else "there is none"
+            raise UsageError(f"Guard(optimizer=[...]): {what}; give each parameter to one optimizer")
+        self.state = _States(self.members)
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for member in self.members for group in member.param_groups]
+
+    def step(self) -> None:
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members:
+            member.zero_grad(set_to_none)
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers: that of a parameter is with the optimizer that has it."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self._members = members
+
+    def _of(self, key: Any) -> Any:
+        for member in self._members:
+            if key in member.state or any(key is p for group in member.param_groups for p in group["params"]):
+                return member.state
+        return self._members[0].state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return next((member.state[key] for member in self._members if key in member.state), default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for member in self._members for key in member.state)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
 class DevicePath:
     """The verdict stays on the device: the fused kernel reads it."""
 
@@ -44,6 +104,7 @@ class DevicePath:
 
     def __init__(self, optimizer: Optimizer, note: str) -> None:
         self.optimizer = optimizer
+        self.note = note
         self.description = f"device: {note}" if note else "device"
         self._prepare()
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
@@ -86,13 +147,34 @@ class DevicePath:
                     self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+class DevicePaths:
+    """The verdict stays on the device, and the fused kernels of several optimizers read it."""
+
+    on_device = True
+
+    def __init__(self, paths: Sequence[DevicePath]) -> None:
+        self._paths = paths
+        self.note = ", ".join(filter(None, (path.note for path in paths)))
+        self.description = f"device: {self.note}" if self.note else "device"
+
+    def step(self, verdict: Verdict) -> None:
+        for path in self._paths:
+            path.step(verdict)
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.close()
+
+
 class HostPath:
     """The verdict is read once a step, and a refused step is not taken."""
 
     on_device = False
 
-    def __init__(self, optimizer: Optimizer, why: str) -> None:
+    def __init__(self, optimizer: Optimizer | Several, why: str, note: str = "") -> None:
+        """`note`: the reason without the names of settings, for who made none."""
         self.optimizer = optimizer
+        self.note = note or why
         self.description = f"host: {why}"
 
     def step(self, reading: Reading, gradients: list[Tensor]) -> None:
@@ -112,12 +194,24 @@ class HostPath:
         pass
 
 
-def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer, switch: bool = True) -> DevicePath | HostPath:
-    """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused."""
+Path = DevicePath | DevicePaths | HostPath
+
+
+def choose_path(model: nn.Module, parameters: Parameters, optimizer: Any, switch: bool = True) -> Path:
+    """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused. Of several
+    optimizers, all take it, or none."""
+    if isinstance(optimizer, Several):
+        paths = [choose_path(model, Parameters(model, member), member, switch) for member in optimizer.members]
+        on_host = [path for path in paths if isinstance(path, HostPath)]
+        if not on_host:
+            return DevicePaths([path for path in paths if isinstance(path, DevicePath)])
+        for path in paths:
+            path.close()
+        return HostPath(optimizer, on_host[0].note)
     if _fused_is_wrong(optimizer, asked=True):
         for group in (*optimizer.param_groups, optimizer.defaults):
             group["fused"] = False
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = False
         return HostPath(
             optimizer, "torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach"
         )
@@ -127,7 +221,8 @@ def choose_path(model: nn.Module, parameters: Parameters, optimizer: Optimizer, 
     if all(group["fused"] for group in optimizer.param_groups):
         return DevicePath(optimizer, "")
     if not switch:
-        return HostPath(optimizer, f"{type(optimizer).__name__} is kept as it is (switch_to_fused=False)")
+        why = f"{type(optimizer).__name__} is kept as it is (switch_to_fused=False)"
+        return HostPath(optimizer, why, note="its own form is kept")
     return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused")
 
 

@@ -28,6 +28,16 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this very module was compiled: hooks on it become part of what is compiled."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def has_compiled(model: nn.Module) -> bool:
+    """Whether any module of a model was compiled."""
+    return any(is_compiled(module) for module in model.modules())
+
+
 def clean_name(name: str) -> str:
     """A parameter's name as the user's own module spells it, without the prefixes that wrappers add."""
     return _WRAPPERS.sub("", name)

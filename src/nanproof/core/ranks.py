@@ -54,6 +54,10 @@ class Ranks:
         self.together = self.together and dist.get_world_size(self._group) > 1
         self._sharded = sharded is not None and self._ddp is None
 
+    def train_over(self, group: Any, size: int) -> None:
+        """Train with the ranks of this group, whatever the model looks like."""
+        self._group, self.together = group, size > 1
+
     def unreduced(self, parameters: Parameters) -> set[int]:
         """Indices of the optimizer's parameters whose gradients nobody reduces over the ranks."""
         if not self.together:

@@ -1,6 +1,8 @@
-"""The device side of a step: from gradients to a verdict, through the optimizer, to the vector that reports it.
+"""The device side of a step: from gradients to a verdict, through the optimizer, to the vector that
+reports it.
 
-Nothing here waits for the device on the device path. What the host makes of the report is the guard's business.
+Nothing here waits for the device on the device path. What the host makes of the report is the
+guard's business.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +18,12 @@ from torch import Tensor, nn
 
 from nanproof.core.context import learning_rates
 from nanproof.core.counters import Counters, counted
-from nanproof.core.environment import about
 from nanproof.core.evidence import Gradients
+from nanproof.core.judge import Judge, Norms, Report
 from nanproof.core.keepers import BufferKeeper, WeightKeeper
 from nanproof.core.kernels import Kernels
-from nanproof.core.optimizers import DevicePath, choose_path
-from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors, unwrap
+from nanproof.core.optimizers import HostPath, choose_path
+from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors
 from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
 from nanproof.core.stats import RunningStats
@@ -35,46 +37,19 @@ guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have a guard: nobody else should put another one around them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a step left for the host to read when the device has got that far."""
-
-    loss: Tensor
-    total: Tensor
-    """The norm of all gradients, before clipping."""
-    losses: list[Tensor]
-    """One scalar a backward, of this rank."""
-    probes: list[Tensor]
-    """The norm of one early gradient after each backward, before any reduction over ranks."""
-    names: tuple[str, ...]
-    present: list[int]
-    """Indices of the parameters that had a gradient."""
-    lr: tuple[float | Tensor, ...]
-    read: Callable[[], Reading]
-    terms: list[Terms | None]
-    """Of each loss, on the device; of the loss given to the step where none was noted before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """What the loop did by itself just before the step: it read the norms of the gradients, and clipped them."""
-
-    norms: Tensor
-    """Of each gradient that is there, in the order of the parameters, before clipping."""
-    max_norm: float | None
-    """What they were clipped to; None where that was not one norm over all of them."""
-
-
-class Stepper:
-    """Owns everything on the device: norms, verdict, optimizer path, kept state, running statistics, loss scale."""
+class Stepper(Judge):
+    """Judges the steps of an optimizer of torch, on the device where that is exact."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | str | None, scaler: Any, policy: Policy
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | str | None,
+        scaler: Any,
+        policy: Policy,
+        counters: list[Counters] | None = None,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.max_norm = max_norm
-        self.policy = policy
+        super().__init__(model, optimizer, max_norm, policy, counters)
         self.parameters = Parameters(model, optimizer)
         if not any(p.requires_grad for p in self.parameters.tensors):
             raise UsageError(
@@ -82,60 +57,49 @@ class Stepper:
             )
         device, dtype = self.parameters.device, self.parameters.dtype
         self.ranks = Ranks(model, device)
-        self.path = choose_path(model, self.parameters, optimizer, policy.switch_to_fused)
+        self._path = choose_path(model, self.parameters, optimizer, policy.switch_to_fused)
         self.scale = LossScale(scaler, device) if scaler is not None and scaler.is_enabled() else None
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self.buffers = BufferKeeper(model)
         self.weights = self._weight_keeper()
-        self.counters: list[Counters] = []
-        """What the loop counts itself; asked at every step."""
-        self._courier = Courier(device)
+        self.courier = Courier(device)
+        """How reports get to the host."""
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
-        self._kernels = Kernels.available(device, dtype) if self.path.on_device else None
-        self._losses: list[tuple[Tensor, Terms | None]] = []
-        """One a backward since the last step, with its terms where it has some."""
+        self.kernels = Kernels.available(device, dtype) if self.on_device else None
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
         self._left: tuple[Any, int] | None = None
-        """The watched gradient as the last step or backward left it, and how often it had been written."""
+        """The watched gradient as the last step or backward left it, and how often it had been
+        written."""
         self._by_step = False
         """It was a step that left it so."""
-        self.uncleared = False
-        """In a loop of the user's own: backward added to the gradients of the step before."""
-        self.clipped: Clipped | None = None
-        """Set before a step whose gradients were clipped already: no second pass over them, and no second clipping."""
-        guarded.add(optimizer)
+        guarded.update(getattr(optimizer, "members", (optimizer,)))
         self._probe = self._watch_one_gradient()
         self._note_left()
         self._unreduced = self.ranks.unreduced(self.parameters)
 
     @property
+    def path(self) -> str:
+        return self._path.description
+
+    @property
+    def path_note(self) -> str:
+        return self._path.note
+
+    @property
+    def on_device(self) -> bool:
+        return self._path.on_device
+
+    @property
     def lag(self) -> int:
-        """Steps between a verdict and its record: none where the host reads the verdict anyway."""
-        if not self.path.on_device:
+        """None where the host reads the verdict anyway."""
+        if not self.on_device:
             return 0
         default = 2 if self.parameters.device.type == "cuda" else 0
         return default if self.policy.lag is None else self.policy.lag
 
-    def about(self) -> dict[str, Any]:
-        """The run, for the first line of its journal."""
-        path, ranks, scaled = self.path.description, self.ranks.world, self.scale is not None
-        return about(
-            unwrap(self.model), self.optimizer, self.policy, path=path, max_norm=self.max_norm, ranks=ranks, scaled=scaled
-        )
-
-    @property
-    def has_losses(self) -> bool:
-        return bool(self._losses)
-
-    @property
-    def noted(self) -> int:
-        """Losses since the last step."""
-        return len(self._losses)
-
     def backward(self, loss: Tensor, scaled: bool = True) -> None:
-        """Backward, scaled if there is a scaler; on several ranks seeded so that a bad loss reaches the others."""
         self._notice_cleared_gradients()
         loss = loss.reshape(())
         noted = loss.detach(), terms_of(loss)
@@ -145,17 +109,12 @@ class Stepper:
             seed = scale if seed is None else seed * scale
             loss = loss.float()
         loss.backward(gradient=seed)
-        self._losses.append(noted)
+        self.noted.append(noted)
 
     def note_loss(self, loss: Tensor) -> Tensor | None:
-        """Before a backward that somebody else does: what its loss is. Returns what it has to start from on several ranks."""
         self._notice_cleared_gradients()
-        self._losses.append((loss.detach().reshape(()), terms_of(loss)))
+        super().note_loss(loss)
         return self._seed(loss)
-
-    def loss_is_bad(self) -> bool:
-        """Whether one of the losses since the last step is non-finite. Waits: for failures."""
-        return any(not bool(torch.isfinite(loss).all()) for loss, _ in self._losses)
 
     @property
     def backwards(self) -> int:
@@ -167,25 +126,28 @@ class Stepper:
         while len(self._probes) > count:
             self._probes.pop()
 
-    def drop_loss(self) -> None:
-        """The backward whose loss was noted last was another optimizer's business."""
-        if self._losses:
-            self._losses.pop()
-
     def _seed(self, loss: Tensor) -> Tensor | None:
         return self.ranks.seed(loss, self.buffers.look()) if self.ranks.several else None
 
     def forget(self) -> None:
-        """Clear gradients and what was noted of backwards since the last step."""
         self.forget_losses()
         self.optimizer.zero_grad()
 
-    def step(self, loss: Tensor | None, again: bool) -> Report:
-        """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be run again, so a bad one
-        latches, and whether an overflow is the loss scale's fault can wait for a replay."""
+    def norms(self) -> Norms:
+        """Read the norms of the gradients now, for a loop that asks for them before its step."""
+        _, gradients = self.parameters.present_gradients()
+        return Norms.of(self.parameters.norms(gradients, self.kernels), gradients)
+
+    def unscaled(self, norm: Tensor) -> Tensor:
+        """Return a norm without the loss scale."""
+        return norm if self.scale is None else norm / self.scale.value()
+
+    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+        """A bad step that can be run again latches, and whether an overflow is the loss scale's
+        fault can wait for a replay."""
         parameters = self.parameters
         self._notice_cleared_gradients()
-        noted, self._losses = self._losses, []
+        noted, self.noted = self.noted, []
         losses, terms = [own for own, _ in noted], [found for _, found in noted]
         if loss is not None and not any(terms):
             terms = [terms_of(loss)]
@@ -209,23 +171,24 @@ class Stepper:
         summed = self._sum(losses)
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
-        clipped, self.clipped = self.clipped, None
-        norms = parameters.norms(gradients, self._kernels) if clipped is None else clipped.norms
-        max_norm = self.max_norm if clipped is None else clipped.max_norm
+        known = norms if norms is not None and norms.hold_for(gradients) else None
+        values = parameters.norms(gradients, self.kernels) if known is None else known.values
+        clipped = known is not None and known.clipped
+        max_norm = known.max_norm if known is not None and clipped else self.max_norm
         if self._unreduced:
-            norms = self.ranks.share_norms(norms, present, self._unreduced)
+            values = self.ranks.share_norms(values, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
         bad_buffer = self.buffers.look()
         if bad_buffer is not None:
             bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
         latch = self._latch if latching else None
         alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
-        if self._kernels is not None and self.scale is None and self.weights is None:
-            verdict = self._kernels.judge(own, norms, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
+        if self.kernels is not None and self.scale is None and self.weights is None:
+            verdict = self.kernels.judge(own, values, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
         else:
             verdict = judge(
                 own,
-                norms,
+                values,
                 also_finite=also,
                 bad_buffer=bad_buffer,
                 loss_decides=alone,
@@ -235,9 +198,9 @@ class Stepper:
                 skip_spikes=skip_spikes,
                 held=None if latch is None else latch > 0,
             )
-        if clipped is not None:
+        if clipped:
             verdict = replace(verdict, divisor=None if self.scale is None else self.scale.value().float())
-        refused, read = self._apply(verdict, gradients, clipped is not None, mean_of(terms))
+        refused, read = self._apply(verdict, gradients, clipped, mean_of(terms))
         self.buffers.settle(refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
@@ -247,25 +210,25 @@ class Stepper:
     def _apply(
         self, verdict: Verdict, gradients: list[Tensor], clipped: bool, terms: Terms | None
     ) -> tuple[Tensor, Callable[[], Reading]]:
-        """Let the optimizer act. Returns whether the step was refused, on the device, and how to read the verdict later. The
-        terms of the loss, and what the loop counts, travel with it."""
-        counts = counted(self.counters, self.parameters.device)
+        """Let the optimizer act. Returns whether the step was refused, on the device, and how to
+        read the verdict later. The terms of the loss, and what the loop counts, travel with it."""
+        counts = counted(self.counters, self.parameters.device) if self.counters else None
         names = [() if found is None else found.names for found in (terms, counts)]
         keeper, scaled = self.weights, self.scale is not None
         refused = verdict.skip > 0
         if keeper is not None:
             keeper.save()
-        if isinstance(self.path, DevicePath):
-            self.path.step(verdict)
+        if not isinstance(self._path, HostPath):
+            self._path.step(verdict)
             if keeper is not None:
                 broken = keeper.broken() & ~refused
                 keeper.put_back(broken)
                 verdict.packed[Verdict.WEIGHTS_BAD] = broken
                 refused = refused | broken
-            parcel = self._courier.send(with_terms(verdict.packed, terms, counts))
+            parcel = self.courier.send(with_terms(verdict.packed, terms, counts))
             return refused, lambda: Reading.of(parcel(), scaled, *names)
         reading = Reading.of(with_terms(verdict.packed, terms, counts).tolist(), scaled, *names)
-        self.path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
+        self._path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
         if keeper is not None and not reading.bad and (broken := keeper.broken()):
             keeper.put_back_now()
             reading = replace(reading, weights_bad=True)
@@ -282,11 +245,9 @@ class Stepper:
             latch.copy_(torch.maximum(latch, refused.to(latch.dtype)))
 
     def release(self) -> None:
-        """Open the latch: the host has dealt with the bad step."""
         self._latch.zero_()
 
     def look_at_gradients(self, present: Sequence[int]) -> Gradients:
-        """Every element of the gradients that are there now. Waits; for failures only."""
         names, tensors = self.parameters.names, self.parameters.tensors
         there = [(names[i], g) for i in present if (g := tensors[i].grad) is not None]
         norms = self.parameters.norms([g for _, g in there], None).tolist()
@@ -296,45 +257,41 @@ class Stepper:
         )
 
     def broken_state(self) -> list[str]:
-        """Names of non-finite weights, buffers and optimizer states. Waits; for failures and the end."""
         return nonfinite(state_tensors(self.model, self.parameters, self.optimizer)) + self.buffers.broken()
 
     def close(self) -> None:
         if self._probe is not None:
             self._probe.remove()
-        self.buffers.close()
-        self.path.close()
+        super().close()
+        self._path.close()
 
     @property
     def outdated(self) -> bool:
-        """Whether parameters were added to the optimizer since it was last looked at."""
         return sum(len(group["params"]) for group in self.optimizer.param_groups) != self.parameters.count
 
-    def follow_optimizer(self) -> None:
-        """Take in the parameters the optimizer has now; no step may be under way."""
-        self.path.close()
+    def follow(self) -> None:
+        self._path.close()
         self.parameters = Parameters(self.model, self.optimizer)
-        self.path = choose_path(self.model, self.parameters, self.optimizer, self.policy.switch_to_fused)
+        self._path = choose_path(self.model, self.parameters, self.optimizer, self.policy.switch_to_fused)
         self.weights = self._weight_keeper()
         self._unreduced = self.ranks.unreduced(self.parameters)
 
     def _notice_cleared_gradients(self) -> None:
-        """The loop gave up the micro-batches so far (zero_grad after a backward): what was noted of them goes too."""
+        """The loop gave up the micro-batches so far (zero_grad after a backward): what was noted of
+        them goes too."""
         if self._probes and self._probe_of is not None and self._probe_of.grad is None:
-            self._losses = []
+            self.noted = []
             self._probes.clear()
 
     def _weight_keeper(self) -> WeightKeeper | None:
         weights, choice = self.parameters.tensors, self.policy.half_weights
-        return WeightKeeper.of(weights, self.optimizer, self.path.on_device, choice, self.ranks)
+        return WeightKeeper.of(weights, self.optimizer, self.on_device, choice, self.ranks)
 
     def forget_losses(self) -> None:
-        """The backwards so far will not be stepped on."""
-        self._losses = []
+        self.noted = []
         self._probes.clear()
 
     def forget_probes(self) -> None:
-        """What replays left behind."""
         self._probes.clear()
 
     def _note_left(self) -> None:
@@ -343,16 +300,18 @@ class Stepper:
         self._by_step = True
 
     def _note_added(self, gradient: Tensor) -> None:
-        """A backward reached the watched gradient. Clearing makes a new tensor, or writes zeros: one more version than adding to
-        it. It may come after a backward too: that of a generator adds to gradients that its discriminator clears later."""
+        """A backward reached the watched gradient. Clearing makes a new tensor, or writes zeros:
+        one more version than adding to it. It may come after a backward too: that of a generator
+        adds to gradients that its discriminator clears later."""
         left, version = self._left if self._left is not None else (None, 0)
         added = left is not None and left() is gradient and gradient._version == version + 1
         self.uncleared = added and (self._by_step or self.uncleared)
         self._left, self._by_step = (weakref.ref(gradient), gradient._version), False
 
     def _watch_one_gradient(self) -> Any:
-        """A scalar a backward from one early, small parameter, before any reduction over ranks: bad gradients flow back to
-        it from almost everywhere, so it names the micro-batch and the rank."""
+        """A scalar a backward from one early, small parameter, before any reduction over ranks: bad
+        gradients flow back to it from almost everywhere, so it names the micro-batch and the
+        rank."""
         trainable = [p for p in self.parameters.tensors if p.requires_grad and not is_dtensor(p)]
         if not trainable:
             return None

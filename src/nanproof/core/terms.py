@@ -122,14 +122,6 @@ def read(terms: Terms | None) -> NamedTerms:
     return () if terms is None else tuple(zip(terms.names, terms.vector.tolist(), strict=True))
 
 
-def of_the_terms(terms: Iterable[tuple[str, float]]) -> str:
-    """In words, those that are not finite first; empty where all of them are finite."""
-    ordered = sorted(terms, key=lambda term: math.isfinite(term[1]))
-    if not ordered or math.isfinite(ordered[0][1]):
-        return ""
-    return "of the terms " + ", ".join(f"{name} is {value:.4g}" for name, value in ordered)
-
-
 def rose_most(before: Sequence[tuple[str, float]], now: Sequence[tuple[str, float]]) -> str:
     """Which term is the reason that the loss rose, in words; empty where that is not clear."""
     earlier = dict(before)

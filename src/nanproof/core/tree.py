@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 from torch import Tensor
@@ -54,3 +54,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(out, field.name, map_tensors(getattr(value, field.name), change))
         return out
     return value
+
+
+def writes_to_batch(batch: Any) -> list[int]:
+    """How often each tensor of a batch was written so far. A loss that writes into its batch cannot be run again on it."""
+    return [tensor._version for _, tensor in tensors_in(batch) if not tensor.is_inference()]
+
+
+def gradients_now(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """The gradients that are there: which, and how often they were written. What a callback writes into them after backward,
+    running the step again would not."""
+    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]

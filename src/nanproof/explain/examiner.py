@@ -1,36 +1,41 @@
-"""Examiner: what the guard asks when something went wrong, or when nothing seems to be learned.
+"""Examiner: runs steps again for the engine, names the cause of incidents, and notices when nothing
+is learned.
 
-It keeps the last steps, decides when a diagnosis is due, shares it between ranks, and never lets a failure of its own get out.
+It keeps the last steps, decides when a diagnosis is due, shares it between ranks, and never lets a
+failure of its own get out.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from nanproof.core.attempts import Attempt
 from nanproof.core.context import Schedule
-from nanproof.core.runner import Watcher, harmless
+from nanproof.core.contracts import Explainer, Refusal, harmless
+from nanproof.core.evidence import Gradients
+from nanproof.core.ranks import Ranks
 from nanproof.core.stepper import Stepper
 from nanproof.core.telemetry import Courier
-from nanproof.core.verdict import Reading
+from nanproof.core.under_way import Attempt, LossFn
 from nanproof.explain.bundle import BundleWriter
 from nanproof.explain.case import Case
+from nanproof.explain.known import Fingerprint, Known, bad_tensors, fingerprint
 from nanproof.explain.recorder import Moment, Recorder
 from nanproof.explain.rehearse import adam_update
-from nanproof.explain.replay import Deadline, LossFn, Replay
+from nanproof.explain.replay import ActivationGradients, Deadline, Replay
 from nanproof.explain.silent import Signal, SilentWatch, WeightSample, is_shifted, shifted_pairs
 from nanproof.policy import Policy
 from nanproof.records import Diagnosis, Incident, StepRecord
+from nanproof.wording import listed
 
 log = logging.getLogger("nanproof")
 
@@ -40,43 +45,49 @@ _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
 Reader = Callable[[], list[float]]
 _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
-WHY_NOT_AGAIN = (
-    "a step of a loop of one's own cannot be run again; guard.train_step(batch) or nanproof.diagnose(...) can say more"
-)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
 
 
-class Examiner(Watcher):
-    """Explains incidents to the guard."""
+class Examiner(Explainer):
+    """Explains incidents to the engine."""
 
     def __init__(
-        self, stepper: Stepper, loss_fn: LossFn | None, scheduler: Any, policy: Policy, run_dir: str | Path | None
+        self,
+        stepper: Stepper,
+        loss_fn: LossFn | None,
+        scheduler: Any,
+        policy: Policy,
+        run_dir: str | Path | None,
+        living: Callable[[], AbstractContextManager[Any]],
+        wants_samples: Callable[[], bool],
     ) -> None:
+        """
+        Args:
+            living: what the run is under by now; replays are under it too.
+            wants_samples: whether samples are wanted of every bad step, to salvage the rest or to quarantine them.
+        """
         self._stepper, self._loss_fn, self._scheduler, self._policy = stepper, loss_fn, scheduler, policy
+        self._living, self._wants_samples = living, wants_samples
         self._bundles = None
         if run_dir is not None and policy.bundles:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
-        self._bundled: set[str] = set()
-        self.keep_asking = False
-        """Samples are wanted of every bad step, to salvage the rest or to leave them out: not only of the first of its kind."""
+        self._bundled: set[tuple[str, str]] = set()
+        """(kind, cause) of the steps that were kept on disk."""
         self._fruitless: dict[str, int] = {}
         self.recorder = Recorder()
+        self._known = Known(policy)
+        self._watched = stepper.parameters
         self._watch = SilentWatch(stepper.parameters, stepper.optimizer)
         self._sample = WeightSample(stepper.parameters, stepper.optimizer)
         self._courier = Courier(stepper.parameters.device)
-        self._explained: set[str] = set()
-        self._causes: dict[str, str] = {}
-        """By kind: what the last diagnosis said."""
+        self._kinds: set[str] = set()
+        """Kinds of incidents that were diagnosed, or looked into."""
         self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
         self._taking = False
         self._before_forward: list[tuple[Tensor, int]] = []
         self._written: list[Tensor] = []
         """Parameters that the forward itself writes, as a momentum encoder's."""
         self._bad_at_start = stepper.buffers.broken() if self.on else []
-        self.living: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """What the run is under by now; replays are under it too."""
-        self.why_not_again = WHY_NOT_AGAIN
-        """Said of a refused step that cannot be run again and is not explained: why, and what would help."""
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
         """Adam's update over the learning rate, at spikes."""
@@ -90,8 +101,14 @@ class Examiner(Watcher):
         case, self._last = self._last, None
         return case
 
-    def start_over(self, dealt_with: str = "") -> None:
-        """Count anew for silent failures: parameters changed, or a signal was dealt with and may be said again."""
+    def dealt_with(self, signal: str) -> None:
+        if signal:
+            self._start_over(signal)
+
+    def _start_over(self, dealt_with: str = "") -> None:
+        """Count anew for silent failures: parameters changed, or a signal was dealt with and may be
+        reported again."""
+        self._watched = self._stepper.parameters
         self._watch = self._watch.renewed(self._stepper.parameters, self._stepper.optimizer, dealt_with)
         self._sample = WeightSample(self._stepper.parameters, self._stepper.optimizer)
         self._looks.clear()
@@ -99,30 +116,33 @@ class Examiner(Watcher):
     # -- while all is well -----------------------------------------------------------------------------------------------------
 
     @harmless("silent failures are not looked for")
-    def begin(self, attempt: Attempt) -> None:
-        """A step that can be run again begins: keep what it needs, by reference."""
-        if not self.on:
-            return
-        assert attempt.batches is not None and attempt.random is not None and attempt.mode is not None
-        self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
-        if attempt.step < _LEARN_WRITES:
+    def open(self, attempt: Attempt) -> None:
+        if self.on and attempt.step < _LEARN_WRITES:
             self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
 
     @harmless("silent failures are not looked for")
-    def before_step(self, step: int) -> None:
+    def before(self, attempt: Attempt) -> None:
+        """The batches of the step are known: keep what it needs to be run again, by reference."""
+        if not self.on:
+            return
+        if self._watched is not self._stepper.parameters:
+            self._start_over()
+        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
+            self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
         if self._before_forward:
             moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
             self._written += moved
             self._before_forward = []
-        self._taking = self.on and WeightSample.due(step)
+        self._taking = WeightSample.due(attempt.step)
         if self._taking:
             self._sample.before()
 
     @harmless("silent failures are not looked for")
-    def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
+    def after(self, attempt: Attempt) -> None:
         """Send what was seen on its way to the host."""
         if not self.on:
             return
+        step, batches = attempt.step, attempt.batches
         weights = self._sample.after() if self._taking else None
         pair = None
         if step == 2 and batches is not None and (found := shifted_pairs(batches)) is not None:
@@ -130,8 +150,7 @@ class Examiner(Watcher):
         if weights is not None or pair is not None:
             self._looks[step] = weights, pair
 
-    def gave_up(self) -> None:
-        """The step raised instead."""
+    def dropped(self) -> None:
         self._taking = False
 
     @harmless("silent failures are not looked for")
@@ -151,24 +170,25 @@ class Examiner(Watcher):
             self._updates[record.step] = adam_update(self._stepper.optimizer)
         signal = self._watch.see(record, sample, shifted)
         if self._bad_at_start and signal is None:
-            named = ", ".join(self._bad_at_start[:3])
-            signal = Signal("nonfinite-buffers", f"buffers were non-finite before the first step: {named}", {}, record.step)
+            seen = f"buffers were non-finite before the first step: {listed(self._bad_at_start)}"
+            signal = Signal("nonfinite-buffers", seen, {}, record.step)
             self._bad_at_start = []
         return self._suspect(signal, record, history) if signal is not None else None
 
     def _suspect(self, signal: Signal, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
-        """An incident only if a replay and the catalogue agree: a suspicion alone would be a false alarm."""
+        """An incident only if a replay and the catalogue agree: a suspicion alone would be a false
+        alarm."""
         moment = self.recorder.at(record.step)
         kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
             signal.name, "no-learning"
         )
-        if signal.name == "early-jump" and "divergence" in self._explained:
+        if signal.name == "early-jump" and "divergence" in self._kinds:
             return None
         if signal.name == "zero-learning-rate" and self._rises_again(record.step):
             return None
         if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate"):
             return None
-        diagnosis = self._guarded(
+        diagnosis, _ = self._diagnosed(
             lambda: self._case(
                 kind,
                 moment,
@@ -193,7 +213,7 @@ class Examiner(Watcher):
             found = diagnosis.cause == "zero-advantage" or (record.loss != 0)
         if not found:
             return None
-        self._explained.add(kind)
+        self._kinds.add(kind)
         return Incident(
             step=record.step if signal.since is None else signal.since,
             kind=kind,
@@ -205,7 +225,8 @@ class Examiner(Watcher):
         )
 
     def _rises_again(self, steps: int) -> bool:
-        """The schedule's learning rate is above 0 again within as many steps as there were, or 200."""
+        """The schedule's learning rate is above 0 again within as many steps as there were, or
+        200."""
         if self._scheduler is None:
             return False
         optimizer = self._stepper.optimizer
@@ -225,26 +246,29 @@ class Examiner(Watcher):
 
     # -- incidents -------------------------------------------------------------------------------------------------------------
 
-    def due(self, kind: str) -> bool:
-        """Whether an incident of this kind is to be diagnosed; each kind once, by default, and all where they may be healed."""
-        if self._policy.diagnose == "never":
-            return False
-        if self._policy.diagnose == "first" and kind in self._explained and not self._policy.heal:
-            return self.keep_asking and self._fruitless.get(kind, 0) < _PATIENCE
-        self._explained.add(kind)
-        return True
+    def rehearse(self, attempt: Attempt) -> Gradients | None:
+        stepper, ranks = self._stepper, self._stepper.ranks
+        if self._loss_fn is None or attempt.batches is None:
+            return None
+        moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)  # type: ignore[arg-type]
+        replay = self._replay(moment, self._loss_fn, ranks=ranks, eagerly=False)
+        found: list[Gradients] = []
+        bad = ActivationGradients()
+        try:
+            outcome = replay.run(bad, after=lambda: found.append(stepper.look_at_gradients(stepper.parameters.present())))
+            if outcome.error is not None:
+                raise outcome.error
+            said = ranks.gather([any(bad.flags)])
+        except Exception as error:
+            log.warning("nanproof: step %d could not be run again to look at it: %r", attempt.step, error)
+            return None
+        finally:
+            stepper.forget_losses()
+        guilty = next((rank for rank, flags in said.items() if flags[0] and ranks.together), None)
+        return replace(found[0], rank=guilty)
 
-    def refused(
-        self,
-        incident: Incident,
-        attempt: Attempt,
-        reading: Reading,
-        record: StepRecord,
-        history: Sequence[StepRecord],
-        buffer: str,
-        one_rank: bool,
-    ) -> Incident:
-        """The incident of a refused step, with its diagnosis. Every rank comes here at the same step."""
+    def refused(self, incident: Incident, refusal: Refusal) -> Incident:
+        attempt, record = refusal.attempt, refusal.record
         self.recorder.drop(attempt.step)
         self._looks.pop(attempt.step, None)
         moment = None
@@ -253,83 +277,143 @@ class Examiner(Watcher):
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
-        calls = () if moment is not None else _calls(attempt, incident.micro_batch)
-        due = self.due(incident.kind)
-        # What a model was called with is looked at each time: that takes no replay.
-        if not due and (not calls or ranks.together or not self.on):
-            return self._bundle(incident, moment, record) if mine else incident
-        details: dict[str, Any] = {"part": incident.micro_batch is not None}
-        if moment is None:
-            details["why_not_again"] = self.why_not_again
-        diagnosis = None
-        if mine:
-            diagnosis = self._guarded(
-                lambda: self._case(
-                    incident.kind,
-                    _part(moment, incident.micro_batch),
-                    record=record,
-                    history=history,
-                    weights_broke=reading.weights_bad,
-                    bad_buffer=buffer if incident.kind == "nonfinite-weight" else "",
-                    uncleared=self._stepper.uncleared,
-                    calls=calls,
-                    details=details,
-                )
-            )
-        if ranks.together:
-            diagnosis = _shared(ranks, diagnosis, guilty)
-        cause = "unknown" if diagnosis is None else diagnosis.cause
-        before, self._causes[incident.kind] = self._causes.get(incident.kind), cause
-        if not due:
-            return incident if cause == before == "unknown" else replace(incident, diagnosis=diagnosis)
-        named = diagnosis is not None and bool(diagnosis.samples)
-        self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
-        if ranks.together and diagnosis is not None and incident.rank is not None and one_rank:
+        diagnosis, same_as = self._examined(incident, refusal, moment) if mine and self._asked else (None, None)
+        if ranks.together and self._asked:  # whatever the guilty rank chose to do, the others wait for it here
+            diagnosis, same_as = _shared(ranks, diagnosis, same_as, guilty)
+        if ranks.together and diagnosis is not None and incident.rank is not None and refusal.one_rank:
             diagnosis = _one_rank(diagnosis, incident.rank)
-        incident = replace(incident, diagnosis=diagnosis)
+        incident = replace(incident, diagnosis=diagnosis, same_as=same_as)
         return self._bundle(incident, moment, record) if mine else incident
 
-    def finding(self, incident: Incident, record: StepRecord, history: Sequence[StepRecord]) -> Incident:
-        """A spike or divergence that was found some steps later."""
-        if not self.due(incident.kind):
+    @property
+    def _asked(self) -> bool:
+        return self._policy.diagnose != "never"
+
+    def _examined(self, incident: Incident, refusal: Refusal, moment: Moment | None) -> tuple[Diagnosis | None, int | None]:
+        """The diagnosis of a refused step, or the step of an earlier one like it that was
+        diagnosed."""
+        attempt = refusal.attempt
+        calls = () if moment is not None else _calls(attempt, incident.micro_batch)
+        part = _part(moment, incident.micro_batch)
+        given = part.batches if part is not None else tuple((call["args"], call["kwargs"]) for call in calls)
+        weights_broke, again = refusal.reading.weights_bad, moment is not None
+        like = fingerprint(incident, weights_broke, refusal.buffer, again, bad_tensors(given))
+        details: dict[str, Any] = {"part": incident.micro_batch is not None}
+        if moment is None:
+            details["why_not_again"] = attempt.why_not_again
+
+        def make() -> Case:
+            return self._case(
+                incident.kind,
+                part,
+                record=refusal.record,
+                history=refusal.history,
+                weights_broke=weights_broke,
+                bad_buffer=refusal.buffer if incident.kind == "nonfinite-weight" else "",
+                uncleared=self._stepper.uncleared,
+                calls=calls,
+                details=dict(details),
+            )
+
+        same_as = self._same(like, incident.kind, make)
+        if same_as is not None:
+            return None, same_as
+        diagnosis = self._due(like, incident, make)
+        if diagnosis is not None:
+            named = bool(diagnosis.samples)
+            self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
+        return diagnosis, None
+
+    def _same(self, like: Fingerprint, kind: str, make: Callable[[], Case] | None = None) -> int | None:
+        """The step of an incident like this one that was diagnosed, if this one need not be."""
+        known = self._known.like(like)
+        if not known or self._every(kind):
+            return None
+        origin = ""
+        if make is not None and any(known):
+            if not self._known.affordable:
+                return None  # it may have begun elsewhere
+            try:
+                with self._known.timed(diagnosis=False):
+                    origin = _origin(make())
+            except Exception:
+                log.debug("nanproof: the origin of an incident could not be found", exc_info=True)
+            finally:
+                self._stepper.forget_probes()
+        return next(iter(known.values())) if not origin else known.get(origin)
+
+    def _due(self, like: Fingerprint, incident: Incident, make: Callable[[], Case]) -> Diagnosis | None:
+        """Diagnose, if it can be afforded. What names nothing new is not said twice."""
+        if not (self._known.affordable or self._every(incident.kind)):
+            return None
+        self._kinds.add(incident.kind)
+        diagnosis, origin = self._diagnosed(make)
+        new = self._known.learn(like, origin, incident.step, diagnosis)
+        return diagnosis if new or self._every(incident.kind) else None
+
+    def _every(self, kind: str) -> bool:
+        """Whether every incident of this kind is diagnosed, whatever it costs: asked for, to be healed, or for its samples."""
+        samples = self._wants_samples() and self._fruitless.get(kind, 0) < _PATIENCE
+        return self._policy.diagnose == "always" or self._policy.heal or samples
+
+    def _later(self, incident: Incident, like: Fingerprint, make: Callable[[], Case]) -> Incident:
+        """The incident with its diagnosis, or with the step of one like it."""
+        if not self._asked:
             return incident
+        same_as = self._same(like, incident.kind)
+        return replace(incident, same_as=same_as, diagnosis=None if same_as is not None else self._due(like, incident, make))
+
+    def found(self, incident: Incident, record: StepRecord, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)
         moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
         near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
         details = {"update": max(near)} if near else {}
-        diagnosis = self._guarded(lambda: self._case(incident.kind, moment, record=record, history=history, details=details))
-        return replace(incident, diagnosis=diagnosis)
+        return self._later(
+            incident,
+            fingerprint(incident),
+            lambda: self._case(incident.kind, moment, record=record, history=history, details=details),
+        )
 
     def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:
-        """An exception inside a step. Other ranks may not be coming, so nothing here needs them."""
-        touchable = isinstance(error, _WORTH_A_REPLAY) and not any(text in str(error) for text in _NOT_TO_BE_TOUCHED)
-        if not touchable or not self.due("exception"):
+        if not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
             return incident
         moment = None
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
             moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
-        diagnosis = self._guarded(lambda: self._case("exception", moment, history=history, error=error))
-        return self._bundle(replace(incident, diagnosis=diagnosis), moment, None)
+        frames = traceback.extract_tb(error.__traceback__)[-1:]
+        like = fingerprint(incident, type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
+        incident = self._later(incident, like, lambda: self._case("exception", moment, history=history, error=error))
+        return self._bundle(incident, moment, None) if incident.diagnosis is not None else incident
+
+    def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
+        moments = list(self.recorder)
+        return self._later(
+            incident,
+            fingerprint(incident, "close"),
+            lambda: self._case(incident.kind, moments[-1] if moments else None, history=history),
+        )
 
     def rewound(self) -> None:
-        """The run went back: what was kept of the way it came is of no use."""
         self.recorder.clear()
         self._looks.clear()
         self._updates.clear()
 
-    def close(self) -> None:
+    def close(self, alone: bool = False) -> None:
         """Wait for the bundles on their way to the disk."""
         self.recorder.clear()
         if self._bundles is not None:
             self._bundles.close()
 
     def _bundle(self, incident: Incident, moment: Moment | None, record: StepRecord | None) -> Incident:
-        """Keep the step on disk: the first of each kind, or all where all are diagnosed."""
-        if self._bundles is None or moment is None:
+        """Keep the step on disk: the first of each kind and cause, or all where all are
+        diagnosed."""
+        if self._bundles is None or moment is None or incident.same_as is not None:
             return incident
-        if incident.kind in self._bundled and self._policy.diagnose != "always":
+        cause = "" if incident.diagnosis is None else incident.diagnosis.cause
+        known = (incident.kind, cause) in self._bundled if cause else any(kind == incident.kind for kind, _ in self._bundled)
+        if known and self._policy.diagnose != "always":
             return incident
-        self._bundled.add(incident.kind)
+        self._bundled.add((incident.kind, cause))
         path = self._bundles.write(
             incident=incident,
             record=record,
@@ -342,14 +426,6 @@ class Examiner(Watcher):
         )
         return incident if path is None else replace(incident, bundle=str(path))
 
-    def found_at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
-        """Weights or buffers that are non-finite at the end."""
-        if not self.due(incident.kind):
-            return incident
-        moments = list(self.recorder)
-        diagnosis = self._guarded(lambda: self._case(incident.kind, moments[-1] if moments else None, history=history))
-        return replace(incident, diagnosis=diagnosis)
-
     # -- a case ----------------------------------------------------------------------------------------------------------------
 
     def _case(self, kind: str, moment: Moment | None, **facts: Any) -> Case:
@@ -359,19 +435,8 @@ class Examiner(Watcher):
         if moment is not None and self._loss_fn is not None and not self._needs_others():
             fixed = stepper.scale is not None and stepper.scale.fixed
             scale = float(stepper.scale.value()) if stepper.scale is not None and fixed else 1.0
-            replay = Replay(
-                stepper.model,
-                self._loss_fn,
-                moment.batches,
-                random=moment.random,
-                mode=moment.mode,
-                scale=scale,
-                buffers=stepper.buffers,
-                written=self._written,
-                alone=stepper.ranks.several,
-                living=self.living,
-                deadline=Deadline.after(self._policy.diagnose_seconds),
-            )
+            deadline = Deadline.after(self._policy.diagnose_seconds)
+            replay = self._replay(moment, self._loss_fn, scale=scale, alone=stepper.ranks.several, deadline=deadline)
             if moment.versions and moment.changed:
                 details.setdefault("notes", []).append("the batch was written in place after the step: the replay may differ")
         if kind == "nonfinite-gradient" and stepper.scale is not None and not stepper.scale.fixed:
@@ -397,25 +462,51 @@ class Examiner(Watcher):
             return False
         return self._stepper.ranks.sharded or any(isinstance(m, nn.SyncBatchNorm) for m in self._stepper.model.modules())
 
-    def _guarded(self, make: Callable[[], Case]) -> Diagnosis | None:
-        """Diagnose; whatever goes wrong in there is reported, not raised."""
+    def _replay(self, moment: Moment, loss_fn: LossFn, **how: Any) -> Replay:
+        """The one way in which a step of this run is run again."""
+        stepper = self._stepper
+        named = zip(stepper.parameters.names, stepper.parameters.tensors, strict=True)
+        return Replay(
+            stepper.model,
+            loss_fn,
+            moment.batches,
+            random=moment.random,
+            mode=moment.mode,
+            buffers=stepper.buffers,
+            written=self._written,
+            foreign={name: p for name, p in named if name in stepper.parameters.foreign},
+            living=self._living,
+            **how,
+        )
+
+    def _diagnosed(self, make: Callable[[], Case]) -> tuple[Diagnosis | None, str]:
+        """Diagnose; whatever goes wrong in there is reported, not raised. Returns where the trouble
+        begins, too."""
         from nanproof.explain.diagnose import explain
 
-        start = time.perf_counter()
-        stepper = self._stepper
-        self._last = None
+        self._last, origin = None, ""
         try:
-            case = make()
-            diagnosis = explain(case)
-            self._last = case if self._policy.heal else None
+            with self._known.timed():
+                case = make()
+                diagnosis = explain(case)
+                self._last = case if self._policy.heal else None
+                origin = _origin(case)
         except Exception as error:
             log.debug("nanproof: a diagnosis failed", exc_info=True)
             text = f"the diagnosis itself failed: {type(error).__name__}: {error}"[:300]
             diagnosis = Diagnosis(cause="unknown", confidence=0.0, evidence=(text,))
         finally:
-            stepper.forget_probes()
-        log.debug("nanproof: diagnosed in %.2f s", time.perf_counter() - start)
-        return diagnosis
+            self._stepper.forget_probes()
+        return diagnosis, origin
+
+
+def _origin(case: Case) -> str:
+    """The module in which a non-finite forward begins, from one run of the step; empty where that
+    cannot be told."""
+    if case.kind != "nonfinite-loss" or case.replay is None or case.look is None:
+        return ""
+    bad = case.look.newly_bad()
+    return bad[0].path if bad else ""
 
 
 def _calls(attempt: Attempt, micro_batch: int | None) -> tuple[Any, ...]:
@@ -447,10 +538,9 @@ def _one_rank(diagnosis: Diagnosis, rank: int) -> Diagnosis:
     )
 
 
-def _shared(ranks: Any, diagnosis: Diagnosis | None, source: int) -> Diagnosis | None:
-    """The diagnosis of one rank, on all of them."""
-    text = json.dumps(diagnosis.to_json()) if diagnosis is not None else ""
+def _shared(ranks: Ranks, diagnosis: Diagnosis | None, same_as: int | None, source: int) -> tuple[Diagnosis | None, int | None]:
+    """What one rank found out, on all of them."""
+    text = "" if diagnosis is None and same_as is None else json.dumps([diagnosis and diagnosis.to_json(), same_as])
     text = ranks.share_text(text, source)
-    if not text:
-        return None
-    return Diagnosis.from_json(json.loads(text))
+    found, same_as = json.loads(text) if text else (None, None)
+    return None if found is None else Diagnosis.from_json(found), same_as

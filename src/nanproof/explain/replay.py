@@ -10,26 +10,27 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanproof.core.context import Mode, RandomState, rehearsal
+from nanproof.core.engine import part_of
 from nanproof.core.keepers import BufferKeeper
-from nanproof.core.parameters import clean_name, local, unwrap
-from nanproof.core.runner import part_of
+from nanproof.core.parameters import clean_name, has_compiled, local, unwrap
+from nanproof.core.ranks import Ranks
 from nanproof.core.tree import map_tensors, own_copy, tensors_in
+from nanproof.core.under_way import LossFn
 from nanproof.explain.attributes import restore_attributes, saved_attributes
 
 _COPIED = 1 << 26
 """Parameters, in elements, that are copied before a run just in case the forward writes them, at the most."""
-
-LossFn = Callable[[nn.Module, Any], Tensor]
 
 
 class CannotReplay(Exception):
@@ -136,13 +137,17 @@ class Replay:
         scale: float = 1.0,
         buffers: BufferKeeper | None = None,
         written: Sequence[Tensor] | None = None,
+        foreign: Mapping[str, Tensor] | None = None,
+        ranks: Ranks | None = None,
         alone: bool = False,
+        eagerly: bool = True,
         living: Callable[[], AbstractContextManager[Any]] = nullcontext,
         deadline: Deadline | None = None,
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
         self.modules = list(model.modules())
         self.parameters: dict[str, Tensor] = {clean_name(name): p for name, p in unwrap(model).named_parameters()}
+        self.parameters |= foreign or {}
         first = next(iter(self.parameters.values()), None)
         self.device = local(first).device if first is not None else torch.device("cpu")
         self.devices = sorted({local(p).device for p in self.parameters.values() if p.device.type == "cuda"}, key=str)
@@ -155,6 +160,9 @@ class Replay:
         self._buffers = buffers
         self._alone = alone
         """Other ranks train the same model, and do not take part in this."""
+        self._ranks = ranks
+        """The ranks that run this together, if they do."""
+        self._eagerly = eagerly
         self._living = living
         """What the run itself is under by now: remedies that were applied."""
         if written is None:
@@ -167,7 +175,7 @@ class Replay:
 
     @property
     def compiled(self) -> bool:
-        return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in self.modules)
+        return has_compiled(self.model)
 
     def run(
         self,
@@ -194,8 +202,10 @@ class Replay:
             with ExitStack() as stack:
                 (random or self.random).restore()
                 stack.enter_context(self.mode.again(self.modules, self.device))
-                stack.enter_context(eager())
-                stack.enter_context(_local_gradients(self.model))
+                if self._eagerly:
+                    stack.enter_context(eager())
+                if self._ranks is None:
+                    stack.enter_context(_local_gradients(self.model))
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # what the step warns of, it has warned of already
                 if self._alone:
@@ -206,15 +216,16 @@ class Replay:
                 parts = self._parts(batches)
                 try:
                     total = 0.0
-                    for batch in parts:
-                        loss = self.loss_fn(self.model, own_copy(batch))
-                        loss = part_of(self.loss_fn, loss.reshape(()), len(parts))
-                        total += float(loss.detach())
-                        backward = backward and (backward_of_bad or math.isfinite(total))
-                        if before_backward is not None:
-                            before_backward(loss)
-                        if backward:
-                            (loss.float() * scale if scale != 1 else loss).backward()
+                    for i, batch in enumerate(parts):
+                        with self._accumulated(last=i == len(parts) - 1):
+                            loss = self.loss_fn(self.model, own_copy(batch))
+                            loss = part_of(self.loss_fn, loss.reshape(()), len(parts))
+                            total += float(loss.detach())
+                            backward = backward and (backward_of_bad or math.isfinite(total))
+                            if before_backward is not None:
+                                before_backward(loss)
+                            if backward:
+                                (loss.float() * scale if scale != 1 else loss).backward(gradient=self._seed(loss))
                     loss_value = total
                 except CannotReplay:
                     raise
@@ -225,6 +236,15 @@ class Replay:
             if after is not None and error is None:
                 after()
         return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start)
+
+    def _accumulated(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if self._ranks is None else self._ranks.accumulate(last)
+
+    def _seed(self, loss: Tensor) -> Tensor | None:
+        """What backward starts from: as in the step itself, where all ranks run it."""
+        if self._ranks is None or not self._ranks.several or self._buffers is None:
+            return None
+        return self._ranks.seed(loss, self._buffers.look())
 
     def gradients(self, clip_to: float | None = None) -> dict[str, Tensor]:
         """The gradients of the step, by parameter; clipped as the run would have it."""
@@ -268,7 +288,7 @@ class Replay:
     def _undisturbed(self) -> Iterator[None]:
         """Afterwards all is as before: gradients, buffers, parameters that the forward writes, attributes of modules, random
         numbers, gradients of the batch."""
-        everything = list(self.model.parameters())
+        everything = list({id(p): p for p in (*self.model.parameters(), *self.parameters.values())}.values())
         leaves = [t for batch in self.batches for _, t in tensors_in(batch)]
         holders: list[Tensor] = [*everything, *(t for t in leaves if t.requires_grad and t.is_leaf)]
         gradients = [(t, t.grad) for t in holders]
@@ -289,6 +309,8 @@ class Replay:
                 if buffer.grad_fn is not None:
                     buffer.detach_()
             keeper.restore()
+            if self._ranks is not None:
+                self._ranks.forget_gradients()
             if self._buffers is None:
                 keeper.close()
             with torch.no_grad():
@@ -334,3 +356,27 @@ def _local_gradients(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.require_forward_param_sync = synced
+
+
+class ActivationGradients:
+    """While open, notes for every module's output whether its gradient is bad: a bool a tensor, of this rank alone. Sharded
+    parameters show reduced gradients only, so this is what names the rank there. Costs a pass a tensor: for replays."""
+
+    def __init__(self) -> None:
+        self.flags: list[Tensor] = []
+        self._handle: Any = None
+
+    def _look(self, gradient: Tensor) -> None:
+        self.flags.append(~torch.isfinite(gradient).all())
+
+    def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._look)
+
+    def __enter__(self) -> ActivationGradients:
+        self._handle = register_module_forward_hook(self._on_forward)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nanproof.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanproof.integrations.loop import LoopGuard
+    from nanproof.integrations.protected import ProtectedRun
+    from nanproof.observe.settings import Observe
     from nanproof.policy import Policy
+    from nanproof.recover.checkpoints import Checkpoints
 
 _ADAPTERS = {
     "transformers.trainer": ("transformers", "protect_trainer"),
@@ -25,7 +27,7 @@ _ADAPTERS = {
 }
 """The module that defines a class, and who protects its objects."""
 
-automatic: weakref.WeakKeyDictionary[Any, LoopGuard] = weakref.WeakKeyDictionary()
+automatic: weakref.WeakKeyDictionary[Any, ProtectedRun] = weakref.WeakKeyDictionary()
 """Protected by `nanproof run`, before the script could: if it does so too, it gets that guard."""
 
 
@@ -34,9 +36,9 @@ def protect(
     *,
     policy: Policy | None = None,
     run_dir: str | Path | None = "auto",
-    checkpoints: Any = None,
-    observe: Any = None,
-) -> LoopGuard:
+    checkpoints: Checkpoints | None = None,
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
     """Guard a trainer's run. Call it before training begins; returns the guard, whose `incidents` and `history` fill as it runs.
 
     Args:
@@ -53,7 +55,7 @@ def protect(
         if kind.__module__ in _ADAPTERS:
             name, function = _ADAPTERS[kind.__module__]
             adapter = import_module(f"nanproof.integrations.{name}")
-            guard: LoopGuard = getattr(adapter, function)(
+            guard: ProtectedRun = getattr(adapter, function)(
                 trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe
             )
             return guard

@@ -1,33 +1,39 @@
-"""Accelerate: a raw loop over an `Accelerator` is guarded as it stands, between `prepare` and its first step.
+"""Accelerate: a raw loop over an `Accelerator` is guarded as it stands, between `prepare` and its
+first step.
 
     accelerator = Accelerator(...)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     guard = nanproof.protect(accelerator)
 
-Four calls of that loop are taken over, on these objects alone. `accelerator.backward` tells of the loss. `clip_grad_norm_` says
-what the norm is and leaves the clipping to the guard, because clipping by a NaN makes every gradient NaN. `optimizer.step`
-judges and steps, or refuses. `scheduler.step` does not advance after a refused step. The batch is taken from the model's call
-(`RootRecorder`): where the loss is not the model's own output, a bad step is refused and named, but cannot be run again.
+Four calls of that loop are taken over, on these objects alone. `accelerator.backward` tells of the
+loss. `clip_grad_norm_` says what the norm is and leaves the clipping to the guard, because clipping
+by a NaN makes every gradient NaN. `optimizer.step` judges and steps, or refuses. `scheduler.step`
+does not advance after a refused step. The batch is taken from the model's call (`RootRecorder`):
+where the loss is not the model's own output, a bad step is refused and named, but cannot be run
+again.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.parameters import NormKernels, Parameters
-from nanproof.errors import UnsupportedError, UsageError
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
-from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder
+from nanproof.core.judge import Norms
+from nanproof.core.stepper import Stepper
+from nanproof.core.under_way import UNKNOWN
+from nanproof.errors import AlreadyGuarded, UnsupportedError, UsageError
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
+from nanproof.integrations.recorded import RECORDED, RootRecorder
 from nanproof.integrations.versions import check_version
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
+from nanproof.recover.checkpoints import Checkpoints
 
 _WRAPPERS = ("DistributedDataParallel", "OptimizedModule")
 
@@ -37,9 +43,9 @@ def protect_accelerator(
     *,
     policy: Policy | None = None,
     run_dir: str | Path | None = None,
-    checkpoints: Any = None,
-    observe: Any = None,
-) -> LoopGuard:
+    checkpoints: Checkpoints | None = None,
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
     """Guard the loop that this accelerator runs. Call it after `accelerator.prepare(...)`.
 
     Args:
@@ -67,71 +73,71 @@ def protect_accelerator(
             + ("use nanproof.Guard for each" if found else "call it after accelerator.prepare(model, optimizer)")
         )
     if "backward" in accelerator.__dict__:
-        raise UsageError("protect(accelerator): its backward is replaced already; protect an accelerator once")
-    guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
-    _Loop(accelerator, guard)
-    return guard
+        raise AlreadyGuarded("protect(accelerator): its backward is replaced already; protect an accelerator once")
+    run = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=RECORDED)
+    _AcceleratorLoop(accelerator, run)
+    return run
 
 
-class _Loop:
-    """Stands between a loop and its accelerator, optimizer and schedulers. After `guard.close()` it only passes on."""
+class _AcceleratorLoop:
+    """Stands between a loop and its accelerator, optimizer and schedulers, until the run is
+    closed."""
 
-    def __init__(self, accelerator: Any, guard: RecordedLoopGuard) -> None:
-        self._accelerator, self._guard = accelerator, guard
+    def __init__(self, accelerator: Any, run: ProtectedRun) -> None:
+        self._accelerator, self._run = accelerator, run
         self._optimizer = accelerator._optimizers[0]
         trained = _trained(accelerator._models, self._optimizer)
-        self._recorder = RootRecorder(trained[0], self._begin) if len(trained) == 1 else None
-        self._backward = accelerator.backward
+        self._recorder = RootRecorder(trained[0], lambda batch: run.engine.begin(batch)) if len(trained) == 1 else None
         self._limit: float | None = None
         """What the loop asked to clip this step to."""
-        self._norms = _NormsOnce()
-        guard.start(
+        self._norms: Norms | None = None
+        """Those of the gradients, where the loop asked for them."""
+        run.start(
             trained[0] if len(trained) == 1 else nn.ModuleList(trained),
             self._optimizer,
             loss_fn=None if self._recorder is None else self._recorder.loss_fn,
             max_norm=None,
             scaler=accelerator.scaler,
         )
+        patches = Patches()
         for name in ("backward", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients"):
-            self._replace(accelerator, name, getattr(self, name))
-        self._replace(self._optimizer, "step", self.step)
+            patches.method(accelerator, name, getattr(self, name))
+        patches.method(self._optimizer, "step", self.step)
         for scheduler in accelerator._schedulers:
-            self._replace(scheduler, "step", self._advancing(scheduler))
+            patches.method(scheduler, "step", self._advancing())
         for name in ("save_state", "load_state", "end_training"):
-            self._replace(accelerator, name, self._settled(getattr(accelerator, name), close=name == "end_training"))
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        original, guard = getattr(owner, name), self._guard
-
-        def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return (original if guard._closed else function)(*args, **kwargs)
-
-        setattr(owner, name, MethodType(call, owner))  # a method: a schedule made later looks for the function in it
-
-    def _begin(self, batch: Any) -> None:
-        if not self._guard._closed:
-            self._guard.micro_batch(batch)
+            patches.method(accelerator, name, self._close if name == "end_training" else self._settle)
+        if self._recorder is not None:
+            patches.later(self._recorder.close)
+        run.on_close(patches.undo)
 
     # -- what the loop calls ---------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        guard, parts = self._guard, float(self._accelerator.gradient_accumulation_steps)
-        self._norms.forget()
+    def backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> None:
+        run, parts = self._run, float(self._accelerator.gradient_accumulation_steps)
+        self._norms = None
         known = self._recorder is not None and self._recorder.recognise(loss, then=[("/", parts)])
-        if not known or not guard.open:
-            guard.micro_batch(UNKNOWN)
-        seed = guard.note_loss(loss / parts, () if self._recorder is None else self._recorder.calls)
+        if not known or not run.open:
+            run.engine.begin(UNKNOWN)
+        seed = run.engine.loss(loss / parts, () if self._recorder is None else self._recorder.calls)
         if seed is not None and kwargs.get("gradient") is None:
             kwargs["gradient"] = seed.reshape(loss.shape)
         try:
-            self._backward(loss, **kwargs)
+            original(loss, **kwargs)
         except Exception as error:
-            guard.raised(error)
+            run.engine.raised(error)
             raise
-        guard.went_back()
+        run.engine.backward_ended()
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        stepper = self._guard._stepper
+    @property
+    def _stepper(self) -> Stepper:
+        assert self._run.parts is not None
+        return self._run.parts.stepper
+
+    def clip_grad_norm_(
+        self, original: Any, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        stepper = self._stepper
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ours = stepper.parameters
         present = ours.present()
@@ -139,14 +145,13 @@ class _Loop:
         scale = 1.0 if stepper.scale is None else stepper.scale.value()
         if all_of_them and norm_type == 2 and max_norm > 0:
             self._limit = float(max_norm)
-            norms = self._norms.of(ours, ours.gradients(present), stepper._kernels)
-            total: Tensor = torch.linalg.vector_norm(norms) / scale
-            return total
+            self._norms = stepper.norms()
+            return stepper.unscaled(self._norms.total)
         gradients = [p.grad for p in asked if p.grad is not None]
         return _clip_some(gradients, max_norm, norm_type, scale)
 
-    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        stepper = self._guard._stepper
+    def clip_grad_value_(self, original: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        stepper = self._stepper
         limit = clip_value * (1.0 if stepper.scale is None else stepper.scale.value())
         for p in [parameters] if isinstance(parameters, Tensor) else parameters:
             if p.grad is not None:
@@ -154,85 +159,50 @@ class _Loop:
                 g = p.grad.detach()
                 g.copy_(torch.where(torch.isfinite(g), torch.minimum(torch.maximum(g, _like(-limit, g)), _like(limit, g)), g))
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, original: Any, optimizer: Any = None) -> None:
         if self._accelerator.scaler is not None:
             raise UnsupportedError(
                 "accelerator.unscale_gradients(): the guard unscales in optimizer.step; clip with accelerator.clip_grad_norm_"
             )
 
-    def step(self, closure: Any = None) -> None:
-        guard, accelerator = self._guard, self._accelerator
+    def step(self, original: Any, closure: Any = None) -> None:
+        run, accelerator = self._run, self._accelerator
         if not accelerator.sync_gradients:
             return
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure): the guard cannot judge gradients that the optimizer makes itself")
-        if not guard.open:
+        if not run.open:
             raise UsageError(
                 "optimizer.step(): no backward since the last step; call accelerator.backward(loss), not loss.backward()"
             )
-        guard.clip_to(self._limit)
-        self._limit = None
-        number = guard.next_step - 1
-        guard.take()
-        guard.finish()
-        last = guard._history[-1] if guard._history else None
+        run.clip_to(self._limit)
+        norms, self._norms, self._limit = self._norms, None, None
+        number = run.next_step - 1
+        run.engine.step(norms)
+        run.engine.end()
+        last = run.account.history[-1] if run.account.history else None
         self._optimizer._is_overflow = last is not None and last.step == number and last.action == "skipped"
 
-    def _advancing(self, scheduler: Any) -> Callable[..., Any]:
-        advance, guard = scheduler.step, self._guard
-        dropped = 0
+    def _advancing(self) -> Callable[..., Any]:
+        run, dropped = self._run, 0
 
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal dropped
             # Where verdicts come late, the schedule has gone on after a refused step: it stands still once that is known.
-            if guard._stepper.lag and self._accelerator.sync_gradients and dropped < guard.refused_so_far:
+            if run.late and self._accelerator.sync_gradients and dropped < run.refused_so_far:
                 dropped += 1
                 return None
-            return advance(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return step
 
-    def _settled(self, call: Callable[..., Any], close: bool) -> Callable[..., Any]:
-        def settled(*args: Any, **kwargs: Any) -> Any:
-            if close:
-                self._guard.close()
-            else:
-                self._guard.sync()
-            return call(*args, **kwargs)
+    def _settle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._run.sync()
+        return original(*args, **kwargs)
 
-        return settled
-
-
-class _NormsOnce:
-    """The loop asks for the norm, then the guard does: one pass over the gradients, unless they were written in between."""
-
-    def __init__(self) -> None:
-        self._known: tuple[list[Tensor], list[int], Tensor] | None = None
-
-    def of(self, parameters: Parameters, gradients: list[Tensor], kernels: NormKernels | None) -> Tensor:
-        if "norms" not in parameters.__dict__:
-            self._serve(parameters)
-        norms = parameters.norms(gradients, kernels)
-        self._known = (gradients, [g._version for g in gradients], norms)
-        return norms
-
-    def forget(self) -> None:
-        self._known = None
-
-    def _serve(self, parameters: Parameters) -> None:
-        compute, own = type(parameters).norms, weakref.ref(parameters)
-
-        def norms(gradients: list[Tensor], kernels: NormKernels | None = None) -> Tensor:
-            known, self._known = self._known, None
-            if known is not None and len(known[0]) == len(gradients):
-                pairs = zip(gradients, known[0], known[1], strict=True)
-                if all(g is k and g._version == version for g, k, version in pairs):
-                    return known[2]
-            held = own()
-            assert held is not None
-            return compute(held, gradients, kernels)
-
-        parameters.norms = norms  # type: ignore[method-assign]
+    def _close(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._run.close()
+        return original(*args, **kwargs)
 
 
 def _trained(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[nn.Module]:
@@ -245,8 +215,8 @@ def _trained(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> l
 
 
 def _wrapped(model: nn.Module) -> nn.Module:
-    """The module that the loop calls. Accelerate remembers what it was given, not the wrapper it put around it, so that one is
-    looked for among all objects: once, before training."""
+    """The module that the loop calls. Accelerate remembers what it was given, not the wrapper it
+    put around it, so that one is looked for among all objects: once, before training."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and type(o).__name__ in _WRAPPERS]
     while True:
         around = next((m for m in modules if any(child is model for child in m._modules.values())), None)
@@ -256,8 +226,9 @@ def _wrapped(model: nn.Module) -> nn.Module:
 
 
 def _clip_some(gradients: list[Tensor], max_norm: float, norm_type: float, scale: Any) -> Tensor:
-    """Clip a part of the gradients in place, or by another norm. What is not finite stays as it is, and what is with it: else the
-    step could not be told from a good one, or its culprit not from the others."""
+    """Clip a part of the gradients in place, or by another norm. What is not finite stays as it is,
+    and what is with it: else the step could not be told from a good one, or its culprit not from
+    the others."""
     if not gradients:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(g.detach().float(), norm_type) for g in gradients]

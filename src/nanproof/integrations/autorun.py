@@ -28,6 +28,7 @@ from pathlib import Path
 from nanproof.core.files import FolderLock
 from nanproof.errors import TrainingHalted, UsageError
 from nanproof.integrations.imports import AfterImport, Then
+from nanproof.integrations.patches import Patches
 from nanproof.integrations.session import Options, Session
 from nanproof.integrations.summary import Summary, summary_of
 from nanproof.integrations.trainers import ENGINES, TRAINERS, follow, follow_engine
@@ -37,12 +38,12 @@ def autorun(script: str, args: Sequence[str], *, module: bool, options: Options)
     """Run a script (or, with `module`, what `python -m` would) as Python does, protected. Returns its exit status, which may be
     what `sys.exit` was called with, and what happened."""
     session = Session(options)
-    undo: list[Callable[[], None]] = []
+    changed: list[Patches] = []
 
     def change_torch(_: types.ModuleType) -> None:
         from nanproof.integrations.torch_patches import install
 
-        undo.append(install(session))
+        changed.append(install(session))
 
     then: dict[str, Then] = {"torch": change_torch}
     for name in TRAINERS:
@@ -67,8 +68,8 @@ def autorun(script: str, args: Sequence[str], *, module: bool, options: Options)
         os._exit(status if isinstance(status, int) else 0 if status is None else 1)
     session.close(error)
     finder.remove()
-    for put_back in undo:
-        put_back()
+    for patches in changed:
+        patches.undo()
     if folder is not None:
         folder.release()
     return status, summary_of(session, " ".join([script, *args]), time.perf_counter() - began, error)

@@ -1,10 +1,13 @@
-"""Lightning's Fabric: a loop of one's own with `fabric.backward`, `fabric.clip_gradients` and `optimizer.step()`, guarded.
+"""Lightning's Fabric: a loop of one's own with `fabric.backward`, `fabric.clip_gradients` and
+`optimizer.step()`, guarded.
 
-The loop stays as it is. Three methods are replaced on the Fabric object and its strategy: `backward` (the loss is noted),
-`clip_gradients` (the norm to clip to is noted) and the strategy's `optimizer_step` (the guard takes the step); and `setup`, where
-model and optimizer are still to come. A step can be run again where its loss is the model's own output; see `RootRecorder`.
+The loop stays as it is. Three methods are replaced on the Fabric object and its strategy:
+`backward` (the loss is noted), `clip_gradients` (the norm to clip to is noted) and the strategy's
+`optimizer_step` (the guard takes the step); and `setup`, where model and optimizer are still to
+come. A step can be run again where its loss is the model's own output; see `RootRecorder`.
 
-Private to Fabric: `_FabricModule._forward_module`, the model with the wrapper of the strategy (DDP, say) around it.
+Private to Fabric: `_FabricModule._forward_module`, the model with the wrapper of the strategy (DDP,
+say) around it.
 """
 
 from __future__ import annotations
@@ -13,16 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from nanproof.core.judge import Norms
+from nanproof.core.under_way import UNKNOWN
 from nanproof.errors import UnsupportedError, UsageError
 from nanproof.integrations.lightning_replay import without_trace
 from nanproof.integrations.lightning_seam import KNOWN_STEPS, check_package, refuse_arguments, refuse_value_clipping
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
-from nanproof.integrations.recorded import RecordedLoopGuard, RootRecorder
+from nanproof.integrations.protected import ProtectedRun
+from nanproof.integrations.recorded import RECORDED, RootRecorder
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
+from nanproof.recover.checkpoints import Checkpoints
 
 
 def protect_fabric(
@@ -32,11 +38,12 @@ def protect_fabric(
     *,
     policy: Policy | None = None,
     run_dir: str | Path | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints | None = None,
     max_norm: Any = ...,
-    observe: Any = None,
-) -> LoopGuard:
-    """Guard a loop that uses Fabric; for several optimizers, once for each. `guard.close()` gives Fabric its methods back.
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
+    """Guard a loop that uses Fabric; for several optimizers, once for each. `guard.close()` gives
+    Fabric its methods back.
 
     Args:
         fabric: the Fabric.
@@ -55,24 +62,27 @@ def protect_fabric(
     if run_dir == "auto":
         folder = getattr(next(iter(fabric.loggers), None), "log_dir", None)
         run_dir = None if folder is None else Path(folder) / "nanproof"
-    guard = FabricGuard(fabric, max_norm, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+    run = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=RECORDED)
+    loop = _FabricLoop(fabric, run, max_norm)
     if model is not None:
-        guard.begin(model, optimizer)
+        loop.begin(model, optimizer)
     else:
-        guard.await_setup()
-    return guard
+        loop.await_setup()
+    return run
 
 
-class FabricGuard(RecordedLoopGuard):
-    """A guard that one Fabric tells of everything."""
+class _FabricLoop:
+    """Tells a run of what one Fabric does with one optimizer."""
 
-    def __init__(self, fabric: Any, max_norm: Any, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.fabric, self._asked_norm = fabric, max_norm
-        self.fabric_model: Any = None
+    def __init__(self, fabric: Any, run: ProtectedRun, max_norm: Any) -> None:
+        self.fabric, self.run, self._asked_norm = fabric, run, max_norm
+        self.model: Any = None
         """The model as the loop calls it."""
+        self._norms: Norms | None = None
+        """Those of the gradients, where the loop asked for them."""
         self._setups = Patches()
         self._recorder: RootRecorder | None = None
+        run.on_close(self._let_go)
 
     def await_setup(self) -> None:
         """Begin with the next model and optimizer that Fabric sets up, in one call or in two."""
@@ -85,13 +95,13 @@ class FabricGuard(RecordedLoopGuard):
             return ready
 
         def setup_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.fabric_model = original(*args, **kwargs)
-            return self.fabric_model
+            self.model = original(*args, **kwargs)
+            return self.model
 
         def setup_optimizers(original: Callable[..., Any], *optimizers: Any) -> Any:
             ready = original(*optimizers)
-            if self.fabric_model is not None:
-                self._begin_with_one(self.fabric_model, (ready,) if len(optimizers) == 1 else ready)
+            if self.model is not None:
+                self._begin_with_one(self.model, (ready,) if len(optimizers) == 1 else ready)
             return ready
 
         self._setups.wrap(fabric, "setup", setup)
@@ -104,7 +114,7 @@ class FabricGuard(RecordedLoopGuard):
                 "protect(fabric): one optimizer is guarded; for several, leave protect(fabric) out and call "
                 "protect_fabric(fabric, model, optimizer) for each, after fabric.setup"
             )
-        if not self.started:
+        if not self.run.started:
             self.begin(model, optimizers[0])
 
     def begin(self, model: Any, optimizer: Any) -> None:
@@ -118,66 +128,61 @@ class FabricGuard(RecordedLoopGuard):
                 f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
                 "own way. Use a single device or ddp, with 32-true, bf16-mixed, 16-mixed or bf16-true"
             )
-        self.start(
+        self.run.start(
             model._forward_module,
             optimizer.optimizer,
             loss_fn=self._again,
             max_norm=None if self._asked_norm is ... else self._asked_norm,
             scaler=getattr(plugin, "scaler", None),
         )
-        self.fabric_model = model
-        self._recorder = RootRecorder(model, self.micro_batch)
-        _Desk.of(self.fabric).guards.append(self)
+        self.model = model
+        self._recorder = RootRecorder(model, self.run.engine.begin)
+        _Desk.of(self.fabric).loops.append(self)
 
-    def _close(self, alone: bool) -> None:
+    def _let_go(self) -> None:
         self._setups.undo()
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
             _Desk.of(self.fabric).leave(self)
-        super()._close(alone)
 
     def _again(self, model: nn.Module, call: Any) -> Tensor:
         """The loss function: the forward, through Fabric's own wrapper around the model."""
         assert self._recorder is not None
         with without_trace(model):
-            return self._recorder.loss_fn(self.fabric_model, call)
+            return self._recorder.loss_fn(self.model, call)
 
-    # -- what the desk passes on -----------------------------------------------------------------------------------------------
+    # -- what the desk passes on -----------------------------------------------------------------------
 
-    def hear_of(self, loss: Tensor) -> Tensor | None:
+    def loss(self, loss: Tensor) -> Tensor | None:
         """A backward is to begin from this loss. Returns its seed on several ranks."""
         assert self._recorder is not None
+        self._norms = None
         if not self._recorder.recognise(loss):
-            self.micro_batch(UNKNOWN)
-        return self.note_loss(loss, self._recorder.calls)
+            self.run.engine.begin(UNKNOWN)
+        return self.run.engine.loss(loss, self._recorder.calls)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Notes the norm to clip to, which the step will do. Returns the norm of the gradients as they are; the step uses the
-        same norms, so that no gradient is read twice."""
+        """Notes the norm to clip to, which the step will do. Returns the norm of the gradients as
+        they are."""
         if self._asked_norm is ...:
-            self.clip_to(max_norm)
-        stepper, parameters = self._stepper, self._stepper.parameters
-        gradients = parameters.gradients(parameters.present())
-        norms = parameters.norms(gradients, stepper._kernels)
-        versions = [g._version for g in gradients]
+            self.run.clip_to(max_norm)
+        assert self.run.parts is not None
+        self._norms = self.run.parts.stepper.norms()
+        return self.run.parts.stepper.unscaled(self._norms.total)
 
-        def known(asked: list[Tensor], kernels: Any = None) -> Tensor:
-            del parameters.norms
-            same = len(asked) == len(gradients) and all(a is b for a, b in zip(asked, gradients, strict=True))
-            return norms if same and versions == [g._version for g in asked] else parameters.norms(asked, kernels)
-
-        parameters.norms = known  # type: ignore[method-assign, assignment]
-        total: Tensor = torch.linalg.vector_norm(norms)
-        return total if stepper.scale is None else total / stepper.scale.value()
+    def step(self) -> None:
+        norms, self._norms = self._norms, None
+        self.run.engine.step(norms)
+        self.run.engine.end()
 
 
 class _Desk:
-    """Stands between one Fabric and the guards of its optimizers."""
+    """Stands between one Fabric and the runs of its optimizers."""
 
     def __init__(self, fabric: Any) -> None:
         self.fabric = fabric
-        self.guards: list[FabricGuard] = []
+        self.loops: list[_FabricLoop] = []
         self._patches = Patches()
         self._patches.wrap(fabric, "backward", self._backward)
         self._patches.wrap(fabric, "clip_gradients", self._clip_gradients)
@@ -190,26 +195,26 @@ class _Desk:
             desk = fabric._nanproof = cls(fabric)
         return desk  # type: ignore[no-any-return]
 
-    def leave(self, guard: FabricGuard) -> None:
-        self.guards.remove(guard)
-        if not self.guards:
+    def leave(self, loop: _FabricLoop) -> None:
+        self.loops.remove(loop)
+        if not self.loops:
             self._patches.undo()
             del self.fabric._nanproof
 
-    def _guard(self, optimizer: Any) -> FabricGuard | None:
+    def _loop(self, optimizer: Any) -> _FabricLoop | None:
         bare = getattr(optimizer, "optimizer", optimizer)
-        return next((guard for guard in self.guards if guard.optimizer is bare), None)
+        return next((loop for loop in self.loops if loop.run.optimizer is bare), None)
 
     def _backward(self, original: Callable[..., Any], tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         # Those whose model was called since their last step; all, where none was seen to be.
-        told = [guard for guard in self.guards if (guard.open if model is None else guard.fabric_model is model)]
-        told = told or (self.guards if model is None else [])
-        for guard in told:
-            seed = guard.hear_of(tensor)
+        concerned = [loop for loop in self.loops if (loop.run.open if model is None else loop.model is model)]
+        concerned = concerned or (self.loops if model is None else [])
+        for loop in concerned:
+            seed = loop.loss(tensor)
             tensor = tensor if seed is None else tensor * seed  # times 1, or times NaN where this rank's loss is bad
         original(tensor, *args, model=model, **kwargs)
-        for guard in told:
-            guard.went_back()
+        for loop in concerned:
+            loop.run.engine.backward_ended()
 
     def _clip_gradients(
         self,
@@ -221,22 +226,21 @@ class _Desk:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        guard = self._guard(optimizer)
-        if guard is None or (clip_val is None) == (max_norm is None):
+        loop = self._loop(optimizer)
+        if loop is None or (clip_val is None) == (max_norm is None):
             found: Tensor | None = original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
             return found
         refuse_value_clipping(clip_val, "value")
         if float(norm_type) != 2.0:
             raise UnsupportedError(f"nanproof clips to a norm of type 2, not {norm_type}: leave norm_type out")
-        return guard.clip(max_norm)
+        return loop.clip(max_norm)
 
     def _optimizer_step(self, original: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
-        guard = self._guard(optimizer)
-        if guard is None:
+        loop = self._loop(optimizer)
+        if loop is None:
             return original(optimizer, **kwargs)
         closure = kwargs.pop("closure", None)
         refuse_arguments(kwargs)
         result = closure() if closure is not None else None
-        guard.take()
-        guard.finish()
+        loop.step()
         return result

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from nanproof.errors import UsageError
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.recorded import call_again
 from nanproof.observe.activations import Observer
 from nanproof.observe.settings import AUTO, Observe
 from nanproof.observe.tables import COLUMNS, Rows, largest
 from nanproof.policy import Policy
 from nanproof.records import ABSENT, StepRecord
+from nanproof.recover.checkpoints import Checkpoints
 from nanproof.wording import listed
 
 log = logging.getLogger("nanproof")
@@ -47,12 +48,12 @@ class NanproofCallback(TrainerCallback):
         *,
         policy: Policy | None = None,
         run_dir: str | Path | None = None,
-        checkpoints: Any = None,
-        observe: Any = None,
+        checkpoints: Checkpoints | None = None,
+        observe: Observe | bool | None = None,
     ) -> None:
         # Without a lag: what the trainer does to the loss is not known, so no step may be taken again, only looked at.
         policy = replace(policy if policy is not None else Policy(), lag=0)
-        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+        self.guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
         self._patches = Patches()
         self._hooks: list[Any] = []
         self._again = False
@@ -73,7 +74,7 @@ class NanproofCallback(TrainerCallback):
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts(module):
-            self.guard.micro_batch({"args": args, "kwargs": dict(kwargs), "loss": ["loss"]})
+            self.guard.engine.begin({"args": args, "kwargs": dict(kwargs), "loss": ["loss"]})
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._counts(module):
@@ -84,7 +85,7 @@ class NanproofCallback(TrainerCallback):
                 "NanproofCallback: the model does not return its loss (label smoothing, compute_loss_func), and a callback sees "
                 "no other; use nanproof.protect(trainer)"
             )
-        self.guard.note_loss(loss)
+        self.guard.engine.loss(loss)
 
     def _counts(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled() and not self._again
@@ -98,13 +99,13 @@ class NanproofCallback(TrainerCallback):
 
     def _step(self, original: Callable[..., Any], closure: Any = None) -> None:
         if self.guard.open:
-            self.guard.take()
+            self.guard.engine.step()
             self._optimizer._opt_called = True  # what the schedule looks for
         else:
             original(closure)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.guard.finish()
+        self.guard.engine.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._patches.undo()
@@ -118,7 +119,7 @@ class GuardView(TrainerCallback):
     """Looks at the records of the guard that protects this trainer."""
 
     def __init__(self) -> None:
-        self.guard: LoopGuard | None = None
+        self.guard: ProtectedRun | None = None
         """Set by `nanproof.protect(trainer)`."""
         self._seen = -1
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from nanproof.core.files import strict_json, write_whole
 from nanproof.errors import NanproofError, UsageError
-from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.recover.scan import scan
 
 log = logging.getLogger("nanproof")
@@ -38,7 +38,7 @@ class _Candidate:
 class TrainerCheckpoints:
     """What becomes of the checkpoints of one run."""
 
-    def __init__(self, guard: LoopGuard, limit: int | None, prove: int = 20) -> None:
+    def __init__(self, guard: ProtectedRun, limit: int | None, prove: int = 20) -> None:
         self._guard, self.limit, self._prove = guard, limit, prove
         self._candidates: list[_Candidate] = []
         self._seen = len(guard.incidents)
@@ -59,14 +59,13 @@ class TrainerCheckpoints:
         """After a step: which candidates have proved good, which have not."""
         new, self._seen = self._guard.incidents[self._seen :], len(self._guard.incidents)
         for incident in new:
-            # A refused step spoils nothing, however many there were, nor does one that was healed and taken after all.
-            spoils_nothing = incident.action == "skipped" or "; healed: " in incident.message
-            broken = incident.kind == "nonfinite-weight" and not spoils_nothing
+            # A refused step spoils nothing, however many there were, nor does one that was healed or salvaged.
+            broken = incident.kind == "nonfinite-weight" and incident.action not in ("skipped", "healed", "salvaged")
             if incident.kind == "divergence" or broken:
                 for candidate in [c for c in self._candidates if c.step > incident.step - self._prove]:
                     self._candidates.remove(candidate)
                     _mark(candidate.folder, "suspect", candidate.step)
-        if not self._guard.settled:
+        if not self._guard.engine.watch.settled:
             return
         for candidate in [c for c in self._candidates if self._guard.accepted_so_far - c.accepted_before >= self._prove]:
             self._candidates.remove(candidate)
@@ -120,7 +119,7 @@ class TrainerCheckpoints:
             return False
 
     @staticmethod
-    def load_guard(guard: LoopGuard, folder: str | Path) -> None:
+    def load_guard(guard: ProtectedRun, folder: str | Path) -> None:
         """What the guard knew when this checkpoint was saved, if it was there."""
         path = Path(folder) / _STATE
         if not path.is_file():

@@ -21,8 +21,8 @@ from transformers import Trainer, TrainerCallback
 from nanproof.core.context import rehearsal
 from nanproof.errors import UsageError
 from nanproof.integrations.hf_callbacks import NanproofCallback
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.loss_checks import Facts, LossCheck, labels_of, out_of_range, read_all, shifts_labels, vocabulary
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.wording import few
 
 log = logging.getLogger("nanproof")
@@ -46,21 +46,21 @@ class HonestLoss:
         """What to add to the running sum for a micro-batch."""
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
-    def correct(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
+    def correct(self, logs: dict[str, float], trainer: Trainer, guard: ProtectedRun) -> None:
         """The mean of the window, over the steps whose loss was finite; NaN if there was none."""
         count = trainer.state.global_step - self._told
         steps, total = self._left_out(trainer, guard)
         if steps:
             logs["loss"] = _mean_without(logs["loss"], count, steps, total)
 
-    def correct_total(self, logs: dict[str, float], trainer: Trainer, guard: LoopGuard) -> None:
+    def correct_total(self, logs: dict[str, float], trainer: Trainer, guard: ProtectedRun) -> None:
         """The same for the whole run, with what came after the last window."""
         self._left_out(trainer, guard)
         if self._steps:
             count = trainer.state.global_step - self._begun
             logs["train_loss"] = _mean_without(logs["train_loss"], count, self._steps, self._sum)
 
-    def _left_out(self, trainer: Trainer, guard: LoopGuard) -> tuple[float, float]:
+    def _left_out(self, trainer: Trainer, guard: ProtectedRun) -> tuple[float, float]:
         """Since the last time: how many steps had a bad loss, and what of them is in the running sum all the same."""
         since, self._told = self._told, trainer.state.global_step
         refused, self._refused = self._refused, guard.refused_so_far
@@ -68,9 +68,11 @@ class HonestLoss:
             return 0.0, 0.0
         # Every rank comes here: all of them know of a refused step, though the loss may have been one rank's.
         spoiled = [
-            torch.stack([self.of(loss.float()) for loss in losses]).sum() for step, losses in guard.spoiled if step >= since
+            torch.stack([self.of(loss.float()) for loss in losses]).sum()
+            for step, losses in guard.account.spoiled
+            if step >= since
         ]
-        guard.spoiled.clear()
+        guard.account.spoiled.clear()
         counted = torch.zeros(2, device=trainer.args.device)
         for loss in spoiled:
             counted += torch.stack([torch.ones_like(loss), loss])
@@ -187,15 +189,15 @@ class _Looks(TrainerCallback):
 
     def _look(self, check: LossCheck) -> None:
         guard = self._guard
-        guarded = guard is not None and guard.remark(lambda: check.read().said(alone=False))
+        guarded = guard is not None and guard.started and guard.engine.remark(lambda: check.read().remark())
         self._unread.append((check, guarded))
         if self._every_step or check.vector.device.type == "cpu" or len(self._unread) >= _WAITING:
             self._read()
 
     @property
-    def _guard(self) -> LoopGuard | None:
+    def _guard(self) -> ProtectedRun | None:
         there = getattr(self._trainer, "nanproof", None)
-        if isinstance(there, LoopGuard):
+        if isinstance(there, ProtectedRun):
             return there
         callbacks = self._trainer.callback_handler.callbacks
         return next((callback.guard for callback in callbacks if isinstance(callback, NanproofCallback)), None)

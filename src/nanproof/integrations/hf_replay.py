@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from nanproof.core.runner import LossFn
+from nanproof.core.under_way import LossFn
 from nanproof.errors import UsageError
 from nanproof.integrations.patches import Patches
 

@@ -19,14 +19,14 @@ from transformers import Trainer
 
 from nanproof.core.casting import HALF, cast
 from nanproof.integrations.hf_checkpoints import TrainerCheckpoints
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
 
 
 class HealedResume:
     """Stands between one trainer and the checkpoint it resumes from."""
 
-    def __init__(self, trainer: Trainer, guard: LoopGuard, begin: Callable[[], None]) -> None:
+    def __init__(self, trainer: Trainer, guard: ProtectedRun, begin: Callable[[], None]) -> None:
         """`begin` starts the guard; model, optimizer and schedule are there by then."""
         self._trainer, self._guard, self._begin = trainer, guard, begin
         self._built = WeakTensorKeyDictionary()

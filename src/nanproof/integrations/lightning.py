@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.errors import UnsupportedError, UsageError
+from nanproof.errors import AlreadyGuarded, UnsupportedError, UsageError
 from nanproof.integrations.fabric import protect_fabric
 from nanproof.integrations.lightning_seam import ManualSeam, Seam, check_package, refuse_value_clipping
-from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.protected import ProtectedRun
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
+from nanproof.recover.checkpoints import Checkpoints
 
 __all__ = ["NanproofCallback", "protect_fabric", "protect_trainer"]
 log = logging.getLogger("nanproof")
@@ -32,10 +34,10 @@ def protect_trainer(
     *,
     policy: Policy | None = None,
     run_dir: str | Path | None = None,
-    checkpoints: Any = None,
+    checkpoints: Checkpoints | None = None,
     max_norm: Any = ...,
-    observe: Any = None,
-) -> LoopGuard:
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
     """Guard the fits of a Lightning Trainer. Call it before `fit`; returns the guard, whose `incidents` and `history` fill.
 
     Args:
@@ -47,7 +49,7 @@ def protect_trainer(
         observe: True or `Observe(...)`; of several optimizers, the guard of the first one observes.
     """
     if any(isinstance(callback, NanproofCallback) for callback in trainer.callbacks):
-        raise UsageError("protect: this trainer has a NanproofCallback already; use its `guard`")
+        raise AlreadyGuarded("protect: this trainer has a NanproofCallback already; use its `guard`")
     refuse_value_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     callback = NanproofCallback(policy=policy, run_dir=run_dir, checkpoints=checkpoints, max_norm=max_norm, observe=observe)
     trainer.callbacks.insert(0, callback)  # before those that save
@@ -72,11 +74,11 @@ class NanproofCallback:
         *,
         policy: Policy | None = None,
         run_dir: str | Path | None = None,
-        checkpoints: Any = None,
+        checkpoints: Checkpoints | None = None,
         max_norm: Any = ...,
-        observe: Any = None,
+        observe: Observe | bool | None = None,
     ) -> None:
-        self.guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+        self.guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
         """The guard of the first optimizer; `incidents` holds those of all."""
         self.guards = [self.guard]
         """One for each optimizer."""
@@ -159,13 +161,12 @@ class NanproofCallback:
                 "nanproof: Checkpoints(...) holds one optimizer, and this module has several: leave `checkpoints` out and use "
                 "Lightning's own ModelCheckpoint"
             )
-        self.guard._run_dir = folder
+        self.guard.run_dir = folder
         del self.guards[max(count, 1) :]
         while len(self.guards) < count:
             own = None if folder is None else folder / f"optimizer_{len(self.guards)}"
-            sibling = LoopGuard(policy=self._settings["policy"], run_dir=own)
-            sibling.incidents = self.guard.incidents
-            self.guards.append(sibling)
+            shared = self.guard.incidents
+            self.guards.append(ProtectedRun(policy=self._settings["policy"], run_dir=own, incidents=shared))
 
     def _folder(self, trainer: Any) -> Path | None:
         folder = self._settings["run_dir"]
@@ -209,7 +210,7 @@ class NanproofCallback:
         seam, self._seam = self._seam, None
         seam.let_go()
         for guard in self.guards:
-            guard.__exit__(None if error is None else type(error), error, None)
+            guard.leave(error)
 
 
 @functools.cache
@@ -217,12 +218,12 @@ def _callback_class(bases: tuple[type, ...]) -> Any:
     return type(bases[0].__name__, bases, {"__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__})
 
 
-def _warn_of_gradient_hooks(module: Any, guard: LoopGuard) -> None:
+def _warn_of_gradient_hooks(module: Any, guard: ProtectedRun) -> None:
     """What the module does to gradients in hooks of its own is not done again where a step is."""
     hooks = ("on_after_backward", "on_before_optimizer_step")
     home = next((k for k in type(module).__mro__ if k.__name__ == "LightningModule"), None)
     own = [name for name in hooks if getattr(type(module), name, None) is not getattr(home, name, None)]
-    if own and guard.path.startswith("device") and guard.policy.lag != 0 and module.device.type == "cuda":
+    if own and guard.on_device and guard.policy.lag != 0 and module.device.type == "cuda":
         log.warning(
             "nanproof: steps held behind a bad one are run again without %s.%s; if that writes to gradients, use Policy(lag=0)",
             type(module).__name__,

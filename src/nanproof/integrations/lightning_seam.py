@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.core.tree import map_tensors, own_copy
+from nanproof.core.tree import gradients_now, map_tensors, own_copy, writes_to_batch
+from nanproof.core.under_way import UNKNOWN
 from nanproof.errors import NanproofError, UnsupportedError
 from nanproof.integrations.lightning_averages import EpochAverages
 from nanproof.integrations.lightning_replay import Rerun, StepSchedules, TrainingStep
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.versions import check_version
-from nanproof.integrations.written import gradients_now, writes_to_batch
 
 KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
 
@@ -34,7 +34,7 @@ KNOWN_STEPS = {"Precision.optimizer_step", "MixedPrecision.optimizer_step"}
 class Seam:
     """One fit with automatic optimization, while it lasts."""
 
-    def __init__(self, trainer: Any, guard: LoopGuard, max_norm: Any) -> None:
+    def __init__(self, trainer: Any, guard: ProtectedRun, max_norm: Any) -> None:
         """`max_norm`: what the user asked of the guard; `...` where the trainer's own setting counts."""
         self.trainer, self.guards = trainer, [guard]
         self.module: Any = trainer.lightning_module
@@ -113,7 +113,7 @@ class Seam:
         self.note_averages(batch_idx)
         guard, parts = self.guards[0], self.trainer.accumulate_grad_batches
         if guard.open and batch_idx % parts == 0:
-            guard.withdraw()  # Lightning will clear the gradients: the step was never taken
+            guard.engine.abandon(keep_gradients=True)  # Lightning will clear the gradients: the step was never taken
         if batch_idx == 0 and self.schedules is not None:
             self.schedules.taken = 0
         if not guard.open:
@@ -121,11 +121,11 @@ class Seam:
         self._steps_before, self._taken, self._forwards = self.trainer.global_step, False, 0
         self._given = map_tensors(batch, Tensor.clone) if self._writes else own_copy(batch)
         self._found = writes_to_batch(self._given)
-        guard.micro_batch(UNKNOWN if self._unknown else TrainingStep(self._given, batch_idx, parts))
+        guard.engine.begin(UNKNOWN if self._unknown else TrainingStep(self._given, batch_idx, parts))
         return answer
 
     def note_averages(self, batch_idx: int) -> None:
-        lag = max(guard._stepper.lag for guard in self.guards)
+        lag = max(guard.engine.judge.lag for guard in self.guards)
         self._averages.note(first=batch_idx == 0, keep=(lag + 1) * self.trainer.accumulate_grad_batches)
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -141,22 +141,22 @@ class Seam:
         return result
 
     def _cannot_be_run_again(self) -> None:
-        self.guards[0].micro_batch(UNKNOWN)
+        self.guards[0].engine.begin(UNKNOWN)
         self._unknown = True
 
     def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hooks may change the gradients in here (`on_after_backward`), which running the step again would not."""
         guard = self.guards[0]
-        before = gradients_now(guard.parameters) if guard.late else None
+        before = gradients_now(guard.engine.trained) if guard.late else None
         result = original(*args, **kwargs)
-        self._left = gradients_now(guard.parameters) if guard.late else None
+        self._left = gradients_now(guard.engine.trained) if guard.late else None
         if self._left != before:
             self._cannot_be_run_again()
         return result
 
     def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self._losses += 1
-        seed = self.guards[0].note_loss(closure_loss)
+        seed = self.guards[0].engine.loss(closure_loss)
         # Times 1, or times NaN where this rank's loss is bad: unlike `gradient=`, it fits a `backward` of the module's own.
         seeded = closure_loss if seed is None else closure_loss * seed
         return self._watched(lambda: original(seeded, optimizer, *args, **kwargs))
@@ -170,13 +170,15 @@ class Seam:
         self.plugin._after_closure(model, optimizer)
         # `training_step` returned None: Lightning steps with what was accumulated before, if anything, but not with a scaler.
         if not self._losses or (result is None and getattr(self.plugin, "scaler", None) is not None):
-            guard.withdraw(counts=True)
+            guard.engine.abandon(keep_gradients=True, counts=True)
         else:
-            if self._left is not None and self._left != gradients_now(guard.parameters):  # in `on_before_optimizer_step`
+            if self._left is not None and self._left != gradients_now(
+                guard.engine.judge.parameters.tensors
+            ):  # in `on_before_optimizer_step`
                 self._cannot_be_run_again()
-            self.norms[0] = guard.take()
+            self.norms[0] = guard.engine.step()
             self._taken = True
-            guard.finish()
+            guard.engine.end()
             self._advance_schedules()
         self._losses, self._left = 0, None
         return result
@@ -200,7 +202,7 @@ class Seam:
             self._averages.leave_out()
         self._left_out = refused
         if self.schedules is not None and self.trainer.global_step > self._steps_before and not self._taken:
-            self.guards[0].withdraw(counts=True)
+            self.guards[0].engine.abandon(keep_gradients=True, counts=True)
             self.schedules.step()
 
     def clip_gradients(
@@ -211,7 +213,7 @@ class Seam:
         if self._max_norm is ...:
             self.of(optimizer).clip_to(clip_val)
 
-    def of(self, optimizer: Any) -> LoopGuard:
+    def of(self, optimizer: Any) -> ProtectedRun:
         return self.guards[0]
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -225,7 +227,7 @@ class Seam:
         except NanproofError:
             raise
         except Exception as error:
-            self.guards[0].raised(error)
+            self.guards[0].engine.raised(error)
             raise
 
 
@@ -233,7 +235,7 @@ class ManualSeam(Seam):
     """One fit with manual optimization: a guard for each optimizer. What `training_step` does between its steps is its own
     affair, so none of them can be run again; they are refused and attributed all the same."""
 
-    def __init__(self, trainer: Any, guards: list[LoopGuard], max_norm: Any) -> None:
+    def __init__(self, trainer: Any, guards: list[ProtectedRun], max_norm: Any) -> None:
         super().__init__(trainer, guards[0], max_norm)
         self.guards = guards
         self.norms = [None] * len(guards)
@@ -261,14 +263,14 @@ class ManualSeam(Seam):
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for guard in self.guards:
-            guard.micro_batch(UNKNOWN)
+            guard.engine.begin(UNKNOWN)
         self._inside = True
         try:
             return self._watched(lambda: original(*args, **kwargs))
         finally:
             self._inside = False
             for guard in self.guards:
-                guard.withdraw()
+                guard.engine.abandon(keep_gradients=True)
 
     def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         loss = closure_loss.detach()
@@ -293,17 +295,17 @@ class ManualSeam(Seam):
         if self._fresh:
             self._stepped_on, self._fresh = self._fresh, []
         for loss in self._stepped_on:
-            guard.note_loss(loss)
-        self.norms[place] = guard.take()
-        guard.finish()
+            guard.engine.loss(loss)
+        self.norms[place] = guard.engine.step()
+        guard.engine.end()
         if self._inside:
-            guard.micro_batch(UNKNOWN)  # here, not at its next backward: the buffers of before the forward are to be kept
+            guard.engine.begin(UNKNOWN)  # here, not at its next backward: the buffers of before the forward are to be kept
         return result
 
     def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    def of(self, optimizer: Any) -> LoopGuard:
+    def of(self, optimizer: Any) -> ProtectedRun:
         return self.guards[self._place(optimizer)]
 
     def _place(self, optimizer: Any) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nanproof.core.parameters import is_dtensor, unwrap
-from nanproof.core.terms import of_the_terms
+from nanproof.core.under_way import Remark
 from nanproof.numerics.losses import supervised_tokens
-from nanproof.wording import few
+from nanproof.wording import bad_terms, few
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,14 @@ class Facts:
         """Samples without a supervised token."""
         return [i for i, tokens in enumerate(self.tokens) if not tokens]
 
+    def remark(self) -> Remark:
+        """What the incident of its step should say."""
+        named = any(not math.isfinite(x) for name, x in self.terms.items() if name != "loss")
+        return Remark(self.said(alone=False), names_terms=named)
+
     def said(self, alone: bool) -> str:
         """In words, without a full stop; empty if nothing is wrong. `alone`: nobody else says what the loss is."""
-        terms = of_the_terms((name, x) for name, x in self.terms.items() if name != "loss")
+        terms = bad_terms((name, x) for name, x in self.terms.items() if name != "loss")
         parts: list[str] = []
         if alone and not math.isfinite(self.terms["loss"]):
             parts.append(f"the loss is {self.terms['loss']:g}")

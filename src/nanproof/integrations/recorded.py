@@ -1,12 +1,17 @@
-"""RootRecorder: what a raw loop gives its model, so that a bad step can be run again although nobody handed over its batch.
+"""RootRecorder: what a raw loop gives its model, so that a bad step can be run again although
+nobody handed over its batch.
 
-A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own output (the output itself,
-its `loss`, one of its items), perhaps divided or multiplied by a number, the call says all that is needed: the arguments are the
-batch, and calling the model again is the loss function. Where the loss was made of something else, that is said, and the step
-cannot be run again.
+A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own
+output (the output itself, its `loss`, one of its items), perhaps divided or multiplied by a number,
+the call says all that is needed: the arguments are the batch, and calling the model again is the
+loss function. Where the loss was made of something else, that is said, and the step cannot be run
+again.
 
-Whether that is so may differ from rank to rank, where a loss is put together from what a batch happens to hold. Ranks must not
-differ in what they do: one that runs a step again waits for the others. `RecordedLoopGuard` asks them, once a step was refused.
+Whether that is so may differ from rank to rank, where a loss is put together from what a batch
+happens to hold. Ranks must not differ in what they do: one that runs a step again waits for the
+others. So they are asked, once a step was refused (`RECORDED`). Where verdicts come late (CUDA) it
+is too late by then: steps behind the bad one were taken. There, and with a loss scale, several
+ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 """
 
 from __future__ import annotations
@@ -19,36 +24,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.attempts import Attempt
+from nanproof.core.engine import Loop
+from nanproof.core.hooks import Hook
 from nanproof.core.parameters import unwrap
-from nanproof.core.stepper import Report
-from nanproof.core.tree import map_tensors, tensors_in
-from nanproof.core.verdict import Reading
+from nanproof.core.tree import map_tensors, tensors_in, writes_to_batch
+from nanproof.core.under_way import UNKNOWN
 from nanproof.errors import UsageError
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
-from nanproof.integrations.written import gradients_now, writes_to_batch
-from nanproof.records import StepRecord
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
 
 OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
-_SEVERAL_RANKS = (
-    "on several ranks a step is run again only where its verdict is read at once and no loss scale is used: Policy(lag=0)"
-)
+RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, why_not_again=OUTSIDE)
+"""A raw loop whose batches come from a recorder."""
 
 Op = tuple[str, float]
 """("/", 2.0) or ("*", 0.5)"""
 
 
 class RootRecorder:
-    """Notes the calls of a model that trains. One that evaluates, under no_grad, goes by unnoticed."""
+    """Notes the calls of a model that trains. One that evaluates, under no_grad, goes by
+    unnoticed."""
 
     def __init__(self, model: nn.Module, begin: Callable[[Any], None]) -> None:
         """
         Args:
             model: the module that the loop calls, with all its wrappers.
-            begin: told of the batch just before each forward: `LoopGuard.micro_batch`.
+            begin: told of the batch just before each forward: `ProtectedRun.begin`.
         """
         self._model = weakref.ref(model)
         self.name = type(unwrap(model)).__name__
@@ -63,24 +65,26 @@ class RootRecorder:
         """How often the tensors of the last call had been written before it."""
         self._recent: deque[list[tuple[weakref.ref[Tensor], int]]] = deque(maxlen=8)
         self._copies = False
-        """Whether a copy of the arguments is kept: where the loop uses one buffer for all its batches, or the model writes."""
+        """Whether a copy of the arguments is kept: where the loop uses one buffer for all its
+        batches, or the model writes."""
         self._recognised: list[dict[str, Any]] = []
         self._again = False
         self.paused = False
         """Set while another guard runs the model again."""
         self._hooks = [
-            model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
-            model.register_forward_hook(Hook(self, "_after")),
+            model.register_forward_pre_hook(Hook(self, self._before), with_kwargs=True),
+            model.register_forward_hook(Hook(self, self._after)),
         ]
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Those that were made for the backward last asked about, and may be looked at after it; of many, the last two."""
+        """Those that were made for the backward last asked about, and may be looked at after it; of
+        many, the last two."""
         return list(self._recognised)
 
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
-        """Just before backward: whether its loss is the last call's own, so that the call can stand for the micro-batch.
-        `then` is what the framework itself still does to the loss."""
+        """Just before backward: whether its loss is the last call's own, so that the call can stand
+        for the micro-batch. `then` is what the framework itself still does to the loss."""
         calls, self._calls = self._calls, []
         self._recognised = calls
         losses, self._losses = self._losses, []
@@ -144,81 +148,6 @@ def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor
     return ((tensor(), count) for tensor, count in call)
 
 
-class Hook:
-    """A hook of a module: calls a method of its owner, while there is one. A copy of the module, or one that was pickled, gets a
-    hook that does nothing: it is another module."""
-
-    def __init__(self, owner: Any, method: str) -> None:
-        self._owner, self._method = weakref.ref(owner), method
-
-    def __call__(self, *args: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            getattr(owner, self._method)(*args)
-
-    def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _nothing(*_: Any) -> None:
-    """What a hook becomes in a copy."""
-
-
-def _no_hook() -> Any:
-    return _nothing
-
-
-class RecordedLoopGuard(LoopGuard):
-    """A guard whose batches come from a recorder. On several ranks a step counts as one that cannot be run again until it was
-    refused and every rank says that it can. Where verdicts come late (CUDA) it is too late by then: steps behind the bad one were
-    taken. There, and with a loss scale, several ranks get names and no cause; `Policy(lag=0)` reads verdicts at once."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.why_not_again = OUTSIDE
-        self._aside: list[Any] = []
-        """The recorded micro-batches of the open step, and of the one just taken until its verdict is read."""
-        self._left: list[tuple[int, int]] | None = None
-        """The gradients as the last backward left them, where verdicts come late."""
-
-    def went_back(self) -> None:
-        """A backward has ended. What the loop writes into the gradients from now on, running the step again would not."""
-        self._left = gradients_now(self.parameters) if self.late and self.open else None
-
-    def note_loss(self, loss: Tensor, calls: Iterable[Any] = ()) -> Tensor | None:
-        self._look_at_gradients()
-        return super().note_loss(loss, calls)
-
-    def take(self) -> Tensor:
-        self._look_at_gradients()
-        return super().take()
-
-    def _look_at_gradients(self) -> None:
-        left, self._left = self._left, None
-        if left is not None and left != gradients_now(self.parameters):
-            self.micro_batch(UNKNOWN)
-
-    def micro_batch(self, batch: Any) -> None:
-        if not (self.started and self._ranks.together):
-            super().micro_batch(batch)
-            return
-        if not self.open:
-            self.finish()
-            self._aside = []
-        self._aside.append(batch)
-        super().micro_batch(UNKNOWN)
-
-    def _refuse(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
-        known = bool(self._aside) and self.loss_fn is not None and not any(batch is UNKNOWN for batch in self._aside)
-        at_once = not self._stepper.lag and self._stepper.scale is None
-        if self._ranks.together and attempt.batches is None and at_once:
-            if all(said[0] for said in self._ranks.gather([known]).values()):
-                attempt.batches = tuple(self._aside)
-        elif self._ranks.together:
-            self._examiner.why_not_again = _SEVERAL_RANKS if known else self.why_not_again
-        super()._refuse(attempt, report, reading, record)
-
-
 def call_again(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a recorded call: a loss function for `nanproof replay` too."""
     if not isinstance(batch, Mapping) or not batch.get("loss"):
@@ -232,7 +161,8 @@ def call_again(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:
-    """(where, scalar) for what could be a loss: None is the output itself, ".loss" an attribute, else a key or an index."""
+    """(where, scalar) for what could be a loss: None is the output itself, ".loss" an attribute,
+    else a key or an index."""
     found: list[tuple[Any, Any]] = []
     if isinstance(output, Tensor):
         found.append((None, output))
@@ -248,8 +178,8 @@ def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _between(found: Tensor, loss: Tensor) -> list[Op] | None:
-    """How one became the other, in divisions and multiplications by numbers; None if in another way. Asks the graph, so that
-    nothing has to be read from the device."""
+    """How one became the other, in divisions and multiplications by numbers; None if in another
+    way. Asks the graph, so that nothing has to be read from the device."""
     ops: list[Op] = []
     if loss is found:
         return ops

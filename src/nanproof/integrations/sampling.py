@@ -18,25 +18,27 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from nanproof import wording
 from nanproof.core.caps import SkipCaps
 from nanproof.errors import UsageError
 from nanproof.explain import causes
 from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor
 from nanproof.records import Diagnosis, Incident
-from nanproof.wording import few
 
 if TYPE_CHECKING:
     from nanproof.guard import Guard
+    from nanproof.integrations.protected import ProtectedRun
 
 ENDED = "these rows end there"
 UNTRAINED = ", are masked from the loss and have no part in their group's advantages"
-BROKEN = "no row of a generation could be sampled: the model is broken"
 
 
 class GuardedSampling:
     """A processor for `generate`, whose bad rows the guard reports, counts and caps."""
 
-    def __init__(self, guard: Guard, *, eos_token_id: int | Sequence[int] | None = None, verbose: bool = False) -> None:
+    def __init__(
+        self, guard: Guard | ProtectedRun, *, eos_token_id: int | Sequence[int] | None = None, verbose: bool = False
+    ) -> None:
         """`eos_token_id`: what ends a row; None: that of the guard's model."""
         self._guard = guard
         self.processor = NumericalStabilityLogitsProcessor(
@@ -91,55 +93,44 @@ class GuardedSampling:
         self.close()
 
     def _goes_back(self, everyone: list[bool], births: list[BadRow]) -> bool:
-        guard = self._guard
-        incident = incident_of(guard, guard.next_step, everyone, births)
-        why = reason(self._caps, everyone)
-        if why is None:
-            guard._report(replace(incident, message=f"{incident.message}; {ENDED}"))
-            return False
-        guard.sync()
-        back_or_halt(guard, incident, why)
-        self._caps = SkipCaps(guard.policy)
-        return True
+        guard, (cap, count) = self._guard, reached(self._caps, everyone)
+        incident = incident_of(guard, guard.next_step, everyone, births, ended="" if cap else ENDED)
+        went_back = guard.engine.sampled(replace(incident, cap_count=count), cap)
+        if went_back:
+            self._caps = SkipCaps(guard.policy)
+        return went_back
 
 
 # -- shared with TRL's adapter -------------------------------------------------------------------------------------------------
 
 
-def reason(caps: SkipCaps, everyone: Sequence[bool]) -> str | None:
-    """Why it cannot go on with a generation that has bad rows, if it cannot."""
-    why = caps.refused()
-    if all(everyone):
-        return BROKEN
-    return (
-        None if why is None else why.replace("steps", "generations").replace("were refused", "had rows that could not be sampled")
-    )
+def reached(caps: SkipCaps, everyone: Sequence[bool]) -> tuple[str | None, int]:
+    """Count a generation with bad rows. Returns the limit that is reached by it, if any, and what it counts."""
+    cap = "no-healthy-row" if all(everyone) else caps.if_refused()
+    caps.refused()
+    return cap, 0 if cap is None else caps.count(cap)
 
 
-def back_or_halt(guard: Guard, incident: Incident, why: str) -> None:
-    """The run at an earlier, good state; where there is none, or it is not wanted, it halts."""
-    back = None
-    if guard.policy.at_cap == "rollback":
-        back = guard._back(incident, incident.step, incident.step, incident.step, blame_data=False)
-    if back is None:
-        guard._halt(incident, why)
-    guard._report(back)
-
-
-def incident_of(guard: Guard, step: int, everyone: Sequence[bool], births: Sequence[BadRow], where: str = "") -> Incident:
-    """Rows that could not be sampled, of all ranks."""
+def incident_of(
+    guard: Guard | ProtectedRun,
+    step: int,
+    everyone: Sequence[bool],
+    births: Sequence[BadRow],
+    where: str = "",
+    ended: str = "",
+) -> Incident:
+    """Rows that could not be sampled, of all ranks. `ended`: what became of them."""
     rows = [row for row, bad in enumerate(everyone) if bad]
-    named = f"{'rows' if len(rows) > 1 else 'row'} {few(rows)}"
-    message = f"{len(rows)} of {len(everyone)} completions could not be sampled ({named}){where}"
-    if births:
-        message += f"; {births[0]}"
-    return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=_diagnosis(guard, rows, births))
+    seen = wording.rows_not_sampled(rows, len(everyone), where, births[0] if births else None)
+    message = f"{seen}; {ended}" if ended else seen
+    diagnosis = _diagnosis(guard, rows, births)
+    return Incident(step=step, kind="generation", action="recorded", message=message, diagnosis=diagnosis)
 
 
-def _diagnosis(guard: Guard, rows: Sequence[int], births: Sequence[BadRow]) -> Diagnosis:
+def _diagnosis(guard: Guard | ProtectedRun, rows: Sequence[int], births: Sequence[BadRow]) -> Diagnosis:
     first = births[0] if births else None
     cause, confidence, where = "unknown", 0.0, first.where if first is not None else None
-    broken, fix = guard._stepper.broken_state(), None
+    broken, fix = guard.engine.judge.broken_state(), None
     if broken:
         cause, confidence, where = "nonfinite-weights-at-start", 0.96, broken[0]
         if any(record.action != "skipped" for record in guard.history):

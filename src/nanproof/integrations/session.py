@@ -17,7 +17,7 @@ from nanproof.policy import Policy
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from nanproof.integrations.watched import Tally, Watched
+    from nanproof.integrations.script_run import ScriptRun, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ _RECENT = 64
 """Backwards after which an optimizer that none of them reached counts as dormant."""
 
 
-def _of(optimizer: Any) -> Watched:
-    watched: Watched = optimizer._nanproof_watched
+def _of(optimizer: Any) -> ScriptRun:
+    watched: ScriptRun = optimizer._nanproof_watched
     return watched
 
 
@@ -107,14 +107,14 @@ class Session:
     def see(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
         if self.guarding and optimizer not in self._all:
-            from nanproof.integrations.watched import Watched
+            from nanproof.integrations.script_run import ScriptRun
 
             # On the optimizer itself, and it alone, so that both go when the script lets go of it.
-            optimizer._nanproof_watched = Watched(optimizer, self.say_once, self.inside)  # type: ignore[attr-defined]
+            optimizer._nanproof_watched = ScriptRun(optimizer, self.say_once, self.inside)  # type: ignore[attr-defined]
             self._all.add(optimizer)
             self.seen = True
 
-    def watched(self, optimizer: Optimizer) -> Watched | None:
+    def watched(self, optimizer: Optimizer) -> ScriptRun | None:
         """None where the step is none of nanproof's business."""
         if not self.guarding:
             return None
@@ -122,10 +122,10 @@ class Session:
         watched = _of(optimizer)
         return None if watched.left_alone else watched
 
-    def _every(self) -> list[Watched]:
+    def _every(self) -> list[ScriptRun]:
         return sorted((_of(optimizer) for optimizer in self._all), key=lambda watched: watched.number)
 
-    def start(self, watched: Watched, at_step: bool = False) -> None:
+    def start(self, watched: ScriptRun, at_step: bool = False) -> None:
         """Guard it from now on, if it can be."""
         if watched.guard is not None or watched.left_alone:
             return
@@ -143,7 +143,7 @@ class Session:
         if watched.guard is not None or watched.left_alone:
             self.tallies.append(watched.tally)
 
-    def at_backward(self) -> list[Watched]:
+    def at_backward(self) -> list[ScriptRun]:
         """Everything that is guarded, from now on with what has appeared since."""
         if not self.guarding:
             return []
@@ -151,7 +151,7 @@ class Session:
             self.start(watched)
         return self.guarded()
 
-    def sorted_out(self, watching: list[Watched]) -> tuple[list[Watched], list[Watched]]:
+    def sorted_out(self, watching: list[ScriptRun]) -> tuple[list[ScriptRun], list[ScriptRun]]:
         """A backward begins: those that it may concern, and those that none has reached for long, such as the optimizer of a
         model that is trained already."""
         self.backwards += 1
@@ -164,7 +164,7 @@ class Session:
         with self.away():
             yield
 
-    def guarded(self) -> list[Watched]:
+    def guarded(self) -> list[ScriptRun]:
         return [w for w in self._every() if w.guard is not None and not w.left_alone] if self.guarding else []
 
     def close(self, error: BaseException | None) -> None:
@@ -176,7 +176,7 @@ class Session:
                 self.say(f"while closing the guard of {watched.tally.name}: {failure!r}")
         for name, guard in self.trainers:
             try:
-                guard.__exit__(None if error is None else type(error), error, None)
+                guard.leave(error)
             except Exception as failure:
                 self.say(f"while closing the guard of {name}: {failure!r}")
         self._open = False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanproof.errors import TrainingHalted
 from nanproof.integrations.session import Session
-from nanproof.records import Forecast, Incident
+from nanproof.records import Forecast, Incident, alike
+from nanproof.wording import repeated, spans
 
 _SHOWN = 10
 """Groups of incidents, and forecasts, that are listed; the others are counted."""
@@ -25,6 +26,8 @@ class Guarded:
     model: str
     """Class of the model, where it is known."""
     path: str
+    verdicts: str
+    """The same in words, without the names of settings that the user never made."""
     guarded: bool
     steps: int
     refused: int
@@ -47,7 +50,7 @@ class Guarded:
             return [f"{name}: {self.path}"]
         skipped = f", {self.refused} refused" if self.refused else ", none refused"
         skipped += f", {self.overflows} left out by the GradScaler" if self.overflows else ""
-        told = [f"{name}: {self.steps} steps{skipped} ({_where_verdicts_are_read(self.path)})"]
+        told = [f"{name}: {self.steps} steps{skipped} ({self.verdicts})"]
         groups = grouped(self.incidents)
         for group in groups[:_SHOWN]:
             told += _lines_of(group)
@@ -133,34 +136,28 @@ class Summary:
         }
 
 
-def grouped(incidents: Iterable[Incident]) -> list[list[Incident]]:
-    """Those that tell the same: of one kind, dealt with alike, and with the cause of the first, as far as it was looked for."""
-    groups: list[list[Incident]] = []
-    for incident in incidents:
-        for group in reversed(groups):
-            if (group[0].kind, group[0].action) == (incident.kind, incident.action) and _one_cause(group[0], incident):
-                group.append(incident)
-                break
-        else:
-            groups.append([incident])
-    return groups
-
-
-def _one_cause(first: Incident, other: Incident) -> bool:
-    if first.diagnosis is None or other.diagnosis is None:
-        return other.diagnosis is None
-    return (first.diagnosis.cause, first.diagnosis.where) == (other.diagnosis.cause, other.diagnosis.where)
+def grouped(incidents: Sequence[Incident]) -> list[list[Incident]]:
+    """Group incidents that are the same trouble and were dealt with in the same way: `same_as` says so, or the same cause was
+    found at the same place. Incidents that were not diagnosed are only counted by kind."""
+    groups: dict[tuple[object, ...], list[Incident]] = {}
+    for group in alike(incidents):
+        first, found = incidents[group.members[0]], incidents[group.origin].diagnosis
+        why = (found.cause, found.where, found.fix) if found is not None else (first.same_as,)
+        groups.setdefault((first.kind, first.action, *why), []).extend(incidents[place] for place in group.members)
+    return list(groups.values())
 
 
 def _lines_of(group: list[Incident]) -> list[str]:
-    first = group[0]
-    if len(group) == 1:
-        told = [f"  {first}"]
-    else:
-        steps = spans([incident.step for incident in group])
-        told = [f"  steps {steps}: {first.kind}, {first.action} ({len(group)}). At step {first.step}: {first.message}"]
+    first, *others = group
+    told = [f"  {first}"]
+    if others and first.diagnosis is None and first.same_as is None:
+        head = f"steps {spans([incident.step for incident in group])}: {first.kind}, {first.action} ({len(group)}), not diagnosed"
+        told, others = [f"  {head}. The first: {'; '.join(filter(None, (first.message, first.outcome)))}"], []
     if first.diagnosis is not None:
         told.append(f"    {first.diagnosis}")
+    if others:
+        step = first.step if first.same_as is None else first.same_as
+        told.append(f"    {repeated(step, [incident.step for incident in others])}")
     bundles = [_from_here(incident.bundle) for incident in group if incident.bundle]
     if bundles:
         told.append(f"    bundle: {bundles[0]}" + (f" and {len(bundles) - 1} more" if len(bundles) > 1 else ""))
@@ -172,33 +169,13 @@ def _from_here(path: str) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
-def spans(steps: Iterable[int], most: int = 6) -> str:
-    """20-30, 35 for steps that follow each other and one that does not."""
-    found: list[list[int]] = []
-    for step in sorted(set(steps)):
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    told = [str(low) if low == high else f"{low}-{high}" for low, high in found[:most]]
-    return ", ".join(told) + (f" to {found[-1][1]}" if len(found) > most else "")
-
-
-def _where_verdicts_are_read(path: str) -> str:
-    """The guard's path without the names of settings that the user never made."""
-    place, _, why = path.partition(": ")
-    if why.endswith("(switch_to_fused=False)"):
-        why = "its own form is kept"
-    told = {"host": "verdicts read on the host", "device": "verdicts stay on the device"}.get(place)
-    return path if told is None else f"{told}: {why}" if why else told
-
-
 def summary_of(session: Session, command: str, seconds: float, error: BaseException | None) -> Summary:
     found = [
         Guarded(
             name=t.name,
             model=t.model,
             path=t.path,
+            verdicts=t.verdicts,
             guarded=t.guarded,
             steps=t.steps,
             refused=t.refused,
@@ -218,13 +195,14 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 name=name,
                 model="",
                 path=guard.path,
+                verdicts=guard.verdicts,
                 guarded=guard.started,
                 steps=guard.next_step,
                 refused=guard.refused_so_far,
                 overflows=0,
                 incidents=tuple(guard.incidents),
                 forecasts=tuple(guard.forecasts),
-                run_dir=getattr(guard, "_run_dir", None),
+                run_dir=guard.run_dir,
                 own_seconds=0.0,
                 trouble_seconds=0.0,
                 span_seconds=0.0,

@@ -22,16 +22,15 @@ from torch.optim import Optimizer
 
 from nanproof.core.parameters import is_dtensor
 from nanproof.errors import TrainingHalted
+from nanproof.integrations.patches import Patches
+from nanproof.integrations.script_run import ScriptRun
 from nanproof.integrations.session import Session
-from nanproof.integrations.watched import Watched
-
-Undo = Callable[[], None]
 
 
-def install(session: Session) -> Undo:
-    """Change torch; returns how to change it back."""
-    undo: list[Undo] = []
-    _optimizers(session, undo)
+def install(session: Session) -> Patches:
+    """Change torch; what is returned changes it back."""
+    patches = Patches()
+    _optimizers(session, patches)
     for place, name, made in (
         (torch.autograd, "backward", _backward),
         (torch.nn.utils, "clip_grad_norm_", _clip_grad_norm),
@@ -39,18 +38,11 @@ def install(session: Session) -> Undo:
         (torch.amp.GradScaler, "scale", _scale),
         (torch.amp.GradScaler, "step", _scaler_step),
     ):
-        original = getattr(place, name)
-        setattr(place, name, made(session, original))
-        undo.append(functools.partial(setattr, place, name, original))
-
-    def put_back() -> None:
-        for change in reversed(undo):
-            change()
-
-    return put_back
+        patches.set(place, name, made(session, getattr(place, name)))
+    return patches
 
 
-def _optimizers(session: Session, undo: list[Undo]) -> None:
+def _optimizers(session: Session, patches: Patches) -> None:
     hook, patch = Optimizer.profile_hook_step, Optimizer._patch_step_function
 
     def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,16 +52,14 @@ def _optimizers(session: Session, undo: list[Undo]) -> None:
         patch(self)
         session.see(self)
 
-    Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[assignment, method-assign]
-    Optimizer._patch_step_function = patch_step_function  # type: ignore[method-assign]
-    undo.append(functools.partial(setattr, Optimizer, "profile_hook_step", staticmethod(hook)))
-    undo.append(functools.partial(setattr, Optimizer, "_patch_step_function", patch))
+    patches.set(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))
+    patches.set(Optimizer, "_patch_step_function", patch_step_function)
     for kind in _classes(Optimizer):  # of which there are objects already
         step = vars(kind).get("step")
         if getattr(step, "hooked", False):
-            kind.step = _guarded_step(session, step)
-            kind.step.hooked = True
-            undo.append(functools.partial(setattr, kind, "step", step))
+            guarded: Any = _guarded_step(session, step)
+            guarded.hooked = True
+            patches.set(kind, "step", guarded)
 
 
 def _classes(kind: type[Any]) -> Iterable[type[Any]]:
@@ -239,7 +229,7 @@ def _clip_grad_norm(session: Session, original: Callable[..., Any]) -> Callable[
 
 
 @torch.no_grad()
-def _clip(watching: list[Watched], parameters: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor:
+def _clip(watching: list[ScriptRun], parameters: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor:
     """As `clip_grad_norm_`, step by step: the same kernels in the same order."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for p in parameters:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from nanproof.errors import NanproofError
+from nanproof.errors import AlreadyGuarded, NanproofError
 from nanproof.integrations import automatic
 from nanproof.integrations.session import Session
 
@@ -106,12 +106,12 @@ def _protect(session: Session, trainer: Any) -> bool:
         policy = replace(policy, switch_to_fused=False)
     try:
         guard = protect(trainer, policy=policy, run_dir=options.run_dir or "auto", observe=options.observe or None)
-    except (NanproofError, ImportError) as error:
-        if "already" in str(error):
-            from nanproof.integrations.watched import Tally
+    except AlreadyGuarded:
+        from nanproof.integrations.script_run import Tally
 
-            session.tallies.append(Tally(type(trainer).__name__, path="the script guards it itself"))
-            return True
+        session.tallies.append(Tally(type(trainer).__name__, path="the script guards it itself"))
+        return True
+    except (NanproofError, ImportError) as error:
         session.say_once(f"{type(trainer).__name__} has no adapter of its own here: {error}")
         return False
     session.trainers.append((type(trainer).__name__, guard))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from nanproof.core.tree import map_tensors
-from nanproof.errors import UnsupportedError, UsageError
+from nanproof.core.tree import gradients_now, map_tensors, writes_to_batch
+from nanproof.core.under_way import UNKNOWN
+from nanproof.errors import AlreadyGuarded, UnsupportedError, UsageError
 from nanproof.integrations.hf_callbacks import (
     ActivationMonitorCallback,
     GradientMonitorCallback,
@@ -34,12 +36,13 @@ from nanproof.integrations.hf_losses import HonestLoss, safe_compute_loss
 from nanproof.integrations.hf_replay import Again, micro_batch, replay_loss
 from nanproof.integrations.hf_resume import HealedResume
 from nanproof.integrations.hf_tokenizer import keep_tokenizer
-from nanproof.integrations.loop import UNKNOWN, LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import TRAINER, ProtectedRun
 from nanproof.integrations.trl import check_grpo, extend_grpo
 from nanproof.integrations.versions import check_version
-from nanproof.integrations.written import gradients_now, writes_to_batch
+from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
+from nanproof.recover.checkpoints import Checkpoints
 
 __all__ = [
     "ActivationMonitorCallback",
@@ -55,21 +58,24 @@ __all__ = [
 log = logging.getLogger("nanproof")
 
 
+_LOOP = replace(TRAINER, opens_fixes=True)
+
+
 def protect_trainer(
     trainer: Trainer,
     *,
     policy: Policy | None = None,
     run_dir: str | Path | None = "auto",
-    checkpoints: Any = None,
-    observe: Any = None,
-) -> LoopGuard:
+    checkpoints: Checkpoints | None = None,
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
     """Guard what this trainer trains. Call it before `trainer.train()`; what it returns fills as the run goes on.
     `observe` not given: as an `ActivationMonitorCallback` among the trainer's callbacks asks."""
     check_version("transformers")
     check_version("accelerate")
     there = getattr(trainer, "nanproof", None)
     if there is not None:
-        raise UsageError("protect(trainer): this trainer is protected already; its guard is trainer.nanproof")
+        raise AlreadyGuarded("protect(trainer): this trainer is protected already; its guard is trainer.nanproof")
     _refuse_a_second_guard(trainer)
     if trainer.state.global_step:
         log.warning("nanproof: protect(trainer) comes after %d steps of training: the next train() is protected, they were not",
@@ -82,8 +88,7 @@ def protect_trainer(
     check_grpo(trainer)
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
-    guard = LoopGuard(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
-    guard.opens_remedies = True
+    guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=_LOOP)
     _Watch(trainer, guard, ask_monitor=observe is None)
     trainer.nanproof = guard  # type: ignore[attr-defined]
     return guard
@@ -92,7 +97,7 @@ def protect_trainer(
 class _Watch(TrainerCallback):
     """Stands between one trainer and its optimizer."""
 
-    def __init__(self, trainer: Trainer, guard: LoopGuard, ask_monitor: bool) -> None:
+    def __init__(self, trainer: Trainer, guard: ProtectedRun, ask_monitor: bool) -> None:
         self.trainer, self.guard = trainer, guard
         self._ask_monitor = ask_monitor
         """Whether a monitor of activations among the callbacks says what the guard observes."""
@@ -155,7 +160,7 @@ class _Watch(TrainerCallback):
             waits = _Waits(guard.scheduler, self._schedule_is_due)
             self._patches.set(trainer, "lr_scheduler", waits)
             self._patches.set(trainer.callback_handler, "lr_scheduler", waits)
-        keep_tokenizer(trainer, guard._run_dir)
+        keep_tokenizer(trainer, guard.run_dir)
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
         self._losses = HonestLoss(state.global_step, guard.refused_so_far)
@@ -202,14 +207,14 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer has done its part of the step."""
-        self.guard.finish()
+        self.guard.engine.end()
         assert self._checkpoints is not None
         self._checkpoints.look()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What may follow (the last log, the best model) is of a settled state."""
         if control.should_training_stop:
-            self.guard.withdraw()
+            self.guard.engine.abandon(keep_gradients=True)
         self.guard.sync()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -228,8 +233,8 @@ class _Watch(TrainerCallback):
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
         if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
-        guard, already = self.guard, self.guard._closed
-        guard.__exit__(type(error) if error is not None else None, error, None)
+        guard, already = self.guard, self.guard.closed
+        guard.leave(error)
         if not already and guard.refused_so_far and self.trainer.is_world_process_zero():
             counts = guard.accepted_so_far, guard.refused_so_far, len(guard.incidents)
             log.warning("nanproof: %d steps taken, %d refused, %d incidents", *counts)
@@ -258,7 +263,7 @@ class _Watch(TrainerCallback):
     def _schedule_is_due(self) -> None:
         """The trainer would advance its schedule now. The guard does, but not after a step that cannot be run again."""
         unknown, self._unknown = self._unknown, False
-        self.guard.finish()
+        self.guard.engine.end()
         if unknown and self.guard.refused_for_good > self._refused:
             self._refused += 1
         elif unknown:
@@ -288,12 +293,12 @@ class _Watch(TrainerCallback):
                 self._writes = True
                 self._cannot_be_run_again()
             if self.guard.late and any(_sees_gradients(callback) for callback in self.trainer.callback_handler.callbacks):
-                self._written = gradients_now(self.guard.parameters)
+                self._written = gradients_now(self.guard.engine.trained)
         except torch.OutOfMemoryError:
-            self.guard.abandon()
+            self.guard.engine.abandon()
             raise
         except BaseException as error:
-            self.guard.raised(error)
+            self.guard.engine.raised(error)
             raise
         finally:
             self._inside = False
@@ -313,7 +318,7 @@ class _Watch(TrainerCallback):
         if self._writes:
             batch = map_tensors(batch, Tensor.clone)
         self._given, self._found = batch, writes_to_batch(batch)
-        self.guard.micro_batch(batch)
+        self.guard.engine.begin(batch)
         self._told = True
 
     def _note(self, loss: Tensor) -> Tensor | None:
@@ -323,10 +328,10 @@ class _Watch(TrainerCallback):
             self._cannot_be_run_again()
             self._told = True
         self._noted = True
-        return self.guard.note_loss(loss)
+        return self.guard.engine.loss(loss)
 
     def _cannot_be_run_again(self) -> None:
-        self.guard.micro_batch(UNKNOWN)
+        self.guard.engine.begin(UNKNOWN)
         self._unknown = True
 
     def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
@@ -353,10 +358,10 @@ class _Watch(TrainerCallback):
             return
         if not self.trainer.accelerator.sync_gradients:
             return
-        if self._written is not None and self._written != gradients_now(self.guard.parameters):
+        if self._written is not None and self._written != gradients_now(self.guard.engine.trained):
             self._cannot_be_run_again()  # a callback has changed the gradients, which nobody can ask for a second time
         self._written = None
-        total = self.guard.take()
+        total = self.guard.engine.step()
         # What the schedule looks for, to see that steps and it come in turn.
         self.trainer.optimizer._opt_called = True  # type: ignore[union-attr]
         if self._norm is not None:
@@ -382,7 +387,7 @@ class _Watch(TrainerCallback):
 
     def _settled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guard.sync()
-        with self.guard.evaluating():
+        with self.guard.engine.evaluating():
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:

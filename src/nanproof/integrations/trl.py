@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nanproof.errors import UnsupportedError
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.trl_masked import MaskedOverflow
 from nanproof.integrations.trl_sampling import SAMPLING, Sampling
 from nanproof.integrations.versions import check_version
@@ -54,7 +54,7 @@ _COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """How a signal is carried from one batch to the next; the others are averaged. fmax and fmin pass over NaN, but keep Inf."""
 
 
-def extend_grpo(trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: LoopGuard | None = None) -> None:
+def extend_grpo(trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: ProtectedRun | None = None) -> None:
     """To be called when training begins, before the adapter replaces methods of its own. Does nothing to a trainer that is not
     a GRPOTrainer. `replaying` says whether a step is being run again, which must not be counted twice. With a guard, sampling is
     guarded too, and what was found is an incident of it."""
@@ -89,7 +89,7 @@ def check_grpo(trainer: Any) -> None:
 class _Extension:
     """Stands between one GRPOTrainer and its loss."""
 
-    def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: LoopGuard | None) -> None:
+    def __init__(self, trainer: Any, patches: Patches, replaying: Callable[[], bool], guard: ProtectedRun | None) -> None:
         self._trainer, self._replaying, self._guard = trainer, replaying, guard
         self._sampling = None if guard is None else Sampling(trainer, patches, guard)
         # These losses clamp exp of the ratio, or never take it: without a KL term nothing of a masked token comes through.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanproof.explain import causes
-from nanproof.integrations.loop import LoopGuard
+from nanproof.integrations.protected import ProtectedRun
 from nanproof.numerics.rl import Signals
 from nanproof.records import Diagnosis, Incident
 
@@ -25,7 +25,7 @@ _NAMES = ("overflow_step", "overflow_tokens", "overflow_largest")
 class MaskedOverflow:
     """The first batch with masked tokens that overflow. Nothing here waits for the device."""
 
-    def __init__(self, guard: LoopGuard) -> None:
+    def __init__(self, guard: ProtectedRun) -> None:
         self._guard = guard
         self._now: Tensor | None = None
         """Of the batch under way: its step, how many tokens, and the largest log-ratio among them."""
@@ -61,7 +61,7 @@ class MaskedOverflow:
         step, tokens, largest = (read.pop(name, 0.0) for name in _NAMES)
         if not tokens:
             return False
-        self._guard._report(_incident(int(step), int(tokens), largest))
+        self._guard.engine.tell.incident(_incident(int(step), int(tokens), largest))
         return True
 
 

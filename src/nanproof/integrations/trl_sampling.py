@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from nanproof.core.caps import SkipCaps
-from nanproof.integrations.loop import LoopGuard
 from nanproof.integrations.patches import Patches
-from nanproof.integrations.sampling import ENDED, UNTRAINED, back_or_halt, incident_of, reason
+from nanproof.integrations.protected import ProtectedRun
+from nanproof.integrations.sampling import ENDED, UNTRAINED, incident_of, reached
 from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor
 
 log = logging.getLogger("nanproof")
@@ -34,7 +34,7 @@ SAMPLING = {
 class Sampling:
     """Stands between one GRPOTrainer and what it samples."""
 
-    def __init__(self, trainer: Any, patches: Patches, guard: LoopGuard) -> None:
+    def __init__(self, trainer: Any, patches: Patches, guard: ProtectedRun) -> None:
         self._trainer, self._guard = trainer, guard
         self._caps = SkipCaps(guard.policy)
         self._bad: list[bool] | None = None
@@ -166,17 +166,13 @@ class Sampling:
         guard, training = self._guard, bool(self._trainer.model.training)
         births = self._from_all_ranks()
         step, where = guard.next_step - guard.open, "" if training else " in an evaluation"
-        incident = incident_of(guard, step, self._everyone, births, where)
-        why = reason(self._caps, self._everyone) if training else None
-        if why is None:
-            guard._report(replace(incident, message=f"{incident.message}; {ENDED}{UNTRAINED if training else ''}"))
-            return False
-        if guard.open:
-            guard.abandon()
-        guard.sync()
-        back_or_halt(guard, incident, why)
-        self._caps = SkipCaps(guard.policy)
-        return True
+        cap, count = reached(self._caps, self._everyone) if training else (None, 0)
+        ended = "" if cap else f"{ENDED}{UNTRAINED if training else ''}"
+        incident = incident_of(guard, step, self._everyone, births, where, ended)
+        went_back = guard.engine.sampled(replace(incident, cap_count=count), cap)
+        if went_back:
+            self._caps = SkipCaps(guard.policy)
+        return went_back
 
     def _from_all_ranks(self) -> list[BadRow]:
         """With their rows counted over all ranks. All ranks know that there are bad rows, so all of them come here."""

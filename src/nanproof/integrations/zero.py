@@ -9,7 +9,6 @@ overflow, so that its buffers, counters and loss scale stay in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanproof.errors import UnsupportedError
+from nanproof.integrations.patches import Patches
 
 Pieces = list[tuple[Tensor, Tensor]]
 """(parameter, what this rank holds of its gradient)"""
@@ -229,14 +229,9 @@ def _plain(engine: Any, optimizer: Any) -> bool:
     return engine.mpu is None and not engine.has_moe_layers and "muon" not in inner
 
 
-@contextmanager
-def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
+def _instead(owner: Any, **attributes: Any) -> Patches:
     """While open, the object has these attributes of its own."""
-    before = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
-    owner.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del owner.__dict__[name]
-        owner.__dict__.update(before)
+    patches = Patches()
+    for name, value in attributes.items():
+        patches.set(owner, name, value)
+    return patches

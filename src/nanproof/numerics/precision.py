@@ -220,8 +220,7 @@ def _rounding(dtype: torch.dtype, names: list[str], optimizer: optim.Optimizer |
             said += f"; Adam moves a weight by about lr={rate:g}, so those above {rate * part:.2g} in size stand still"
     if autocast:
         said += "; autocast does not help, it leaves the weights as they are"
-    fix = Bf16UpdateRounding.fix.split(":")[0]
-    return Problem(Bf16UpdateRounding.slug, said, f"{fix}. {_CAST}")
+    return Problem(Bf16UpdateRounding.slug, said, f"{Bf16UpdateRounding.remedy}. {_CAST}")
 
 
 def cast_trainable(

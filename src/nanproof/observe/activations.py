@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import rehearsal
-from nanproof.observe.hooks import OwnHook
+from nanproof.core.hooks import OwnHook
+from nanproof.core.parameters import has_compiled
 from nanproof.observe.kernels import make_table
 from nanproof.observe.settings import Observe
 from nanproof.observe.sites import choose
@@ -220,14 +221,10 @@ def first_tensor(output: Any) -> Tensor | None:
     return None
 
 
-def is_compiled(model: nn.Module) -> bool:
-    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
-
-
 def _compile_again(model: nn.Module) -> None:
     """Drop what torch has compiled so far if this model is among it."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not is_compiled(model):
+    if dynamo is None or not has_compiled(model):
         return
     if dynamo.convert_frame.output_codes.seen:
         log.info("nanproof: the model was compiled before it was to be observed; it is compiled again at its next call")

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core.context import rehearsal
+from nanproof.core.hooks import OwnHook
 from nanproof.core.parameters import unwrap
 from nanproof.core.telemetry import Courier
 from nanproof.observe.activations import transformed
 from nanproof.observe.borrowed import PRODUCT, borrow, give_all_back, give_back
-from nanproof.observe.hooks import OwnHook
 from nanproof.observe.sites import named
 
 log = logging.getLogger("nanproof")

@@ -1,21 +1,21 @@
-"""Lookout: the guard's side of observing. Decides which steps get a full look, brings what was seen to the record of its step,
-and lets the forecaster see it."""
+"""Lookout: the guard's side of observing. Decides which steps get a full look, brings what was seen
+to the record of its step, and lets the forecaster see it."""
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from nanproof.core.attempts import Attempt
-from nanproof.core.parameters import clean_name, unwrap
-from nanproof.core.runner import Watcher, harmless
-from nanproof.core.stepper import Stepper
-from nanproof.observe.activations import Observer, is_compiled
+from nanproof.core import contracts
+from nanproof.core.contracts import harmless
+from nanproof.core.judge import Judge
+from nanproof.core.parameters import clean_name, has_compiled, unwrap
+from nanproof.core.under_way import Attempt
+from nanproof.observe.activations import Observer
 from nanproof.observe.attention import AttentionWatch, Sharpness
 from nanproof.observe.forecast import Forecaster
 from nanproof.observe.settings import Observe
@@ -41,46 +41,29 @@ class _Parcel:
     moved: Callable[[], Moved] | None = None
 
 
-class Unobserved(Watcher):
-    """The lookout of a guard that does not observe."""
-
-    def observed(self, record: StepRecord) -> StepRecord:
-        """The record of a step, with what was seen of it."""
-        return record
-
-    def foresee(self, record: StepRecord) -> list[Forecast]:
-        """An accepted step, in order: what does it say about those to come?"""
-        return []
-
-    def rewound(self) -> None:
-        """The run is at an earlier step."""
-
-    def close(self) -> None:
-        """Let go of the model."""
-
-
-class Lookout(Unobserved):
+class Lookout(contracts.Lookout):
     """Looks on while steps are taken."""
 
     @staticmethod
-    def of(stepper: Stepper, observe: Any) -> Unobserved:
+    def of(judge: Judge, observe: Observe | bool | None) -> contracts.Lookout:
         """From what `observe=` was given."""
         settings = Observe.of(observe)
-        return Unobserved() if settings is None else Lookout(stepper, settings)
+        return contracts.Lookout() if settings is None else Lookout(judge, settings)
 
-    def __init__(self, stepper: Stepper, settings: Observe) -> None:
-        model, device = stepper.model, stepper.parameters.device
-        self._stepper, self._settings = stepper, settings
+    def __init__(self, judge: Judge, settings: Observe) -> None:
+        model, device = judge.model, judge.parameters.device
+        self._judge, self._settings = judge, settings
         self._observer = Observer(model, settings, device)
-        compiled = is_compiled(model)
+        compiled = has_compiled(model)
         self._attention = AttentionWatch(model, device) if settings.attention and not compiled else None
-        self._weights = WeightWatch(model, stepper.parameters, stepper.optimizer) if settings.weights else None
+        self._weights = WeightWatch(model, judge.parameters, judge.optimizer) if settings.weights else None
         names = {clean_name(f"{n}.weight") for n, m in unwrap(model).named_modules() if isinstance(m, nn.Embedding)}
-        self._forecaster = Forecaster(self._observer.sites, stepper.optimizer, names) if settings.forecast else None
+        self._forecaster = Forecaster(self._observer.sites, judge.optimizer, names) if settings.forecast else None
         self._parcels: dict[int, _Parcel] = {}
         self._sending: _Parcel | None = None
         self._asked, self._patience = -1, PATIENCE
-        """The last step that got a full look because it was asked for, and how many steps there are to the next at least."""
+        """The last step that got a full look because it was asked for, and how many steps there are
+        to the next at least."""
         self._blind = 0
         """Steps in a row of which nothing was seen."""
         self._prepare(0)
@@ -97,7 +80,8 @@ class Lookout(Unobserved):
             self._attention.begin(full)
 
     def _granted(self, step: int) -> bool:
-        """Whether the forecaster gets the full look it asks for. If it goes on asking, it gets them ever more seldom."""
+        """Whether the forecaster gets the full look it asks for. If it goes on asking, it gets them
+        ever more seldom."""
         if self._forecaster is None or not self._forecaster.asks:
             return False
         if self._forecaster.insists:
@@ -112,23 +96,23 @@ class Lookout(Unobserved):
         return True
 
     @harmless("the run is not observed")
-    def before_step(self, step: int) -> None:
+    def before(self, attempt: Attempt) -> None:
         attention = dict if self._attention is None else self._attention.send()
         self._sending = _Parcel(self._observer.full, self._observer.send(), attention)
         if self._weights is not None and self._observer.full:
-            if self._weights.outdated(self._stepper.parameters):
-                self._weights = WeightWatch(self._stepper.model, self._stepper.parameters, self._stepper.optimizer)
+            if self._weights.outdated(self._judge.parameters):
+                self._weights = WeightWatch(self._judge.model, self._judge.parameters, self._judge.optimizer)
             self._weights.before()
 
     @harmless("the run is not observed")
-    def after_step(self, step: int, batches: Sequence[Any] | None) -> None:
+    def after(self, attempt: Attempt) -> None:
         parcel, self._sending = self._sending, None
         if parcel is not None:
             parcel.moved = None if self._weights is None else self._weights.after()
-            self._parcels[step] = parcel
-        self._prepare(step + 1)
+            self._parcels[attempt.step] = parcel
+        self._prepare(attempt.step + 1)
 
-    def gave_up(self) -> None:
+    def dropped(self) -> None:
         self._sending = None
         if self._weights is not None:
             self._weights.forget()
@@ -177,14 +161,14 @@ class Lookout(Unobserved):
     def stop(self) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self, alone: bool = False) -> None:
         self.off = True
         self._observer.close()
         if self._attention is not None:
             self._attention.close()
 
     def _updates(self, moved: Moved, record: StepRecord) -> dict[str, array[float]]:
-        rates = self._stepper.parameters.by_parameter(record.lr)
+        rates = self._judge.parameters.by_parameter(record.lr)
         ratio, over = array("d"), array("d")
         for update, weight, lr in zip(moved.update, moved.weight, rates, strict=True):
             there = update != ABSENT

@@ -85,7 +85,7 @@ def _loader_source(loader: DataLoader[Any], quarantine: Quarantine, even: bool) 
         if isinstance(loader.dataset, IterDataPipe):
             return PlainSource(loader)
         # Ordinals count what the dataset itself gives: one that leaves out would shift them.
-        within = loader.dataset._dataset if isinstance(loader.dataset, WrappedStream) else loader.dataset
+        within = loader.dataset.within if isinstance(loader.dataset, WrappedStream) else loader.dataset
         return StreamSource(loader, within, quarantine)
     return StatefulSource(loader) if stateful and hasattr(loader.dataset, "state_dict") else MapSource(loader, quarantine, even)
 

@@ -26,6 +26,11 @@ class WrappedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, quarantine: Quarantine) -> None:
         self._dataset, self._quarantine = dataset, quarantine
 
+    @property
+    def within(self) -> Any:
+        """The dataset as the user made it."""
+        return self._dataset
+
     def taken(self) -> list[Ticket]:
         """Always empty: a dataset does not see batches."""
         return []

@@ -1,7 +1,9 @@
-"""Healer: applies the fix that was verified on the bad step to the run, watches whether it holds, and takes it back if not.
+"""Healer: applies the fix that was verified on the bad step to the run, watches whether it holds,
+and takes it back if not.
 
-A remedy is on probation until `PROVE` healthy steps have passed. If the same incident comes back before, it is undone and the
-next one is tried; when none is left, the guard's other means (skipping, the cap) act as if there were no healer.
+A remedy is on probation until `PROVE` healthy steps have passed. If the same incident comes back
+before, it is undone and the next one is tried; when none is left, the guard's other means
+(skipping, the cap) act as if there were no healer.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any
 
+from nanproof.core import contracts
 from nanproof.core.stepper import Stepper
 from nanproof.explain.case import Case, Prescription
-from nanproof.explain.examiner import Examiner
 from nanproof.explain.rehearse import rehearse
 from nanproof.explain.replay import CannotReplay, Deadline
 from nanproof.records import Incident
@@ -27,7 +29,8 @@ log = logging.getLogger("nanproof")
 PROVE = 20
 """Healthy steps after which a remedy has proved itself."""
 HUGE = 1e3
-"""A gradient this many times the largest of the run so far is finite and does harm all the same, where nothing clips it."""
+"""A gradient this many times the largest of the run so far is finite and does harm all the same,
+where nothing clips it."""
 MOST = 8
 """Remedies in force at the same time; a run that needs more of them needs a person."""
 _NOTHING = nullcontext()
@@ -49,34 +52,31 @@ class Treatment:
         return self.healthy >= PROVE
 
 
-class Healer:
+class Healer(contracts.Healer):
     """Holds the remedies in force."""
 
-    def __init__(self, patient: Patient, on: bool, seconds: float = 30.0, settle: Callable[[], None] = lambda: None) -> None:
-        """`settle` waits for steps still under way: a remedy may change what they are made of."""
+    name = "heal"
+
+    def __init__(self, patient: Patient, on: bool, seconds: float = 30.0) -> None:
         self.on = on
+        self.patient = patient
         self.applied: list[Treatment] = []
-        self._patient, self._seconds, self._settle = patient, seconds, settle
+        self._seconds = seconds
         self._tried: set[str] = set()
-        self._examiner: Examiner | None = None
 
     @classmethod
-    def of(cls, stepper: Stepper, examiner: Examiner, scheduler: Any, settle: Callable[[], None]) -> Healer:
-        """The healer of a guard's run."""
+    def of(cls, stepper: Stepper, scheduler: Any) -> Healer:
+        """The healer of a run."""
 
         def follow() -> None:
-            stepper.follow_optimizer()
+            stepper.follow()
             stepper.buffers.refresh()
-            examiner.start_over()
 
         policy = stepper.policy
         if policy.heal and stepper.ranks.several:
             log.warning("nanproof: Policy(heal=True) is off: a remedy would act on one rank of several only")
         patient = Patient(stepper.model, stepper.optimizer, scheduler, follow)
-        healer = cls(patient, policy.heal and not stepper.ranks.several, policy.diagnose_seconds, settle)
-        healer._examiner = examiner
-        examiner.living = healer.living
-        return healer
+        return cls(patient, policy.heal and not stepper.ranks.several, policy.diagnose_seconds)
 
     def living(self, training: bool = True) -> AbstractContextManager[Any]:
         """Open around every forward and backward; nothing at all while no remedy is in force."""
@@ -93,36 +93,42 @@ class Healer:
             raise
         return stack
 
-    @overload
-    def treat(self, incident: Incident) -> Incident: ...
-    @overload
-    def treat(self, incident: None) -> None: ...
-    @overload
-    def treat(self, incident: Incident | None) -> Incident | None: ...
+    def accepted(self) -> None:
+        for treatment in self.applied:
+            treatment.healthy += 1
 
-    def treat(self, incident: Incident | None) -> Incident | None:
-        """The incident, healed if there is a remedy that bears the bad step: "rewound" where that step is to be run again."""
-        case = self._examiner.hand_over() if self._examiner is not None else None
-        if incident is None or not self.on:
-            return incident
+    def undo_failed(self, incident: Incident) -> tuple[str, ...]:
+        cause = incident.diagnosis.cause if incident.diagnosis is not None else ""
+        failed = [
+            t for t in self.applied if not t.proven and t.kind == incident.kind and (t.cause == cause or t.step == incident.step)
+        ]
+        for treatment in reversed(failed):
+            self._undo(treatment)
+        return tuple(treatment.remedy.description for treatment in failed)
+
+    def offer(self, incident: Incident, case: Case | None) -> str | None:
+        found = self._next(incident, case)
+        return None if found is None else found[1].description
+
+    def apply(self, incident: Incident, case: Case | None) -> bool:
+        found = self._next(incident, case)
+        if found is None or incident.diagnosis is None:
+            return False
+        key, remedy = found
+        self._tried.add(key)
+        return self.treat(Treatment(remedy, incident.kind, incident.diagnosis.cause, incident.step), case)
+
+    def _next(self, incident: Incident, case: Case | None) -> tuple[str, Remedy] | None:
+        """The next remedy that was not tried for such an incident yet, mildest first, and what it
+        is remembered by."""
         diagnosis = incident.diagnosis
-        undone = self.see(False, incident.kind, diagnosis.cause if diagnosis is not None else "", incident.step)
-        if undone:
-            said = "; ".join(f"did not hold and is undone: {remedy.description}" for remedy in undone)
-            incident = replace(incident, message=f"{incident.message}; {said}")
-        if diagnosis is None or not diagnosis.verified or case is None or case.replay is None:
-            return incident
-        while (remedy := self.offer(diagnosis.cause, incident.kind, case.remedies, incident.step)) is not None:
-            treatment = Treatment(remedy, incident.kind, diagnosis.cause, incident.step)
-            if self.apply(treatment, case):
-                if self._examiner is not None and case.signal:
-                    self._examiner.start_over(case.signal)
-                action = "rewound" if incident.action == "skipped" or incident.kind == "exception" else incident.action
-                return replace(incident, action=action, message=f"{incident.message}; healed: {remedy.description}")
-        return incident
+        if not self.on or diagnosis is None or not diagnosis.verified or case is None or case.replay is None:
+            return None
+        return self.untried(diagnosis.cause, incident.kind, case.remedies, incident.step)
 
-    def offer(self, cause: str, kind: str, remedies: Sequence[Prescription], step: int = 0) -> Remedy | None:
-        """The next remedy that was not tried for such an incident yet; the caller gives them mildest first."""
+    def untried(self, cause: str, kind: str, remedies: Sequence[Prescription], step: int = 0) -> tuple[str, Remedy] | None:
+        """The first of these prescriptions that was not tried for such an incident yet, and what it
+        is remembered by."""
         if len(self.applied) >= MOST:
             return None
         for prescription in remedies:
@@ -132,16 +138,14 @@ class Healer:
             what = [kind, cause, prescription.name, prescription.settings]
             # One that changes nothing for later steps may help a later one again.
             key = json.dumps([*what, step] if known.once else what, sort_keys=True)
-            if key in self._tried:
-                continue
-            self._tried.add(key)
-            return known(self._patient, **prescription.settings)
+            if key not in self._tried:
+                return key, known(self.patient, **prescription.settings)
         return None
 
-    def apply(self, treatment: Treatment, case: Case | None = None) -> bool:
-        """Put a remedy in force; undone at once where the bad step is still bad under it."""
+    def treat(self, treatment: Treatment, case: Case | None = None) -> bool:
+        """Put a remedy in force; undone at once where the bad step is still bad under it. No step
+        may be under way."""
         remedy = treatment.remedy
-        self._settle()
         for other in [t for t in self.applied if t.cause == treatment.cause and remedy.replaces(t.remedy)]:
             self._undo(other)
         try:
@@ -155,17 +159,6 @@ class Healer:
             log.warning("nanproof: could not heal (%s): %s: %s", remedy.name, type(error).__name__, error)
         self._undo(treatment)
         return False
-
-    def see(self, accepted: bool, kind: str = "", cause: str = "", step: int = -1) -> tuple[Remedy, ...]:
-        """A healthy step, or an incident. Returns the remedies that did not hold; they are undone."""
-        if accepted:
-            for treatment in self.applied:
-                treatment.healthy += 1
-            return ()
-        failed = [t for t in self.applied if not t.proven and t.kind == kind and (t.cause == cause or t.step == step)]
-        for treatment in reversed(failed):
-            self._undo(treatment)
-        return tuple(treatment.remedy for treatment in failed)
 
     def state_dict(self) -> dict[str, Any]:
         """By name and settings, as plain data."""
@@ -186,7 +179,8 @@ class Healer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the same remedies in force; those that are already stay as they are. Not where healing is off: that was chosen."""
+        """Put the same remedies in force; those that are already stay as they are. Not where
+        healing is off: that was chosen."""
         if not self.on:
             if state["applied"]:
                 names = [saved["name"] for saved in state["applied"]]
@@ -204,12 +198,12 @@ class Healer:
         for saved in state["applied"]:
             if (saved["name"], saved["settings"]) in there:
                 continue
-            remedy = Remedy.known[saved["name"]](self._patient, **saved["settings"])
+            remedy = Remedy.known[saved["name"]](self.patient, **saved["settings"])
             remedy.adopt()
             self.applied.append(Treatment(remedy, saved["kind"], saved["cause"], saved["step"], saved["healthy"]))
 
-    def rewound(self, state: dict[str, Any]) -> None:
-        """The run went back to a state with these in force. What was done to settings since has gone with them and is done again.
+    def restored(self, state: dict[str, Any]) -> None:
+        """What was done to settings since has gone with them and is done again.
         What was tried is not forgotten."""
         there = [(saved["name"], saved["settings"]) for saved in state["applied"]]
         for treatment in self.applied:
@@ -227,7 +221,7 @@ class Healer:
                 # Finite it was before: here the loss has to come down, or the weights are past healing.
                 last = case.moments[-1]
                 now = case.replay.run(batches=last.batches, random=last.random, backward=False).loss
-                losses = rehearse(case.replay, self._patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
+                losses = rehearse(case.replay, self.patient.optimizer, case.moments, max_norm=case.max_norm, rounds=2)
                 return losses is None or losses[-1] <= now
             outcome = case.replay.run()
             return outcome.finite and not outcome.total > _bearable(case)

@@ -11,50 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.core.attempts import Attempt
-from nanproof.core.runner import Runner
 from nanproof.core.tree import tensors_in
+from nanproof.core.under_way import Attempt
 from nanproof.explain.locate import batch_shape
-from nanproof.records import Incident
-from nanproof.recover.supply import Supply
 from nanproof.recover.tickets import Ticket
-from nanproof.wording import few
-
-
-class Salvage:
-    """Takes a bad step without what was bad in it."""
-
-    def __init__(self, runner: Runner, supply: Supply, on: bool) -> None:
-        self._runner, self._supply, self._on = runner, supply, on
-
-    def use_the_rest(self, attempt: Attempt, incident: Incident, one_rank: bool) -> tuple[Incident, bool]:
-        """Samples that alone are to blame go into quarantine, where it is known which they are. With `Policy.salvage` the step is
-        taken without them, before anything else. `one_rank`: it was bad on one rank only."""
-        ranks, found = self._runner.stepper.ranks, incident.diagnosis
-        rows = found.samples if found is not None else ()
-        if attempt.batches is None or (ranks.together and (incident.rank is None or not one_rank)):
-            return incident, False
-        guilty = not ranks.together or incident.rank == ranks.rank
-        rest = rest_of(attempt, incident.micro_batch, rows) if guilty else replace(attempt, parted=True, report=None)
-        known = self._supply.knows(attempt) and bool(rows)
-        if ranks.together:
-            said = ranks.gather([rest is not None, known]).values()
-            rest, known = rest if all(s[0] for s in said) else None, all(s[1] for s in said)
-        if rest is None or not (self._on or known):
-            return incident, False
-        gradients = self._runner.replay(rest)
-        assert attempt.random is not None
-        attempt.random.restore()
-        if gradients is None or not gradients.all_finite:
-            return incident, False
-        said_more = ""
-        if known and guilty and (places := self._supply.leave_out(attempt, incident)):
-            said_more = f"; dataset index {few([i for i in places if i is not None])} put into quarantine"
-        if self._on:
-            self._runner.held.appendleft(rest)
-            what = f"sample {few(rows)} of the batch" if rows else f"micro-batch {incident.micro_batch}"
-            said_more += f"; the step is taken without {what}"
-        return replace(incident, message=incident.message + said_more), self._on
 
 
 def rest_of(attempt: Attempt, micro_batch: int | None, rows: Collection[int]) -> Attempt | None:

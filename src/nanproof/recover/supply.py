@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nanproof.core.attempts import Attempt
 from nanproof.core.context import RandomState
+from nanproof.core.under_way import Attempt
 from nanproof.records import Incident
 from nanproof.recover.data import WrappedDataset, WrappedLoader, wrap
 from nanproof.recover.quarantine import FILE, Entry, Quarantine
@@ -31,6 +31,8 @@ class Supply:
     def __init__(self, home: str | Path | None, even: bool) -> None:
         self.quarantine = Quarantine(None if home is None else Path(home) / FILE)
         self._even = even
+        self.wrapped = False
+        """Whether any data was wrapped."""
         self._loaders: list[WrappedLoader] = []
         self._resumed: list[dict[str, Any]] = []
         """Of a resumed run: where its loaders were, for those that are wrapped later."""
@@ -41,6 +43,7 @@ class Supply:
 
     def wrap(self, data: Any, devices: Sequence[torch.device]) -> WrappedLoader | WrappedDataset:
         wrapped = wrap(data, self.quarantine, even=self._even)
+        self.wrapped = True
         if isinstance(wrapped, WrappedLoader) and all(wrapped is not known for known in self._loaders):
             if len(self._loaders) < len(self._resumed):
                 wrapped.load_state_dict(self._resumed[len(self._loaders)])

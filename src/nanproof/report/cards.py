@@ -1,4 +1,7 @@
-"""Incidents as the page and the text for an issue show them: which ones, and all that is known of each."""
+"""Incidents as the page and the text for an issue show them: which ones, and all that is known of each.
+
+Incidents that are the same trouble (`records.alike`) share one card.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import json
 import re
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanproof.records import Incident, encode
+from nanproof import wording
+from nanproof.records import Group, Incident, alike, encode
 from nanproof.report.catalogue import sentences
 from nanproof.report.run import Brief, Run
 from nanproof.report.samples import samples_of
@@ -36,33 +41,61 @@ def cause(incident: Incident) -> str:
     return diagnosis.cause if diagnosis is not None and diagnosis.cause != "unknown" else incident.kind
 
 
-def chosen(incidents: list[Incident], most: int = MOST_CARDS) -> list[int]:
-    """Which of many incidents are shown, in the order in which they get room: the first of each cause, then the newest."""
+def causes_of(incidents: Sequence[Incident]) -> list[str]:
+    """Return what each incident is counted under. One that is like an earlier incident has the cause of that one."""
+    found = [""] * len(incidents)
+    for group in alike(incidents):
+        for i in group.members:
+            found[i] = cause(incidents[group.origin])
+    return found
+
+
+def chosen(causes: Sequence[str], most: int = MOST_CARDS) -> list[int]:
+    """Choose which of many incidents are shown, given their causes: the first of each cause, then the newest."""
     seen: Counter[str] = Counter()
     first = []
-    for i, incident in enumerate(incidents):
-        seen[cause(incident)] += 1
-        if seen[cause(incident)] <= FIRST:
+    for i, name in enumerate(causes):
+        seen[name] += 1
+        if seen[name] <= FIRST:
             first.append(i)
     shown_first = set(first)
-    rest = [i for i in reversed(range(len(incidents))) if i not in shown_first]
+    rest = [i for i in reversed(range(len(causes))) if i not in shown_first]
     return [*first, *rest][:most]
 
 
 def cards(run: Run, tokens: Tokens, most_bytes: int = MOST_BYTES) -> list[dict[str, Any]]:
-    """The incidents that are shown, oldest first. `number` counts all of them from 1."""
+    """The incidents that are shown, oldest first. `number` counts all incidents from 1; `count` is how many share the card."""
     made: dict[int, dict[str, Any]] = {}
     left = most_bytes
-    order = chosen(run.incidents)
-    for i in order:
-        card = {"number": i + 1, **_card(run, run.incidents[i], tokens)}
+    groups = alike(run.incidents)
+    for i in chosen([cause(run.incidents[group.origin]) for group in groups]):
+        group = groups[i]
+        first = run.incidents[group.members[0]]
+        card = {"number": group.members[0] + 1, **_card(run, first, tokens), **_likeness(run.incidents, group)}
+        if not card["command"] and (bundle := bundle_of_any(run, group)) is not None:
+            card |= {"command": command(bundle), "bundle": "there"}
         left -= len(json.dumps(card))
         if left < 0:
             break
         made[i] = card
     found = [made[i] for i in sorted(made)]
-    examined = {card["kind"]: card["number"] for card in reversed(found) if "diagnosis" in card}
-    return [card if "diagnosis" in card else {**card, "like": examined.get(card["kind"])} for card in found]
+    numbers = {card["number"] for card in found}
+    return [{**card, "like": card["like"] if card["like"] in numbers else None} for card in found]
+
+
+def numbers_of_cards(incidents: Sequence[Incident]) -> list[int]:
+    """Return the number of the card that tells of each incident."""
+    found = [0] * len(incidents)
+    for group in alike(incidents):
+        for i in group.members:
+            found[i] = group.members[0] + 1
+    return found
+
+
+def again(incidents: Sequence[Incident], group: Group) -> str:
+    """How often the trouble of a group came again, in words."""
+    first, *others = (incidents[i] for i in group.members)
+    return wording.repeated(first.step if first.same_as is None else first.same_as, [other.step for other in others])
 
 
 def around(run: Run, step: int, each: int) -> list[tuple[Brief, bool]]:
@@ -96,6 +129,25 @@ def without_home(text: str) -> str:
     return re.sub(rf"{re.escape(home)}(?=$|[\\/:\s'\"),;])", "~", text) if len(home) > 1 else text
 
 
+def bundle_of_any(run: Run, group: Group) -> Path | None:
+    """The bundle of any incident of a group: only the newest bundles are kept, and the first incident's may be gone."""
+    named = (run.incidents[i] for i in group.members if run.incidents[i].bundle is not None)
+    return next((bundle for incident in named if (bundle := bundle_of(run, incident)) is not None), None)
+
+
+def _likeness(incidents: Sequence[Incident], group: Group) -> dict[str, Any]:
+    """What a card says about incidents like its own: those that share it, and the earlier one that they are like."""
+    first, origin = incidents[group.members[0]], incidents[group.origin]
+    known = origin is not first and origin.diagnosis is not None and origin.diagnosis.cause not in ("unknown", "none")
+    return {
+        "count": len(group.members),
+        "again": again(incidents, group),
+        "same_as": first.same_as,
+        "like": group.origin + 1 if origin is not first else None,
+        "like_cause": one_line(cause(origin), 100) if known else "",
+    }
+
+
 def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
     bundle = bundle_of(run, incident)
     diagnosis, terms = incident.diagnosis, of_incident(incident)
@@ -104,6 +156,7 @@ def _card(run: Run, incident: Incident, tokens: Tokens) -> dict[str, Any]:
         "kind": incident.kind,
         "action": incident.action,
         "message": _text(incident.message),
+        "outcome": _text(incident.outcome),
         "loss": encode(incident.loss),
         "grad_norm": encode(incident.grad_norm),
         "terms": [[one_line(name, 80), encode(x)] for name, x in terms[:IN_A_LINE]],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from nanproof import __version__
+from nanproof.records import Incident
 from nanproof.report.beside import checkpoints, quarantine
-from nanproof.report.cards import bundle_of, cards, cause, without_home
+from nanproof.report.cards import bundle_of, cards, causes_of, numbers_of_cards, without_home
 from nanproof.report.grids import grid
 from nanproof.report.run import NEAR, Run
 from nanproof.report.samples import manifest_of
@@ -23,6 +24,8 @@ MOST_NEAR = 4000
 """Steps around incidents that are embedded one by one, where curves are made of buckets."""
 MOST_MARKS = 3000
 MOST_TURNS = 500
+MOST_LATE = 8
+"""Steps that may have been recorded after an incident before the run went back."""
 STATES = {
     "running": "is running",
     "ended": "has ended",
@@ -55,7 +58,9 @@ def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
         "near": _near(run, sorted(close)),
         "norms": grid(run.norms),
         "absmax": grid(run.absmax),
-        "marks": [[i + 1, incident.step] for i, incident in enumerate(run.incidents)][-MOST_MARKS:],
+        "marks": [
+            [number, incident.step] for number, incident in zip(numbers_of_cards(run.incidents), run.incidents, strict=True)
+        ][-MOST_MARKS:],
         "incidents": cards(run, tokens),
         "all_incidents": len(run.incidents),
         "forecasts": _forecasts(run),
@@ -146,30 +151,47 @@ def numbers(run: Run) -> list[dict[str, str]]:
 
 def causes(run: Run) -> list[tuple[str, int]]:
     """Incidents by cause, most frequent first."""
-    return Counter(one_line(cause(incident), 80) for incident in run.incidents).most_common(20)
+    return Counter(one_line(name, 80) for name in causes_of(run.incidents)).most_common(20)
 
 
 def recoveries(run: Run) -> list[dict[str, Any]]:
-    """Every time the run went back, with why; and what was healed without going back."""
-    turns: dict[int, list[tuple[int, int]]] = {}
+    """Every time the run went back, was healed, or took a step without a part of its batch, and why."""
+    turns = Counter(_back(run))
+    by_step: dict[int, deque[tuple[int, int]]] = {}
     for one in _back(run):
-        turns.setdefault(one[0], []).append(one)
+        by_step.setdefault(one[0], deque()).append(one)
     found: list[dict[str, Any]] = []
-    for incident in run.incidents:
-        parts = incident.message.split("; ")
-        healed = next((part for part in parts if part.startswith(("healed: ", "the step is taken without "))), "")
-        if incident.action not in ("rewound", "rolled-back") and not healed:
+    for incident, name in zip(run.incidents, causes_of(run.incidents), strict=True):
+        if not _recovered(incident):
             continue
-        waiting = turns.get(incident.step)
-        turn = waiting.pop(0) if waiting else None
-        what = healed or incident.message.rpartition("; ")[2]
-        found.append({"step": incident.step, "to": None if turn is None else turn[1], "how": incident.action,
-                      "why": one_line(cause(incident), 80), "what": shown(without_home(what[:3000]), 400)})  # fmt: skip
+        to, turn = incident.restored_step, None
+        if to is not None:
+            turn = _turn_of(incident.step, to, turns)
+        elif _went_back(incident) and by_step.get(incident.step):  # version 1 did not store where it went
+            turn = by_step[incident.step].popleft()
+            to = turn[1]
+        if turn is not None:
+            turns[turn] -= 1
+        what = incident.outcome or incident.message
+        found.append({"step": incident.step, "to": to, "how": incident.action, "why": one_line(name, 80),
+                      "what": shown(without_home(what[:3000]), 400)})  # fmt: skip
     other = "resumed after it had been stopped, or gone back by the program itself"
-    found += [
-        {"step": step, "to": to, "how": "went back", "why": "", "what": other} for left in turns.values() for step, to in left
-    ]
+    found += [{"step": step, "to": to, "how": "went back", "why": "", "what": other} for step, to in turns.elements()]
     return sorted(found, key=lambda one: int(one["step"]))[-200:]
+
+
+def _recovered(incident: Incident) -> bool:
+    kept = incident.remedy is not None or bool(incident.undone or incident.quarantined)
+    return kept or incident.action in ("healed", "salvaged") or _went_back(incident)
+
+
+def _went_back(incident: Incident) -> bool:
+    return incident.restored_step is not None or incident.action in ("rewound", "rolled-back")
+
+
+def _turn_of(step: int, to: int, turns: Mapping[tuple[int, int], int]) -> tuple[int, int] | None:
+    """The turn in the recorded steps that belongs to an incident. Verdicts can reach the host a few steps late."""
+    return next(((last, to) for last in range(step, step + MOST_LATE + 1) if turns.get((last, to), 0) > 0), None)
 
 
 def tables(run: Run) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from nanproof.records import Incident, encode
-from nanproof.report.cards import around, bundle_of, cause, command, without_home
+from nanproof.records import Group, Incident, alike, encode
+from nanproof.report.cards import again, around, bundle_of_any, cause, command, without_home
 from nanproof.report.catalogue import sentences
 from nanproof.report.contents import causes, facts, recoveries, summary, title
 from nanproof.report.run import Brief, Run
@@ -30,16 +30,17 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
 
 def markdown(run: Run) -> str:
     """The whole text. Of the incidents there are as many as there is room for: the first of each cause."""
-    first: dict[str, Incident] = {}
-    for incident in run.incidents:
-        there = first.get(cause(incident))
-        if there is None or (there.diagnosis is None and incident.diagnosis is not None):
-            first[cause(incident)] = incident
+    first: dict[str, Group] = {}
+    for group in alike(run.incidents):
+        name = cause(run.incidents[group.origin])
+        there = first.get(name)
+        if there is None or (_of(run, there).diagnosis is None and _of(run, group).diagnosis is not None):
+            first[name] = group
     head, tail = [f"# {plain(title(run), 120)}", plain(summary(run), 1500)], _rest(run)
     room = MOST - len("\n\n".join([*head, *tail])) - 200
     told: list[str] = []
-    for incident in list(first.values())[:MOST_INCIDENTS]:
-        text = "\n\n".join(_incident(run, incident))
+    for group in list(first.values())[:MOST_INCIDENTS]:
+        text = "\n\n".join(_incident(run, group))
         room -= len(text) + 2
         if room < 0:
             told.append("(more of them are in the run's folder)")
@@ -84,12 +85,21 @@ def code(text: str, most: int = 400) -> str:
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`" if text else ""
 
 
-def _incident(run: Run, incident: Incident) -> list[str]:
+def _of(run: Run, group: Group) -> Incident:
+    return run.incidents[group.members[0]]
+
+
+def _incident(run: Run, group: Group) -> list[str]:
+    incident = _of(run, group)
     diagnosis = incident.diagnosis
     parts = [
-        f"## Step {incident.step}: {plain(cause(incident), 100)}",
+        f"## Step {incident.step}: {plain(cause(run.incidents[group.origin]), 100)}",
         f"{incident.kind}, {incident.action}. {plain(incident.message, 1500)}",
     ]
+    if incident.outcome:
+        parts.append(f"What was done: {plain(incident.outcome, 1500)}")
+    if more := again(run.incidents, group):
+        parts.append(f"It happened again: {plain(more, 300)}")
     if terms := of_incident(incident):
         parts.append(_terms(terms))
     if diagnosis is not None:
@@ -110,7 +120,7 @@ def _incident(run: Run, incident: Incident) -> list[str]:
         parts.append(_table(["parameter", "gradient norm"], rows))
     if steps := _around(run, incident.step):
         parts.append(steps)
-    bundle = bundle_of(run, incident)
+    bundle = bundle_of_any(run, group)
     if bundle is not None:
         parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`, or `trainer`:")
         parts.append(f"```sh\n{_fenced(command(bundle))}\n```")

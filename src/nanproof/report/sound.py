@@ -11,13 +11,18 @@ _LARGEST = 1 << 53
 
 
 def check_incident(incident: Incident) -> None:
-    """Raises `ValueError` where a field is of another kind."""
+    """Raise `ValueError` where a field has the wrong type."""
     check_step(incident.step)
     _need(isinstance(incident.message, str))
     _need(all(isinstance(name, str) and isinstance(norm, float) for name, norm in incident.culprits))
     _need(all(isinstance(name, str) and isinstance(x, float) for name, x in incident.terms))
     _need(all(x is None or _whole(x) for x in (incident.rank, incident.micro_batch)))
-    _need(incident.bundle is None or isinstance(incident.bundle, str))
+    texts = (incident.bundle, incident.remedy, incident.restored_from, incident.cap)
+    _need(all(text is None or isinstance(text, str) for text in texts))
+    _need(all(step is None or _is_step(step) for step in (incident.restored_step, incident.same_as)))
+    _need(all(_whole(x) and x >= 0 for x in (incident.stepped_over, incident.attempt, incident.cap_count)))
+    _need(_all(incident.undone, str))
+    _need(all(isinstance(found, tuple) and all(map(_whole, found)) for found in (incident.left_out, incident.quarantined)))
     if incident.diagnosis is not None:
         _check_diagnosis(incident.diagnosis)
 
@@ -30,8 +35,8 @@ def check_forecast(forecast: Forecast) -> None:
 
 
 def check_step(step: int) -> None:
-    """No run has a million millions of them, and plots are not drawn of such."""
-    _need(_whole(step) and 0 <= step < 1 << 40)
+    """Raise `ValueError` for a step beyond any real run: it could not be plotted."""
+    _need(_is_step(step))
 
 
 def check_action(action: Any) -> None:
@@ -51,6 +56,10 @@ def _check_diagnosis(diagnosis: Diagnosis) -> None:
 def _need(right: bool) -> None:
     if not right:
         raise ValueError("a field of another kind")
+
+
+def _is_step(x: Any) -> bool:
+    return _whole(x) and 0 <= x < 1 << 40
 
 
 def _whole(x: Any) -> bool:

@@ -17,7 +17,7 @@ from textual.theme import Theme
 from nanproof.watch.charts import TITLES, Window, shown_metrics
 from nanproof.watch.plot import Marks, Part
 from nanproof.watch.report import written
-from nanproof.watch.runs import Event, View, Watched
+from nanproof.watch.runs import Entry, View, Watched
 from nanproof.watch.table import events_table, runs_table
 from nanproof.watch.widgets import Card, Curves, Line, Listed
 from nanproof.watch.words import card, facts, fitted, said, status, title
@@ -130,7 +130,7 @@ class WatchApp(App[None]):
         """What ended the thread, if anything did."""
         self._every = every
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._events: list[Event] = []
+        self._entries: list[Entry] = []
         self._told: tuple[object, ...] = ()
         """What the list of events was made from."""
         self._chosen: Path | None = None
@@ -216,8 +216,8 @@ class WatchApp(App[None]):
             self._wake.set()
         told = (view.folder, view.total_incidents, view.total_forecasts, *view.incidents[-1:], *view.forecasts[-1:])
         if told != self._told:
-            self._told, self._events = told, view.events()
-            events.put(_events_heading(view), events_table(self._events, self.marks))
+            self._told, self._entries = told, view.groups()
+            events.put(_events_heading(view), events_table(self._entries, self.marks))
         curves.view, curves.instead = view, self._instead(view)
         curves.redraw()
         screen.query_one("#head", Line).put(self._head(view))
@@ -274,9 +274,9 @@ class WatchApp(App[None]):
             return
         if message.listed.id == "runs":
             self._open(view.name, facts(view))
-        elif message.listed.cursor < len(self._events):
-            event = self._events[message.listed.cursor]
-            self._open(title(event), card(event))
+        elif message.listed.cursor < len(self._entries):
+            entry = self._entries[message.listed.cursor]
+            self._open(title(entry.event), card(entry))
 
     def _open(self, heading: str, found: list[tuple[str, str]]) -> None:
         self.push_screen(Card(said(heading, self.marks.ascii), found, self.marks))
@@ -348,5 +348,5 @@ def _events_heading(view: View) -> list[Part]:
     if not count and not ahead:
         return [("no incidents", "label")]
     text = f"{count} incident{'s' * (count != 1)}" + (f", {ahead} forecast{'s' * (ahead != 1)}" if ahead else "")
-    more = count > len(view.incidents)
-    return [(text, "strong"), (f", the newest {len(view.incidents)}" if more else ", newest first", "label")]
+    listed = sum(1 + len(entry.again) for entry in view.grouped)
+    return [(text, "strong"), (f", the newest {listed}" if count > listed else ", newest first", "label")]

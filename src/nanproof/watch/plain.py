@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanproof.watch.plot import Marks
-from nanproof.watch.runs import Event, View, Watched
+from nanproof.watch.runs import Entry, View, Watched
 from nanproof.watch.table import runs_table
 from nanproof.watch.words import full_status, said, summary, title, told_terms
 
@@ -36,8 +36,8 @@ def now(watched: Watched, columns: int, marks: Marks) -> Iterator[str]:
     for view in views:
         if view.terms:
             yield said(f"{_named(view, len(views) > 1)}terms of the loss: {', '.join(told_terms(view.terms))}", marks.ascii)
-        for event in view.events()[:5]:
-            yield said(f"{_named(view, len(views) > 1)}{told(event)}", marks.ascii)
+        for entry in view.groups()[:5]:
+            yield said(f"{_named(view, len(views) > 1)}{told(entry)}", marks.ascii)
     for path in watched.waiting:
         yield said(f"{path}: there is no run in it", marks.ascii)
 
@@ -48,9 +48,9 @@ def as_json(watched: Watched) -> Iterator[str]:
         yield json.dumps(view.to_json(), allow_nan=False, default=str)
 
 
-def told(event: Event) -> str:
+def told(entry: Entry) -> str:
     """An incident or a forecast on one line, with cause and fix if they are known."""
-    return said(f"{title(event)}. {summary(event)}")
+    return said(f"{title(entry.event)}. {summary(entry)}")
 
 
 def _named(view: View, several: bool) -> str:
@@ -106,13 +106,14 @@ class Lines:
         fresh = replace(
             view,
             incidents=_newest(view.incidents, view.total_incidents - incidents),
+            origins=_newest(view.origins, view.total_incidents - incidents),
             forecasts=_newest(view.forecasts, view.total_forecasts - forecasts),
-        ).events()[: _SHOWN if first else None]
+        ).entries()[: _SHOWN if first else None]
         self._told[view.folder] = view.total_incidents, view.total_forecasts
         if new > len(fresh):
             self._say(f"{_named(view, self._several)}{new - len(fresh)} earlier ones are not shown")
-        for event in reversed(fresh):
-            self._say(f"{_named(view, self._several)}{told(event)}")
+        for entry in reversed(fresh):
+            self._say(f"{_named(view, self._several)}{told(entry)}")
 
     @property
     def _several(self) -> bool:

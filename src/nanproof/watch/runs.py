@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanproof.records import Forecast, Incident, encode
+from nanproof.records import Forecast, Incident, alike, encode
 from nanproof.report.run import STEPS, Run, runs_in
 from nanproof.report.series import METRICS, Bucket
 from nanproof.report.terms import bad_first
@@ -29,6 +29,22 @@ _PORTION, _BUDGET = 4 << 20, 0.4
 """Bytes that are read at a time, and seconds after which a long file has to wait for the next look."""
 _FAR = 2.0**53
 """No step is that far: such a number is no step, and could not be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An incident or a forecast as a list shows it."""
+
+    event: Event
+    origin: Incident | None = None
+    """The earlier incident that it is like, as its `same_as` says."""
+    again: tuple[int, ...] = ()
+    """Steps of the later incidents like it, which have no entry of their own."""
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest incident that it stands for."""
+        return self.again[-1] if self.again else step_of(self.event)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +70,10 @@ class View:
     """When a step was written last, in seconds since 1970."""
     counts: Mapping[str, int] = field(default_factory=dict)
     incidents: tuple[Incident, ...] = ()
+    origins: tuple[Incident | None, ...] = ()
+    """For each of `incidents`, the earlier incident that it is like."""
+    grouped: tuple[Entry, ...] = ()
+    """All incidents of the run, those that are alike in one entry; ordered by the newest of each, and the newest of these."""
     total_incidents: int = 0
     forecasts: tuple[Forecast, ...] = ()
     total_forecasts: int = 0
@@ -84,10 +104,17 @@ class View:
         loss = self.series.get("loss")
         return max(loss.steps[-1] + 1 if loss and loss.steps else 0, (self.step or 0) + 1)
 
-    def events(self) -> list[Event]:
-        """Incidents and forecasts, newest first. Each kind stays in the order it was written in: a run may go back."""
-        both: tuple[list[Event], list[Event]] = ([*reversed(self.incidents)], [*reversed(self.forecasts)])
-        return list(heapq.merge(*both, key=lambda event: -step_of(event)))
+    def entries(self) -> list[Entry]:
+        """Each incident and forecast alone, newest first. Each kind stays in the order it was written in: a run may go back."""
+        return self._merged([Entry(one, origin) for one, origin in zip(self.incidents, self.origins, strict=True)])
+
+    def groups(self) -> list[Entry]:
+        """The same, with incidents that are alike in one entry."""
+        return self._merged(list(self.grouped))
+
+    def _merged(self, incidents: list[Entry]) -> list[Entry]:
+        both = (incidents[::-1], [Entry(forecast) for forecast in reversed(self.forecasts)])
+        return list(heapq.merge(*both, key=lambda entry: -entry.newest))
 
     def to_json(self) -> dict[str, Any]:
         """What a program wants to know."""
@@ -186,6 +213,7 @@ class Watched:
         if before is not None and same and not new and all(metric in before.series for metric in wanted):
             return before
         last = run.newest
+        origins, grouped = _likeness(run.incidents)
         return View(
             folder=folder,
             name=name,
@@ -202,6 +230,8 @@ class Watched:
             written=_written(folder),
             counts=dict(run.counts),
             incidents=tuple(run.incidents[-KEPT:]),
+            origins=origins[-KEPT:],
+            grouped=grouped[-KEPT:],
             total_incidents=len(run.incidents),
             forecasts=tuple(run.forecasts[-KEPT:]),
             total_forecasts=len(run.forecasts),
@@ -223,6 +253,19 @@ def _written(folder: Path) -> float | None:
     with suppress(OSError):
         return (folder / STEPS).stat().st_mtime
     return None
+
+
+def _likeness(incidents: Sequence[Incident]) -> tuple[tuple[Incident | None, ...], tuple[Entry, ...]]:
+    """For each incident the earlier one that it is like; and the groups of those that are alike."""
+    origins: list[Incident | None] = [None] * len(incidents)
+    groups = sorted(alike(incidents), key=lambda group: group.members[-1])
+    entries = []
+    for group in groups:
+        for place in group.members:
+            origins[place] = None if place == group.origin else incidents[group.origin]
+        first, *others = group.members
+        entries.append(Entry(incidents[first], origins[first], tuple(incidents[place].step for place in others)))
+    return tuple(origins), tuple(entries)
 
 
 def _series(run: Run, metrics: Sequence[str]) -> dict[str, Series]:

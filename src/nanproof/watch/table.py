@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from nanproof.records import Incident
 from nanproof.watch.plot import Marks, Part, short, spark
-from nanproof.watch.runs import Event, View, step_of
-from nanproof.watch.words import diagnosed, kind_of, said, summary, title
+from nanproof.watch.runs import Entry, View, step_of
+from nanproof.watch.words import kind_of, said, summary, title
 
 _STATES = {"running": "good", "stopped": "refused", "ended": "label", "unknown": "label", "waiting": "label"}
 
@@ -72,15 +71,15 @@ def runs_table(views: Sequence[View], columns: int, marks: Marks) -> tuple[list[
     return heading, items
 
 
-def events_table(events: Sequence[Event], marks: Marks) -> list[Item]:
+def events_table(entries: Sequence[Entry], marks: Marks) -> list[Item]:
     """Two lines each: what, and why with the fix."""
     items = []
     seen: dict[object, int] = {}
-    before = diagnosed(event for event in reversed(events) if isinstance(event, Incident))
-    for event in events:
+    for entry in entries:
+        event = entry.event
         kind = kind_of(event)
         head: list[Part] = [(f"{marks.events[kind]} ", kind), (said(title(event), marks.ascii), "strong")]
-        said_of_it = said(summary(event, before), marks.ascii)
+        said_of_it = said(summary(entry), marks.ascii)
         key = (kind, step_of(event), event.kind)
         seen[key] = seen.get(key, 0) + 1
         items.append(Item((*key, seen[key]), (head, [("  " + said_of_it, "label")])))

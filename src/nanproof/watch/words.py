@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nanproof.records import Forecast, Incident
+from nanproof.records import Diagnosis, Forecast
 from nanproof.report.terms import IN_A_LINE, of_incident
 from nanproof.report.text import printable, rows
 from nanproof.watch.plot import Marks, short
-from nanproof.watch.runs import Event, View, step_of
+from nanproof.watch.runs import Entry, Event, View, step_of
+from nanproof.wording import repeated
 
-BAD = ("skipped", "rewound", "rolled-back", "halted")
+BAD = ("skipped", "salvaged", "healed", "rewound", "rolled-back", "halted")
 """Actions after which a step was not taken as it was."""
 _LONGEST = 4000
 """Characters of a text that are shown."""
@@ -43,32 +45,31 @@ def title(event: Event) -> str:
     return f"step {event.step}: {event.kind}, {event.action}"
 
 
-def summary(event: Event, before: Mapping[str, Incident] | None = None) -> str:
-    """Cause and fix if they are known, else what was seen, and the one of its kind (see `diagnosed`) that was looked into."""
-    found = event.diagnosis if isinstance(event, Incident) else None
-    if found is not None and _known(found.cause):
-        return f"cause: {found.cause}. {found.fix or ''}".rstrip(". ") + "."
-    first = (before or {}).get(event.kind) if isinstance(event, Incident) else None
-    if first is None or first.diagnosis is None:
+def summary(entry: Entry) -> str:
+    """Cause and fix if they are known, else what was seen; then what was done, and how often it came again."""
+    event, origin = entry.event, entry.origin
+    if isinstance(event, Forecast):
         return str(event.message)
-    return f"not examined; of its kind, step {first.step} was: {first.diagnosis.cause}. {event.message}"
+    again = repeated(event.step if event.same_as is None else event.same_as, entry.again)
+    if event.diagnosis is not None and _known(event.diagnosis.cause):
+        return _sentences(f"cause: {event.diagnosis.cause}", event.diagnosis.fix, event.outcome, again)
+    if origin is not None and origin.diagnosis is not None and _known(origin.diagnosis.cause):
+        done = replace(event, same_as=None).outcome
+        return _sentences(f"as at step {origin.step}, cause: {origin.diagnosis.cause}", event.message, done, again)
+    return _sentences(event.message, event.outcome, again)
 
 
-def diagnosed(incidents: Iterable[Incident]) -> dict[str, Incident]:
-    """The first incident of each kind whose cause is known. A guard looks into the first one only, unless told otherwise."""
-    found: dict[str, Incident] = {}
-    for incident in incidents:
-        if incident.diagnosis is not None and _known(incident.diagnosis.cause):
-            found.setdefault(incident.kind, incident)
-    return found
+def _sentences(*texts: str | None) -> str:
+    return " ".join(f"{text.rstrip('. ')}." for text in texts if text)
 
 
 def _known(cause: str) -> bool:
     return cause not in ("unknown", "none")
 
 
-def card(event: Event) -> list[tuple[str, str]]:
+def card(entry: Entry) -> list[tuple[str, str]]:
     """(heading, text) of all that is known."""
+    event = entry.event
     found: list[tuple[str, Any]] = []
     if isinstance(event, Forecast):
         ahead = None if event.steps is None else f"in about {short(event.steps)} steps"
@@ -76,7 +77,9 @@ def card(event: Event) -> list[tuple[str, str]]:
         found += [("seen", event.message), ("where", event.where), ("when", ahead and ahead + margin)]
         found += [("also", ", ".join(map(str, event.also)))]
     else:
-        found += [("seen", event.message), *_rows(event)]
+        found += [("seen", event.message), ("done", event.outcome)]
+        found += [("again", repeated(event.step if event.same_as is None else event.same_as, entry.again))]
+        found += _rows(event.diagnosis or (entry.origin.diagnosis if entry.origin is not None else None))
         found += [
             ("loss", _number(event.loss)),
             ("terms", ", ".join(told_terms(of_incident(event)))),
@@ -88,9 +91,8 @@ def card(event: Event) -> list[tuple[str, str]]:
     return [(heading, str(text)) for heading, text in found if text not in (None, "")]
 
 
-def _rows(incident: Incident) -> list[tuple[str, Any]]:
+def _rows(found: Diagnosis | None) -> list[tuple[str, Any]]:
     """A diagnosis that someone else wrote may hold anything."""
-    found = incident.diagnosis
     if found is None:
         return []
     try:

@@ -255,10 +255,8 @@ class Bf16UpdateRounding(Cause):
     """Updates round away in half-precision weights."""
 
     slug = "bf16-update-rounding"
-    fix = (
-        "Keep fp32 master weights (autocast for the forward) or round stochastically: in bf16 an update below 1/256 of the "
-        "weight is lost."
-    )
+    remedy = "Keep fp32 master weights (autocast for the forward) or round stochastically"
+    fix = f"{remedy}: in bf16 an update below 1/256 of the weight is lost."
 
     def match(self, case: Case) -> Match | None:
         if case.signal != "unchanged-weights" or case.optimizer is None:

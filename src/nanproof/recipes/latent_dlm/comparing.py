@@ -13,6 +13,7 @@ from nanproof.recipes.latent_dlm.results import Result
 from nanproof.recipes.latent_dlm.running import Studio
 from nanproof.recipes.latent_dlm.training import RECORDS
 from nanproof.recipes.results import few, shared
+from nanproof.records import decode
 from nanproof.report.comparison import Arm, Check, Column, Comparison
 
 FAR = 1.5
@@ -136,8 +137,8 @@ def _guarded(by_name: Mapping[str, Result]) -> Iterable[Check]:
     )
     first = r.incidents[0] if len(r.incidents) == 1 else {}
     found, index = first.get("diagnosis") or {}, _damaged(r)[0]
-    named = "of the terms latent_loss is " in first.get("message", "")
-    sample = index is not None and f"dataset index {index} put into quarantine" in first.get("message", "")
+    named = not math.isfinite(decode(first.get("terms", {}).get("latent_loss", 0.0)))
+    sample = index is not None and index in first.get("quarantined", ())
     verified = found.get("cause") == "outlier-batch" and found.get("verified") is True
     yield Check(
         "guarded: the incident names the term, the damaged sample and the cause, and its fix is verified",

@@ -175,9 +175,8 @@ class GuardedLoop:
 
     @property
     def back(self) -> int:
-        """A step that was healed is run again; that is no way back."""
-        gone = (i for i in (*self._earlier, *self.guard.incidents) if i.action in ("rewound", "rolled-back"))
-        return sum("; back to " in incident.message for incident in gone)
+        """How often the run went back. A healed step is run again, which is not going back."""
+        return sum(incident.restored_step is not None for incident in (*self._earlier, *self.guard.incidents))
 
     def step(self, batches: Sequence[Batch]) -> None:
         self.guard.train_step(*batches)

@@ -195,7 +195,7 @@ def _healing(by_name: Mapping[str, Result], real: bool) -> Iterable[Check]:
         if name not in by_name or twin not in by_name:
             continue
         r, other = by_name[name], by_name[twin]
-        healed = [i for i in r.incidents if "healed: " in i["message"]]
+        healed = [i for i in r.incidents if i.get("remedy") is not None]
         found = [i["diagnosis"]["cause"] for i in healed if i["diagnosis"] and i["diagnosis"]["verified"]]
         yield Check(
             f"{name}: names the cause, verifies the fix and applies it; no NaN in the weights",

@@ -158,7 +158,7 @@ def train(
         trained.incidents = list(read_incidents(told)) if told.exists() else []
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - begun_at - guard.accepted_so_far
-        trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
+        trained.rolled_back = sum(i.restored_from not in (None, "memory") for i in guard.incidents)
     if patch is not None:
         trained.notes += patch.notes(trained.log)
     return trained

@@ -42,10 +42,13 @@ from nanproof.recipes.vlm_grpo.training import (
     nonfinite_tensors,
     said,
 )
+from nanproof.records import Incident
 
 CLIP = 0.2
 """How far a ratio may go from 1 before it teaches nothing more."""
-REFUSED = ("skipped", "rewound", "rolled-back", "halted")
+REFUSED = ("skipped", "salvaged", "healed", "rewound", "rolled-back", "halted")
+TAKEN = ("generation", "spike", "divergence", "no-learning")
+"""Kinds of incidents about steps that were taken, unless their action says that one was skipped."""
 OURS = frozenset({"ids", "seen", "counts", "rewards", "valid", "old", "ref"})
 """What of a batch is for the loss; the rest goes to the model."""
 
@@ -284,7 +287,12 @@ def _guarded(
         trained.log = [{**rows[step], **found.get(step, {})} for step in sorted(rows)]
         trained.steps = len(rows)
         trained.incidents = list(guard.incidents)
-        trained.refused = sum(i.action in REFUSED and i.kind != "generation" for i in guard.incidents)
+        trained.refused = sum(_refused(i) for i in guard.incidents)
         trained.skipped = sum(i.action == "skipped" for i in guard.incidents)
-        trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
+        trained.rolled_back = sum(i.restored_from not in (None, "memory") for i in guard.incidents)
         trained.bad_rows = int(sampling.processor.counters()["bad_rows"])
+
+
+def _refused(incident: Incident) -> bool:
+    """Whether the guard refused an attempt at a step."""
+    return incident.action in ("skipped", "salvaged") or (incident.action in REFUSED and incident.kind not in TAKEN)

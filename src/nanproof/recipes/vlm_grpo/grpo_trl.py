@@ -145,7 +145,7 @@ def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Pat
         trained.incidents = list(guard.incidents)
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - guard.accepted_so_far
-        trained.rolled_back = sum(i.action == "rolled-back" for i in guard.incidents)
+        trained.rolled_back = sum(i.restored_from not in (None, "memory") for i in guard.incidents)
         # Not from the log: a generation that ends the run is in no line of it.
         bad = [i.diagnosis for i in guard.incidents if i.kind == "generation"]
         trained.bad_rows = sum(len(found.samples) for found in bad if found is not None)

@@ -142,7 +142,8 @@ class Smoked:
 def _incident(told: Mapping[str, Any]) -> list[str]:
     incident = Incident.from_json(dict(told))
     found = incident.diagnosis
-    cause = "not found" if found is None else f"{found.cause}{', its fix verified on the replay' if found.verified else ''}"
+    missing = "not found" if incident.same_as is None else f"as at step {incident.same_as}"
+    cause = missing if found is None else f"{found.cause}{', its fix verified on the replay' if found.verified else ''}"
     return [f"  incident   {incident}", f"  cause      {cause}"]
 
 

@@ -93,7 +93,7 @@ def school(
     made = Schooled()
     begun = time.perf_counter()
     model.train()
-    policy = Policy(diagnose="first", history=max(1000, how.steps))
+    policy = Policy(history=max(1000, how.steps))
     with Guard(model, optimizer, loss_fn=loss_fn, scheduler=schedule, policy=policy, run_dir=run_dir) as guard:
         for step in range(how.steps):
             rng = random.Random(f"warm start {how.seed} {step}")

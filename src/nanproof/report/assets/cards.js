@@ -6,8 +6,9 @@ const Cards = (() => {
   let data = null, current = 0;
 
   const DONE = {
-    skipped: "step refused", clipped: "clipped and taken", rewound: "went back (copy in memory)",
-    "rolled-back": "went back (checkpoint)", halted: "run halted", recorded: "recorded only",
+    skipped: "step refused", clipped: "clipped and taken", salvaged: "taken without the bad part of the batch",
+    healed: "healed by a verified fix", rewound: "went back (copy in memory)", "rolled-back": "went back (checkpoint)",
+    halted: "run halted", recorded: "recorded only",
   };
   const whole = (n) => n.toLocaleString("en");
   const soft = (...said) => h("p", { class: "soft" }, ...said);
@@ -110,12 +111,21 @@ const Cards = (() => {
     return h("p", { class: "terms" }, "Terms: ", ...card.terms.map(one), card.more_terms ? ` and ${card.more_terms} more` : "");
   }
 
+  /* Where an incident was not diagnosed: the earlier one that it is like, if there is one. */
+  function likeness(card, prefix) {
+    if (card.same_as === null) return h("p", {}, "Not diagnosed.");
+    const said = ["As at step ", whole(card.same_as), card.like_cause && ": ", card.like_cause && h("b", {}, text(card.like_cause))].filter(Boolean);
+    return h("p", {}, card.like ? h("a", { href: `#${prefix}incident-${card.like}` }, ...said) : h("span", {}, ...said), ".");
+  }
+
+  /* How many incidents share a card. */
+  const times = (card) => (card.count > 1 ? `${whole(card.count)} times` : "");
+
   /* What is in a card. On a page with several runs the ids of each begin with a prefix of its own. */
   function body(card, prefix, choose) {
     const numbers = [`loss ${Plots.number(card.loss)}`, `gradient norm ${Plots.number(card.grad_norm)}`];
     if (card.rank !== null) numbers.push(`rank ${card.rank}`);
     if (card.micro_batch !== null) numbers.push(`micro-batch ${card.micro_batch}`);
-    const like = `Not examined on its own; incident ${card.like} is of the same kind and was.`;
     const show = h("button", { type: "button" }, "Show in the curves");
     show.addEventListener("click", () => {
       Plots.setView(card.step - 50, card.step + 50);
@@ -124,7 +134,9 @@ const Cards = (() => {
     });
     const parts = [
       ["What happened", h("p", { dir: "auto" }, text(card.message)), soft(`At that step: ${numbers.join(", ")}.`), terms(card)],
-      ...(card.diagnosis ? told(card.diagnosis) : [["Why", card.like ? h("a", { href: `#${prefix}incident-${card.like}` }, like) : h("p", {}, "Not examined.")]]),
+      ["What was done", card.outcome && h("p", { dir: "auto" }, text(card.outcome))],
+      ["It happened again", card.again && h("p", {}, card.again)],
+      ...(card.diagnosis ? told(card.diagnosis) : [["Why", likeness(card, prefix)]]),
       ["Steps around it", card.around.length && around(card)],
       ["Gradients to blame", card.culprits.length && culprits(card), card.more_culprits && soft(`and ${whole(card.more_culprits)} more`)],
       ["The batch", ...samples(card.samples)],
@@ -137,11 +149,13 @@ const Cards = (() => {
   /* What is in it is made when it is first opened. */
   function make(there, prefix = "", choose = Plots.choose) {
     const { card } = there;
+    there.times = h("span", { class: "times" }, times(card));
     const known = card.diagnosis && card.diagnosis.cause !== "unknown" ? card.diagnosis : null;
-    const act = `${known ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`;
+    const cause = known ? known.cause : card.like_cause;
+    const act = `${cause ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`;
     const tag = known ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : "";
     const element = h("details", { id: `${prefix}incident-${card.number}` }, h("summary", {}, h("span", { class: "step" }, `Step ${whole(card.step)}`),
-      h("span", { class: "kind" }, known ? text(known.cause, 80) : card.kind), h("span", { class: "act" }, act), tag));
+      h("span", { class: "kind" }, cause ? text(cause, 80) : card.kind), h("span", { class: "act" }, act), there.times, tag));
     there.fill = (anew) => {
       const [, old] = element.children;
       if (old && anew) old.replaceWith(body(there.card, prefix, choose));
@@ -165,6 +179,7 @@ const Cards = (() => {
       if (there && there.told === told) continue;
       if (there) { // what is open stays open
         there.card = card; there.told = told;
+        there.times.textContent = times(card);
         there.fill(true);
       } else {
         cards.set(card.number, { card, told });
@@ -172,7 +187,7 @@ const Cards = (() => {
       }
     }
     document.getElementById("no-cards").hidden = data.all_incidents > 0;
-    const more = data.all_incidents - cards.size;
+    const more = data.all_incidents - [...cards.values()].reduce((sum, there) => sum + there.card.count, 0);
     document.getElementById("more-cards").textContent =
       more > 0 ? `${whole(more)} more are in incidents.jsonl; shown are the first of each cause and the newest.` : "";
   }

@@ -37,7 +37,7 @@ const Page = (() => {
       const parent = id(`arm-${arm}-cards`);
       if (!parent) return;
       parent.append(...cards.map((card) => Cards.make({ card }, `arm-${arm}-`, () => Plots.choose(card.step))));
-      const more = Number(parent.dataset.all) - cards.length;
+      const more = Number(parent.dataset.all) - cards.reduce((sum, card) => sum + card.count, 0);
       if (more > 0) parent.after(h("p", { class: "soft" }, `${more.toLocaleString("en")} more are in its incidents.jsonl.`));
     });
   }

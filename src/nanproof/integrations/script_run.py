@@ -1,7 +1,9 @@
-"""One optimizer of a script that knows nothing of nanproof: guarded from the first backward that could reach it.
+"""ScriptRun: the face of the engine for one optimizer of a script that knows nothing of nanproof.
 
-Until then there may be no model yet. What cannot be guarded is left alone, with one line that says why: nanproof is never the
-reason a script fails.
+It is guarded from the first backward that could reach it.
+
+Until then there may be no model yet. What cannot be guarded is left alone, with one line that says
+why: nanproof is never the reason a script fails.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof.core.context import RandomState
-from nanproof.core.parameters import is_dtensor, local, unwrap
-from nanproof.core.stepper import Clipped, guarded
+from nanproof.core.hooks import Hook
+from nanproof.core.judge import Norms
+from nanproof.core.parameters import is_compiled, is_dtensor, local, unwrap
+from nanproof.core.stepper import Stepper, guarded
+from nanproof.core.tree import gradients_now
+from nanproof.core.under_way import UNKNOWN
 from nanproof.errors import NanproofError
-from nanproof.integrations.loop import UNKNOWN
 from nanproof.integrations.owners import called, model_of
-from nanproof.integrations.recorded import OUTSIDE, Hook, RecordedLoopGuard, RootRecorder
+from nanproof.integrations.protected import ProtectedRun
+from nanproof.integrations.recorded import OUTSIDE, RECORDED, RootRecorder
 from nanproof.policy import Policy
 from nanproof.records import Forecast, Incident
 
@@ -41,6 +47,8 @@ class Tally:
     model: str = ""
     """Class of the model that it trains; of several, all of them."""
     path: str = "never stepped"
+    verdicts: str = ""
+    """Where verdicts are read, in words."""
     guarded: bool = False
     calls: int = 0
     """Of `optimizer.step()` that were judged."""
@@ -60,8 +68,8 @@ class Tally:
     """When the first step ended, and the last."""
 
 
-class Watched:
-    """The guard of one optimizer, and what it was told since the last step."""
+class ScriptRun:
+    """One optimizer of a script: its run, and what is known since the last step."""
 
     def __init__(
         self,
@@ -69,18 +77,20 @@ class Watched:
         say: Callable[[str], None],
         inside: Callable[[Optimizer | None], AbstractContextManager[None]],
     ) -> None:
-        """`say` tells the user something, once; `inside` is opened while the guard works outside of the script's steps."""
+        """`say` tells the user something, once; `inside` is opened while the guard works outside of
+        the script's steps."""
         self.number = next(_NUMBERS)
         self.reached = 0
         """The last backward that reached its parameters, or came before a step of it."""
         self._optimizer = weakref.ref(optimizer)
         self._say, self._inside = say, inside
         self.tally = Tally(type(optimizer).__name__)
-        self.guard: RecordedLoopGuard | None = None
+        self.guard: ProtectedRun | None = None
         self.left_alone = False
         self._recorders: list[RootRecorder] = []
         self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """By parameter: its gradient, how often that had been written after clipping, and its norm before."""
+        """By parameter: its gradient, how often that had been written after clipping, and its norm
+        before."""
         self._max_norm: float | None = None
         self._whole = False
         self._unclaimed: list[Tensor] = []
@@ -98,7 +108,8 @@ class Watched:
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
     def start(self, policy: Policy, run_dir: Path | None, fused: str, loss: Tensor | None, observe: bool = False) -> None:
-        """Look for the model and put the guard around it; once. `loss`: it is at a step already, and this was the last."""
+        """Look for the model and put the guard around it; once. `loss`: it is at a step already,
+        and this was the last."""
         optimizer = self.optimizer
         if self.guard is not None or self.left_alone or not getattr(optimizer, "param_groups", None):
             return
@@ -123,13 +134,13 @@ class Watched:
             return
         if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
             policy = replace(policy, switch_to_fused=False)
-        guard = RecordedLoopGuard(policy=policy, run_dir=run_dir, observe=observe)
         places = {id(p): i for i, p in enumerate(parameters)}
         roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
         self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
-        guard.why_not_again = _why_not_again(roots)
+        loop = replace(RECORDED, why_not_again=_why_not_again(roots))
+        guard = ProtectedRun(policy=policy, run_dir=run_dir, observe=observe, loop=loop)
         # Not on a compiled model itself: hooks become part of what is compiled.
-        self._recorders = [RootRecorder(root, self._begin) for root in roots if "_orig_mod" not in root._modules]
+        self._recorders = [RootRecorder(root, self._begin) for root in roots if not is_compiled(root)]
         alone = len(self._recorders) == 1 and roots[0] is model
         try:
             guard.start(model, optimizer, loss_fn=self._recorders[0].loss_fn if alone else None, max_norm=None)
@@ -137,13 +148,13 @@ class Watched:
             self.leave_alone(str(error))
             return
         self._unclaimed = [] if loss is None else [local(loss)]
-        weakref.finalize(guard, guard._journal.close)
+        weakref.finalize(guard, guard.engine.tell.close)
         self.guard, self.tally.guarded = guard, True
-        self.tally.path, self.tally.run_dir = guard.path, run_dir
+        self.tally.path, self.tally.verdicts, self.tally.run_dir = guard.path, guard.verdicts, run_dir
         self.tally.incidents, self.tally.forecasts = guard.incidents, guard.forecasts
-        if guard._stepper.lag:
+        if guard.late:
             for root in roots:
-                root.register_state_dict_pre_hook(Hook(self, "settle"))
+                root.register_state_dict_pre_hook(Hook(self, self.settle))
 
     def leave_alone(self, why: str) -> None:
         self._stop_recording()
@@ -156,9 +167,10 @@ class Watched:
         if self.guard is not None:
             self._note()
             alone = error is not None and not isinstance(error, SystemExit)
-            gone = self.guard._ranks.together and not dist.is_initialized()
+            ranks = self.guard.engine.judge.ranks
+            gone = ranks.together and not dist.is_initialized()
             with self._inside(self.optimizer):
-                self.guard._close(alone=(alone or gone) and self.guard._ranks.several)
+                self.guard.close(alone=(alone or gone) and ranks.several)
             self._note()
 
     def _stop_recording(self) -> None:
@@ -176,24 +188,30 @@ class Watched:
             finally:
                 self._busy = False
 
+    @property
+    def _stepper(self) -> Stepper:
+        assert self.guard is not None and self.guard.parts is not None
+        return self.guard.parts.stepper
+
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def _begin(self, call: Any) -> None:
         if self.guard is not None:
-            self.guard.micro_batch(call)
+            self.guard.engine.begin(call)
 
     def before_backward(self, loss: Tensor, alone: bool) -> Tensor | None:
-        """Note the loss; returns what backward has to start from on several ranks. `alone`: there is no other optimizer. Where
-        there is one, and verdicts come late, a step taken again would add to gradients that are that one's business."""
+        """Note the loss; returns what backward has to start from on several ranks. `alone`: there
+        is no other optimizer. Where there is one, and verdicts come late, a step taken again would
+        add to gradients that are that one's business."""
         guard = self.guard
         if guard is None:
             return None
         known = [recorder.recognise(loss) for recorder in self._recorders]
         if known != [True] or not guard.open:
-            guard.micro_batch(UNKNOWN)
-        elif guard._stepper.lag and not alone:
+            guard.engine.begin(UNKNOWN)
+        elif guard.late and not alone:
             self._cannot_again(guard, "there are several optimizers, and verdicts come late, so the step cannot be run again")
-        return guard.note_loss(local(loss), self._calls())
+        return guard.engine.loss(local(loss), self._calls())
 
     def _calls(self) -> list[dict[str, Any]]:
         """What the model was called with for this backward; of several models, which."""
@@ -202,32 +220,33 @@ class Watched:
         return [{**call, "of": recorder.name} for recorder in self._recorders for call in recorder.calls]
 
     def after_backward(self, before: int, loss: Tensor, alone: bool, late: bool) -> None:
-        """Where there are several optimizers, the loss is this one's if backward reached its parameters. `late`: it was not
-        expected to, so nothing was noted before."""
+        """Where there are several optimizers, the loss is this one's if backward reached its
+        parameters. `late`: it was not expected to, so nothing was noted before."""
         if self.guard is None or self.left_alone:
             return
-        stepper = self.guard._stepper
+        stepper = self._stepper
         if late:
             if stepper.backwards != before:
-                self.guard.micro_batch(UNKNOWN)
-                self.guard.note_loss(local(loss))
+                self.guard.engine.begin(UNKNOWN)
+                self.guard.engine.loss(local(loss))
             return
         if stepper.lag:
             self._left, self._clean = self._gradients_now(), None
         if alone:
             return
         if stepper.backwards == before:
-            self.guard.drop_loss()
+            self.guard.engine.drop_loss()
             self._unclaimed = [*self._unclaimed[-15:], local(loss.detach())]
 
     @property
     def backwards(self) -> int:
         """Since the last step."""
-        return 0 if self.guard is None else self.guard._stepper.backwards
+        return 0 if self.guard is None else self._stepper.backwards
 
     @contextmanager
     def unconcerned(self) -> Iterator[None]:
-        """While another optimizer's step is taken: what its guard runs again to look at it is no business of this one."""
+        """While another optimizer's step is taken: what its guard runs again to look at it is no
+        business of this one."""
         count = self.backwards
         for recorder in self._recorders:
             recorder.paused = True
@@ -237,18 +256,18 @@ class Watched:
             for recorder in self._recorders:
                 recorder.paused = False
             if self.guard is not None:
-                self.guard._stepper.only_backwards(count)
+                self._stepper.only_backwards(count)
 
     def before_clipping(self) -> list[tuple[int, int]]:
         """The gradients as clipping finds them, where that is of interest."""
-        return self._gradients_now() if self.guard is not None and self.guard._stepper.lag else []
+        return self._gradients_now() if self.guard is not None and self.guard.late else []
 
     def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float, before: list[tuple[int, int]]) -> None:
         """The script clipped; these were the norms before, and these the gradients."""
         optimizer = self.optimizer
         if optimizer is None:
             return
-        if self.guard is not None and self.guard._stepper.lag:
+        if self.guard is not None and self.guard.late:
             self._clean = before == self._left
         mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         there = mine & norms.keys()
@@ -261,22 +280,22 @@ class Watched:
         """In place of the optimizer's step."""
         guard = self.guard
         assert guard is not None
-        stepper = guard._stepper
+        stepper = self._stepper
         if not guard.open:
-            guard.micro_batch(UNKNOWN)
-        if not stepper.has_losses:
+            guard.engine.begin(UNKNOWN)
+        if not stepper.noted:
             if not self._unclaimed:
                 self._say(f"no backward was seen before a step of {self.tally.name}: its loss is taken to be 0")
             for loss in self._unclaimed or [torch.zeros((), device=stepper.parameters.device)]:
-                guard.note_loss(loss)
+                guard.engine.loss(loss)
         self._unclaimed = []
-        stepper.clipped = self._before_clipping(stepper.parameters.present())
-        self._prepare_to_hold(guard)
+        norms = self._before_clipping(stepper.parameters.present())
+        self._prepare_to_hold(guard, norms)
         self._norms, self._max_norm = {}, None
         self._busy = True
         self.tally.calls += 1
         try:
-            guard.take()
+            guard.engine.step(norms)
             self._finish(guard)
         finally:
             self._busy = False
@@ -291,33 +310,35 @@ class Watched:
         tally.first, tally.last = tally.first or now, now
 
     def left_out(self, scale: float) -> None:
-        """A GradScaler did not call the optimizer, because of gradients that are non-finite. While it looks for its scale that is
-        healthy; with a bad loss, or at a scale below 1, it is not, and becomes an incident."""
+        """A GradScaler did not call the optimizer, because of gradients that are non-finite. While
+        it looks for its scale that is healthy; with a bad loss, or at a scale below 1, it is not,
+        and becomes an incident."""
         guard = self.guard
         assert guard is not None
-        if scale < 1 or guard._stepper.loss_is_bad():
+        if scale < 1 or guard.engine.judge.loss_is_bad():
             self.take()
             return
         self.tally.overflows += 1
         self._norms, self._max_norm, self._unclaimed = {}, None, []
-        guard.withdraw(counts=True)
+        guard.engine.abandon(keep_gradients=True, counts=True)
 
-    def _finish(self, guard: RecordedLoopGuard) -> None:
-        """Deal with the verdict. What a refused step is examined with must not show: random numbers and gradients are the
-        script's, whose next batch may have been drawn already, and whose other optimizers have still to step."""
+    def _finish(self, guard: ProtectedRun) -> None:
+        """Deal with the verdict. What a refused step is examined with must not show: random numbers
+        and gradients are the script's, whose next batch may have been drawn already, and whose
+        other optimizers have still to step."""
         began, incidents = time.perf_counter(), len(guard.incidents)
-        bad = guard.is_refused()
+        bad = guard.engine.refused_at_once()
         with self._unseen(guard) if bad else nullcontext():
-            guard.finish()
+            guard.engine.end()
         if bad or len(guard.incidents) > incidents:
             self._spent = time.perf_counter() - began
 
     @contextmanager
-    def _unseen(self, guard: RecordedLoopGuard) -> Iterator[None]:
-        random = RandomState.now(guard._runner.devices)
-        holders = {id(p): p for p in (*guard.model.parameters(), *guard._stepper.parameters.tensors)}
+    def _unseen(self, guard: ProtectedRun) -> Iterator[None]:
+        random = RandomState.now(guard.engine.under_way.devices)
+        holders = {id(p): p for p in (*guard.model.parameters(), *guard.engine.trained)}
         gradients = [(p, p.grad) for p in holders.values()]
-        mine = {id(p) for p in guard._stepper.parameters.tensors}
+        mine = {id(p) for p in guard.engine.trained}
         for p in holders.values():
             if id(p) not in mine:
                 p.grad = None
@@ -328,10 +349,11 @@ class Watched:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _before_clipping(self, present: list[int]) -> Clipped | None:
-        """The norms that were read when the script clipped, if every gradient is still what clipping left."""
+    def _before_clipping(self, present: list[int]) -> Norms | None:
+        """The norms that were read when the script clipped, if every gradient is still what
+        clipping left."""
         assert self.guard is not None
-        parameters = self.guard._stepper.parameters
+        parameters = self._stepper.parameters
         norms: list[Tensor] = []
         if not self._norms:
             return None
@@ -350,22 +372,21 @@ class Watched:
             more = parameters.norms([g for _, g in missing])
             for (place, _), norm in zip(missing, more.unbind(), strict=True):
                 norms[place] = norm
-        return Clipped(torch.stack(norms), self._max_norm)
+        gradients = [g for i in present if (g := parameters.tensors[i].grad) is not None]
+        return Norms.of(torch.stack(norms), gradients, clipped=True, max_norm=self._max_norm)
 
-    def _prepare_to_hold(self, guard: RecordedLoopGuard) -> None:
-        """Where verdicts come late, a step may be held and taken again by the guard: then it has to be clipped as the script
-        does. What else the script does to gradients cannot be done again, so such a step is judged by itself."""
-        stepper = guard._stepper
-        if not stepper.lag:
+    def _prepare_to_hold(self, guard: ProtectedRun, clipped: Norms | None) -> None:
+        """Where verdicts come late, a step may be held and taken again by the guard: then it has to
+        be clipped as the script does. What else the script does to gradients cannot be done again,
+        so such a step is judged by itself."""
+        if not guard.late:
             return
-        clipped = stepper.clipped
         guard.clip_to(None if clipped is None else clipped.max_norm)
         if (clipped is not None and clipped.max_norm is None) or self._touched(after_clipping=clipped is not None):
             self._cannot_again(guard, "the script changes gradients in its own way, so the step cannot be run again")
 
-    def _cannot_again(self, guard: RecordedLoopGuard, why: str) -> None:
-        guard.micro_batch(UNKNOWN)
-        guard._examiner.why_not_again = why
+    def _cannot_again(self, guard: ProtectedRun, why: str) -> None:
+        guard.engine.begin(UNKNOWN, why)
 
     def _touched(self, after_clipping: bool) -> bool:
         """Somebody wrote into gradients between backward and clipping, or the step."""
@@ -374,7 +395,7 @@ class Watched:
 
     def _gradients_now(self) -> list[tuple[int, int]]:
         assert self.guard is not None
-        return [(id(p.grad), p.grad._version) for p in self.guard._stepper.parameters.tensors if p.grad is not None]
+        return gradients_now(self.guard.engine.trained)
 
     def _note(self) -> None:
         if self.guard is not None:
@@ -383,7 +404,7 @@ class Watched:
 
 
 def _why_not_again(roots: list[nn.Module]) -> str:
-    if any("_orig_mod" in root._modules for root in roots):
+    if any(is_compiled(root) for root in roots):
         return "the calls of a compiled model are not followed, so the step cannot be run again; run it without torch.compile"
     if len(roots) > 1:
         return f"the optimizer trains {len(roots)} models, so the step cannot be run again; use guard.train_step"
