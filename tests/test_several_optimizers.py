@@ -100,8 +100,8 @@ def test_they_go_back_and_resume_together(pair, tmp_path):
 def test_what_cannot_be_one_step_is_refused():
     model = net()
     one = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with pytest.raises(nanproof.UsageError, match="a parameter is in two of them"):
+    with pytest.raises(nanproof.UsageError, match="a parameter is in two optimizers"):
         nanproof.Guard(model, [one, torch.optim.SGD(model.parameters(), 0.1)])
-    with pytest.raises(nanproof.UsageError, match="there is none"):
+    with pytest.raises(nanproof.UsageError, match="the list is empty"):
         nanproof.Guard(model, [])
     assert nanproof.Guard(model, [one]).optimizer is one

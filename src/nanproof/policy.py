@@ -117,7 +117,7 @@ class Policy:
         if not 0 <= self.max_skip_rate <= 1:
             raise UsageError(f"Policy(max_skip_rate={self.max_skip_rate!r}): a share from 0 to 1 is needed")
         if not 0 <= self.diagnose_share <= 1:
-            raise UsageError(f"Policy(diagnose_share={self.diagnose_share!r}): a share from 0 to 1 is needed")
+            raise UsageError(f"Policy(diagnose_share={self.diagnose_share!r}): it must be between 0 and 1")
         if not self.spike_sensitivity > 0:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:

@@ -284,6 +284,10 @@ class Incident:
     """The limit that was reached: a setting of `Policy`, "no-healthy-row" or "broken-state"."""
     cap_count: int = 0
     """How many refused steps, generations or rollbacks it took to reach it."""
+    cap_limit: float | None = None
+    """What the policy sets as the limit."""
+    bad_samples: tuple[int, ...] = ()
+    """Samples of the batch that hold a NaN or an Inf, whether or not that is the cause."""
     same_as: int | None = None
     """The step of the first incident like this one, whose diagnosis holds for this one too."""
 
@@ -313,7 +317,7 @@ class Incident:
         """The inverse of `to_json`. A record of version 1 has none of the fields that say what was
         decided."""
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        lists = ("undone", "left_out", "quarantined")
+        lists = ("undone", "left_out", "quarantined", "bad_samples")
         values |= {name: tuple(values[name]) for name in lists if isinstance(values.get(name), list)}
         values["culprits"] = tuple((name, decode(norm)) for name, norm in data["culprits"])
         values["terms"] = _pairs(data.get("terms", {}))
@@ -335,6 +339,8 @@ _DECISION = (
     "quarantined",
     "cap",
     "cap_count",
+    "cap_limit",
+    "bad_samples",
     "same_as",
 )
 """Fields of an incident that are written only where they say something."""

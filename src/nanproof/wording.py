@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from nanproof.records import Diagnosis, Forecast, Incident
 
 _CAPS = {
-    "max_consecutive_skips": "{count} {things} in a row {failed} (max_consecutive_skips={limit})",
-    "max_skip_rate": "{count} of the last {things} {failed} (max_skip_rate)",
-    "max_rollbacks": "the same trouble came back after {count} rollbacks (max_rollbacks)",
+    "max_consecutive_skips": "{count} {things} in a row {failed} (max_consecutive_skips{limit})",
+    "max_skip_rate": "{count} of the last {things} {failed} (max_skip_rate{limit})",
+    "max_rollbacks": "the same trouble came back after {count} rollbacks (max_rollbacks{limit})",
     "no-healthy-row": "no row of a generation could be sampled: the model is broken",
     "broken-state": "the run's state is broken",
 }
@@ -29,7 +29,8 @@ _CAPS = {
 
 def incident(incident: Incident) -> str:
     """One line: what happened at which step, and what was done about it."""
-    sentences = "; ".join(filter(None, (incident.message, outcome(incident))))
+    like = "" if incident.same_as is None else f"as at step {incident.same_as}"
+    sentences = "; ".join(filter(None, (incident.message, outcome(incident), like)))
     return f"step {incident.step}: {incident.kind}, {incident.action}. {sentences}".rstrip(". ")
 
 
@@ -47,8 +48,6 @@ def outcome(incident: Incident) -> str:
         parts.append(f"took the step without {rest}")
     if incident.cap is not None:
         parts.append(cap(incident))
-    if incident.same_as is not None:
-        parts.append(f"as at step {incident.same_as}")
     return "; ".join(parts)
 
 
@@ -68,7 +67,8 @@ def cap(incident: Incident) -> str:
     things, failed = "steps", "were refused"
     if incident.kind == "generation":
         things, failed = "generations", "had rows that could not be sampled"
-    return text.format(count=incident.cap_count, limit=incident.cap_count - 1, things=things, failed=failed)
+    limit = "" if incident.cap_limit is None else f"={incident.cap_limit:g}"
+    return text.format(count=incident.cap_count, limit=limit, things=things, failed=failed)
 
 
 def verdicts(on_device: bool, note: str) -> str:
@@ -80,7 +80,9 @@ def verdicts(on_device: bool, note: str) -> str:
 def again(incident: Incident, times: int) -> str:
     """One line for an incident like an earlier one, which was diagnosed. `times`: how many there are, this one included."""
     more = "once more" if times == 1 else f"{times} more times"
-    return f"step {incident.step}: {incident.kind}, {incident.action}: as at step {incident.same_as}, {more}"
+    samples = f"sample {few(incident.bad_samples)} of the batch is not finite" if incident.bad_samples else ""
+    text = f"step {incident.step}: {incident.kind}, {incident.action}: as at step {incident.same_as}, {more}"
+    return "; ".join(filter(None, (text, samples, outcome(incident))))
 
 
 def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bool) -> str:
@@ -88,7 +90,8 @@ def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bo
     states are kept at all."""
     hint = "" if keeps else ": Policy(snapshot_every=...) or Checkpoints(...) keep some"
     text = cap(incident) + (f", and there was no good state to go back to{hint}" if nowhere else "")
-    return f"{text}. Last: {incident}" + (f". {cause}" if cause is not None else "")
+    last = f"step {incident.step}: {incident.kind}. {incident.message}"
+    return f"{text}. Last: {last}" + (f". {cause}" if cause is not None else "")
 
 
 def _went_back(incident: Incident) -> str:

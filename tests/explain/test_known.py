@@ -11,7 +11,7 @@ from torch import nn
 import nanproof
 from nanproof.explain import diagnose as diagnosing
 from nanproof.explain import known as knowing
-from nanproof.explain.known import Known, bad_tensors, fingerprint
+from nanproof.explain.known import BadData, Known, fingerprint
 from nanproof.policy import Policy
 from nanproof.records import Diagnosis, Incident
 
@@ -28,6 +28,8 @@ class Stage(nn.Module):
 
     def forward(self, x, at):
         x = self.layer(x)
+        if at == "root" and self.name == "first":
+            return (x.detach().abs() * -1 + 0 * x).sqrt()
         return x + torch.log(torch.zeros_like(x) if at == self.name else torch.ones_like(x))
 
 
@@ -43,13 +45,15 @@ class Model(nn.Module):
 def loss_fn(model, batch):
     total = batch["x"] + batch["y"] + batch["z"]
     loss = model(total, batch["at"]).square().mean()
+    if batch["at"] == "divide":
+        loss = loss * (loss - loss) / (loss - loss)
     return loss + torch.log(torch.zeros(())) if batch["at"] == LOG else loss
 
 
 def batch_of(fault, g):
     batch = {name: torch.randn(6, 4, generator=g) for name in (BAD_X, BAD_Y, BAD_Z)}
-    if fault in batch:
-        batch[fault][1, 2] = NAN
+    if fault[0] in batch:
+        batch[fault[0]][int(fault[1:] or 1), 2] = NAN
     return {**batch, "at": fault}
 
 
@@ -100,7 +104,33 @@ def test_faults_that_look_alike_and_begin_in_different_modules_are_both_diagnose
 
 def test_a_repeat_says_so_in_words():
     _, again = run([BAD_X, BAD_X])
-    assert again.diagnosis is None and again.same_as == 0 and again.outcome == "as at step 0"
+    assert again.diagnosis is None and again.same_as == 0 and str(again).endswith("; as at step 0")
+
+
+@pytest.mark.parametrize("ops", [("first", "root"), ("log", "divide")])
+def test_two_operations_of_one_place_are_two_faults(ops):
+    """In one module, and in the loss function: the module alone does not tell them apart."""
+    found = run([ops[0], ops[1], ops[0], ops[1]])
+    assert [i.same_as for i in found] == [None, None, 0, 1]
+    assert found[0].diagnosis.cause == "log-of-zero" and found[1].diagnosis.cause != "log-of-zero"
+
+
+def test_a_repeat_names_its_own_samples(caplog):
+    """The cause is the same; the sample need not be."""
+    first, again = run([BAD_X, "x3"])
+    assert (first.bad_samples, again.bad_samples, again.same_as) == ((1,), (3,), 0)
+    assert "as at step 0, once more; sample 3 of the batch is not finite" in caplog.text
+
+
+def test_a_batch_that_cannot_be_looked_at_is_no_reason_to_die():
+    """torch cannot tell whether a float8 is finite."""
+    model = nn.Linear(4, 1)
+    scale = torch.ones(1).to(torch.float8_e4m3fn)
+    loss = lambda model, batch: (model(batch["x"]) * batch["s"].float()).mean()  # noqa: E731
+    with nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=loss) as guard:
+        for value in (1.0, NAN, 1.0):
+            guard.train_step({"x": torch.full((2, 4), value), "s": scale})
+    assert [i.step for i in guard.incidents] == [1] and torch.isfinite(model.weight).all()
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -226,10 +256,11 @@ def test_of_what_is_finite_only_the_first_culprit_counts():
     assert one == other != third
 
 
-def test_bad_tensors_are_named():
-    assert len(bad_tensors([{"x": torch.ones(2), "y": torch.tensor([1.0, INF])}, [torch.tensor([NAN])]])) == 2
+def test_bad_data_is_named():
+    data = BadData.of([{"x": torch.ones(2), "y": torch.tensor([1.0, INF])}, [torch.tensor([NAN])]])
+    assert len(data.names) == 2 and data.samples == (0, 1)
     harmless = [torch.ones(2), torch.tensor([1]), torch.empty(0), torch.eye(2).to_sparse() * NAN, "text"]
-    assert bad_tensors([harmless]) == ()
+    assert BadData.of([harmless]) == BadData()
 
 
 def test_what_was_learned():

@@ -163,3 +163,24 @@ def test_two_models_with_an_optimizer_each():
     assert [[i.step for i in guard.incidents] for guard in guards] == [[BAD], []]
     assert all(len(guard.history) == STEPS for guard in guards)
     assert all(torch.isfinite(p).all() for model, _ in pairs for p in model.parameters())
+
+
+def test_a_bad_step_among_the_last_ones_is_settled_at_close():
+    """With verdicts two steps late, the good batch behind it is trained on while the run closes."""
+    fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    found = {}
+    for name, kinds in (("saw", ("good", "bad", "good")), ("never", ("good", "good"))):
+        torch.manual_seed(0)
+        plain = Own()
+        guard = protect_fabric(fabric, policy=nanproof.Policy(lag=2))
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1, fused=True))
+        (x, y) = batches(1)[0]
+        torch.manual_seed(1)
+        for kind in kinds:
+            optimizer.zero_grad()
+            fabric.backward(model(x * float("nan") if kind == "bad" else x, y).loss)
+            optimizer.step()
+        guard.close()
+        found[name] = [p.detach().clone() for p in plain.parameters()], [(i.step, i.action) for i in guard.incidents]
+    assert found["saw"][1] == [(1, "skipped")] and found["never"][1] == []
+    assert all(torch.equal(a, b) for a, b in zip(found["saw"][0], found["never"][0], strict=True))

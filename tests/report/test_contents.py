@@ -198,12 +198,12 @@ def test_incidents_that_are_alike_share_a_card(tmp_path):
     assert (first["number"], first["count"]) == (1, 5) and first["again"] == "as at step 39, 4 more times: steps 41-43, 50"
     assert (other["count"], other["again"], other["same_as"], other["like"]) == (1, "", None, None)
     assert (halted["number"], halted["same_as"], halted["like"], halted["like_cause"]) == (7, 39, 1, "zero-denominator")
-    assert halted["outcome"] == "11 steps in a row were refused (max_consecutive_skips=10); as at step 39"
+    assert halted["outcome"] == "11 steps in a row were refused (max_consecutive_skips)"
     assert data["causes"] == [["zero-denominator", 6], ["nonfinite-loss", 1]]
     assert data["marks"] == [[1, 39], [2, 40], [1, 41], [1, 42], [1, 43], [1, 50], [7, 51]]
     text = markdown(Run(tmp_path).read())
     assert "It happened again: as at step 39, 4 more times: steps 41-43, 50" in text
-    assert text.count("## Step") == 2, "one for each cause"
+    assert text.count("## Step") == 3, "one for each cause, and one for the halt"
 
 
 def test_a_card_has_the_bundle_of_any_of_its_incidents(tmp_path):

@@ -498,13 +498,12 @@ class Engine:
         again."""
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             return False
-        if self.healer.on:
-            while self.under_way.pending:  # a fix may change what steps under way are made of
-                self._consume(self.under_way.pending[0])
         seen = f"{type(error).__name__}: {error}"
         incident = Incident(step=attempt.step, kind="exception", action="recorded", message=seen)
         incident = self.explainer.raised(incident, attempt, error, self.account.history)
         matter = self._matter("exception", incident)
+        if self.healer.on and self.under_way.pending and self.healer.offer(incident, matter.case) is not None:
+            self._settle(matter)
         self._resolve(matter)
         note = f"nanproof: raised inside training step {attempt.step}"
         if incident.diagnosis is not None:
@@ -512,6 +511,19 @@ class Engine:
         with suppress(AttributeError):  # Python 3.10 has no notes
             error.add_note(note)
         return matter.incident.action == "healed"
+
+    def _settle(self, matter: _Matter) -> None:
+        """Take in the steps under way before a fix that may change what they are made of. Where the run went back or is
+        halted because of them, there is nothing left to fix."""
+        backs = self.recovery.backs
+        try:
+            while self.under_way.pending:
+                self._consume(self.under_way.pending[0])
+                self.run_held()
+        except TrainingHalted:
+            matter.case = None
+        if self.recovery.backs > backs:
+            matter.case = None
 
     def sampled(self, incident: Incident, cap: str | None) -> bool:
         """Rows of a generation could not be sampled. `cap`: the limit that was reached by that, if
@@ -560,7 +572,9 @@ class Engine:
             if self._carry_out(decision, matter):
                 break
         if matter.went_back:
-            self._forget_since(self.next_step if self.loop.goes_back else matter.incident.restored_step or 0)
+            self._forget_since(self.next_step)
+            while self._waiting:  # what they were to be healed of is undone
+                self.tell.incident(self._waiting.popleft().incident)
         self.tell.incident(matter.incident)
         return matter.went_back
 
@@ -643,6 +657,7 @@ class Engine:
         return self.policy.salvage
 
     def _go_back(self, decision: GoBack, matter: _Matter) -> bool:
+        refusals = self.caps.count(matter.situation.cap or "")
         way = self.recovery.go_back(decision)
         if way is None:
             matter.situation = replace(matter.situation, may_go_back=False, exhausted=self.recovery.exhausted)
@@ -651,6 +666,9 @@ class Engine:
             self.next_step = way.step
         self.healer.restored(way.remedies)
         matter.went_back = True
+        if matter.situation.cap is not None and not matter.situation.state_broken:
+            count = refusals + 1 if matter.situation.trouble == "step" else matter.incident.cap_count
+            matter.incident = self._capped(matter.incident, matter.situation.cap, count)
         matter.incident = replace(
             matter.incident,
             action="rewound" if way.place == "memory" else "rolled-back",
@@ -676,14 +694,18 @@ class Engine:
         rollbacks = cap == "max_rollbacks"
         count = self.caps.count(cap) if situation.trouble == "step" else incident.cap_count
         count = self.policy.max_rollbacks if rollbacks else count
-        incident = replace(incident, action="halted", cap=cap, cap_count=count)
+        incident = replace(self._capped(incident, cap, count), action="halted")
         self.tell.incident(incident)
         self.under_way.drop_held()
-        same = (i.diagnosis for i in self.account.incidents if i.kind == incident.kind and i.diagnosis is not None)
+        like = [i.diagnosis for i in self.account.incidents if i.kind == incident.kind and i.step == incident.same_as]
         wanted = situation.trouble == "step" and self.policy.at_cap == "rollback" and not rollbacks
         nowhere = wanted and not situation.state_broken and self.recovery.possible
-        cause = incident.diagnosis or next(same, None)
+        cause = incident.diagnosis or next((found for found in like if found is not None), None)
         raise TrainingHalted(wording.halted(incident, cause, nowhere, keeps=self.recovery.on), incident)
+
+    def _capped(self, incident: Incident, cap: str, count: int) -> Incident:
+        limit = getattr(self.policy, cap, None)
+        return replace(incident, cap=cap, cap_count=count, cap_limit=limit)
 
     def _forget_since(self, step: int) -> None:
         """The run is at an earlier step, or in a new process: what was known of later ones is not
@@ -780,6 +802,7 @@ class Engine:
                 f"guard.load_state_dict(): version {state.get('version')!r} is unknown; this nanproof reads version 1"
             )
         self.under_way.forget()
+        self._waiting.clear()
         for observer in self.observers:
             observer.rewound()
         self.next_step = state["step"]

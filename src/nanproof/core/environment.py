@@ -65,7 +65,7 @@ def about(
         "parameters": sum(p.numel() for p in tensors),
         "trainable": sum(p.numel() for p in tensors if p.requires_grad),
         "dtypes": dtypes,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": ", ".join(type(each).__name__ for each in getattr(optimizer, "members", (optimizer,))),
         "path": path,
         "max_norm": str(max_norm) if isinstance(max_norm, float) and not math.isfinite(max_norm) else max_norm,
         "loss_scale": scaled,

@@ -48,8 +48,9 @@ class Several:
         self.members = tuple(bare_optimizer(optimizer) for optimizer in optimizers)
         counts = Counter(id(p) for group in self.param_groups for p in group["params"])
         if not self.members or max(counts.values(), default=0) > 1:
-            what = "a parameter is in two of them" if self.members else "there is none"
-            raise UsageError(f"Guard(optimizer=[...]): {what}; give each parameter to one optimizer")
+            if not self.members:
+                raise UsageError("Guard(optimizer=[]): the list is empty; give at least one optimizer")
+            raise UsageError("Guard(optimizer=[...]): a parameter is in two optimizers; give each parameter to one of them")
         self.state = _States(self.members)
         self.defaults: dict[str, Any] = {}
 
@@ -77,6 +78,9 @@ class _States(MutableMapping[Any, Any]):
             if key in member.state or any(key is p for group in member.param_groups for p in group["params"]):
                 return member.state
         return self._members[0].state
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in member.state for member in self._members)
 
     def __getitem__(self, key: Any) -> Any:
         return self._of(key)[key]
@@ -197,33 +201,42 @@ class HostPath:
 Path = DevicePath | DevicePaths | HostPath
 
 
-def choose_path(model: nn.Module, parameters: Parameters, optimizer: Any, switch: bool = True) -> Path:
+def choose_path(model: nn.Module, optimizer: Any, switch: bool = True) -> Path:
     """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused. Of several
     optimizers, all take it, or none."""
-    if isinstance(optimizer, Several):
-        paths = [choose_path(model, Parameters(model, member), member, switch) for member in optimizer.members]
-        on_host = [path for path in paths if isinstance(path, HostPath)]
-        if not on_host:
-            return DevicePaths([path for path in paths if isinstance(path, DevicePath)])
-        for path in paths:
-            path.close()
-        return HostPath(optimizer, on_host[0].note)
-    if _fused_is_wrong(optimizer, asked=True):
-        for group in (*optimizer.param_groups, optimizer.defaults):
-            group["fused"] = False
-        optimizer._step_supports_amp_scaling = False
-        return HostPath(
-            optimizer, "torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach"
-        )
-    why = _obstacle(model, parameters, optimizer)
+    members = getattr(optimizer, "members", (optimizer,))
+    notes = [note for member in members if (note := _unfused(member)) is not None]
+    on_host = [found for member in members if (found := _host(model, member, switch)) is not None]
+    if notes:
+        return HostPath(optimizer, notes[0])
+    if on_host:
+        return HostPath(optimizer, *on_host[0])
+    paths = [DevicePath(member, "" if _all_fused(member) else f"{type(member).__name__} switched to fused") for member in members]
+    return paths[0] if len(paths) == 1 else DevicePaths(paths)
+
+
+def _all_fused(optimizer: Optimizer) -> bool:
+    return all(group["fused"] for group in optimizer.param_groups)
+
+
+def _unfused(optimizer: Optimizer) -> str | None:
+    """Take an optimizer off the fused kernel where that is wrong; says so."""
+    if not _fused_is_wrong(optimizer, asked=True):
+        return None
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        group["fused"] = False
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return "torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach"
+
+
+def _host(model: nn.Module, optimizer: Optimizer, switch: bool) -> tuple[str, str] | None:
+    """Why an optimizer takes the host path, with and without the names of settings; None where it need not. Changes nothing."""
+    why = _obstacle(model, Parameters(model, optimizer), optimizer)
     if why:
-        return HostPath(optimizer, why)
-    if all(group["fused"] for group in optimizer.param_groups):
-        return DevicePath(optimizer, "")
-    if not switch:
-        why = f"{type(optimizer).__name__} is kept as it is (switch_to_fused=False)"
-        return HostPath(optimizer, why, note="its own form is kept")
-    return DevicePath(optimizer, f"{type(optimizer).__name__} switched to fused")
+        return why, why
+    if switch or _all_fused(optimizer):
+        return None
+    return f"{type(optimizer).__name__} is kept as it is (switch_to_fused=False)", "its own form is kept"
 
 
 def _fused_is_wrong(optimizer: Optimizer, asked: bool) -> bool:

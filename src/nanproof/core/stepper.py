@@ -57,7 +57,7 @@ class Stepper(Judge):
             )
         device, dtype = self.parameters.device, self.parameters.dtype
         self.ranks = Ranks(model, device)
-        self._path = choose_path(model, self.parameters, optimizer, policy.switch_to_fused)
+        self._path = choose_path(model, optimizer, policy.switch_to_fused)
         self.scale = LossScale(scaler, device) if scaler is not None and scaler.is_enabled() else None
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self.buffers = BufferKeeper(model)
@@ -272,7 +272,7 @@ class Stepper(Judge):
     def follow(self) -> None:
         self._path.close()
         self.parameters = Parameters(self.model, self.optimizer)
-        self._path = choose_path(self.model, self.parameters, self.optimizer, self.policy.switch_to_fused)
+        self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused)
         self.weights = self._weight_keeper()
         self._unreduced = self.ranks.unreduced(self.parameters)
 

@@ -69,7 +69,7 @@ class Teller:
     def incident(self, incident: Incident) -> None:
         self.account.incidents.append(incident)
         self._journal.incident(incident)
-        if self._loud and incident.same_as is not None and incident.action != "halted":
+        if self._loud and incident.same_as is not None and incident.action in ("skipped", "salvaged", "recorded"):
             times = sum(i.same_as == incident.same_as for i in self.account.incidents)
             log.warning("nanproof: %s", wording.again(incident, times))
         elif self._loud:

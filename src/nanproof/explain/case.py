@@ -51,7 +51,7 @@ class BadWeight:
     module: nn.Module
 
 
-def _bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
+def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
     samples, length = batch_shape(batch)
     found = []
     for name, tensor in named:
@@ -142,7 +142,7 @@ class Case:
 
     @cached_property
     def bad_batch(self) -> list[BadTensor]:
-        return [bad for batch in self.batches for bad in _bad_in_batch(batch, tensors_in(batch))]
+        return [bad for batch in self.batches for bad in bad_in_batch(batch, tensors_in(batch))]
 
     @cached_property
     def bad_inputs(self) -> list[BadTensor]:
@@ -150,7 +150,7 @@ class Case:
         for number, call in enumerate(self.calls):
             named = [pair for key in ("args", "kwargs") for pair in tensors_in(call[key], key)]
             given = [(name, t) for name, t in named if t.grad_fn is None and t.layout is torch.strided and not is_dtensor(t)]
-            if found := _bad_in_batch(call, given):
+            if found := bad_in_batch(call, given):
                 which = call.get("of") or (f"call {number}" if number else "")
                 return [replace(bad, name=f"{bad.name} of {which}") for bad in found] if which else found
         return []

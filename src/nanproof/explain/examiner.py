@@ -28,7 +28,7 @@ from nanproof.core.telemetry import Courier
 from nanproof.core.under_way import Attempt, LossFn
 from nanproof.explain.bundle import BundleWriter
 from nanproof.explain.case import Case
-from nanproof.explain.known import Fingerprint, Known, bad_tensors, fingerprint
+from nanproof.explain.known import BadData, Fingerprint, Known, fingerprint
 from nanproof.explain.recorder import Moment, Recorder
 from nanproof.explain.rehearse import adam_update
 from nanproof.explain.replay import ActivationGradients, Deadline, Replay
@@ -117,8 +117,16 @@ class Examiner(Explainer):
 
     @harmless("silent failures are not looked for")
     def open(self, attempt: Attempt) -> None:
-        if self.on and attempt.step < _LEARN_WRITES:
+        if not self.on:
+            return
+        if attempt.batches:
+            self._keep(attempt)
+        if attempt.step < _LEARN_WRITES:
             self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
+
+    def _keep(self, attempt: Attempt) -> None:
+        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
+            self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
 
     @harmless("silent failures are not looked for")
     def before(self, attempt: Attempt) -> None:
@@ -127,8 +135,8 @@ class Examiner(Explainer):
             return
         if self._watched is not self._stepper.parameters:
             self._start_over()
-        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
-            self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
+        if attempt.batches is not None and self.recorder.last != attempt.step:
+            self._keep(attempt)
         if self._before_forward:
             moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
             self._written += moved
@@ -173,7 +181,10 @@ class Examiner(Explainer):
             seen = f"buffers were non-finite before the first step: {listed(self._bad_at_start)}"
             signal = Signal("nonfinite-buffers", seen, {}, record.step)
             self._bad_at_start = []
-        return self._suspect(signal, record, history) if signal is not None else None
+        incident = self._suspect(signal, record, history) if signal is not None else None
+        if incident is None:
+            self._last = None  # its replay holds a batch
+        return incident
 
     def _suspect(self, signal: Signal, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An incident only if a replay and the catalogue agree: a suspicion alone would be a false
@@ -277,27 +288,31 @@ class Examiner(Explainer):
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
-        diagnosis, same_as = self._examined(incident, refusal, moment) if mine and self._asked else (None, None)
+        if mine and self._asked:
+            try:
+                incident = self._examined(incident, refusal, moment)
+            except Exception:  # the other ranks wait below, and no examination is a reason for a run to die
+                log.debug("nanproof: a refused step could not be examined", exc_info=True)
         if ranks.together and self._asked:  # whatever the guilty rank chose to do, the others wait for it here
-            diagnosis, same_as = _shared(ranks, diagnosis, same_as, guilty)
-        if ranks.together and diagnosis is not None and incident.rank is not None and refusal.one_rank:
-            diagnosis = _one_rank(diagnosis, incident.rank)
-        incident = replace(incident, diagnosis=diagnosis, same_as=same_as)
+            incident = shared(ranks, incident, guilty)
+        if ranks.together and incident.diagnosis is not None and incident.rank is not None and refusal.one_rank:
+            incident = replace(incident, diagnosis=_one_rank(incident.diagnosis, incident.rank))
         return self._bundle(incident, moment, record) if mine else incident
 
     @property
     def _asked(self) -> bool:
         return self._policy.diagnose != "never"
 
-    def _examined(self, incident: Incident, refusal: Refusal, moment: Moment | None) -> tuple[Diagnosis | None, int | None]:
-        """The diagnosis of a refused step, or the step of an earlier one like it that was
-        diagnosed."""
+    def _examined(self, incident: Incident, refusal: Refusal, moment: Moment | None) -> Incident:
+        """The incident with its diagnosis, or with the step of an earlier one like it."""
         attempt = refusal.attempt
         calls = () if moment is not None else _calls(attempt, incident.micro_batch)
         part = _part(moment, incident.micro_batch)
         given = part.batches if part is not None else tuple((call["args"], call["kwargs"]) for call in calls)
         weights_broke, again = refusal.reading.weights_bad, moment is not None
-        like = fingerprint(incident, weights_broke, refusal.buffer, again, bad_tensors(given))
+        data = BadData.of(given)
+        incident = replace(incident, bad_samples=data.samples)
+        like = fingerprint(incident, weights_broke, refusal.buffer, again, data.names)
         details: dict[str, Any] = {"part": incident.micro_batch is not None}
         if moment is None:
             details["why_not_again"] = attempt.why_not_again
@@ -315,79 +330,80 @@ class Examiner(Explainer):
                 details=dict(details),
             )
 
-        same_as = self._same(like, incident.kind, make)
-        if same_as is not None:
-            return None, same_as
-        diagnosis = self._due(like, incident, make)
-        if diagnosis is not None:
-            named = bool(diagnosis.samples)
+        incident = self._diagnosed_if_new(incident, like, make, look=not data.names)
+        if incident.diagnosis is not None:
+            named = bool(incident.diagnosis.samples)
             self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
-        return diagnosis, None
+        return incident
 
-    def _same(self, like: Fingerprint, kind: str, make: Callable[[], Case] | None = None) -> int | None:
-        """The step of an incident like this one that was diagnosed, if this one need not be."""
-        known = self._known.like(like)
-        if not known or self._every(kind):
-            return None
-        origin = ""
-        if make is not None and any(known):
-            if not self._known.affordable:
-                return None  # it may have begun elsewhere
-            try:
-                with self._known.timed(diagnosis=False):
-                    origin = _origin(make())
-            except Exception:
-                log.debug("nanproof: the origin of an incident could not be found", exc_info=True)
-            finally:
-                self._stepper.forget_probes()
-        return next(iter(known.values())) if not origin else known.get(origin)
-
-    def _due(self, like: Fingerprint, incident: Incident, make: Callable[[], Case]) -> Diagnosis | None:
-        """Diagnose, if it can be afforded. What names nothing new is not said twice."""
-        if not (self._known.affordable or self._every(incident.kind)):
-            return None
+    def _diagnosed_if_new(self, incident: Incident, like: Fingerprint, make: Callable[[], Case], look: bool = False) -> Incident:
+        """The incident with its diagnosis, with the step of an earlier one like it, or with both where every one is
+        diagnosed. `look`: where the trouble begins tells two of them apart."""
+        every, known = self._every(incident.kind), self._known.like(like)
+        if known and not every:
+            origin = self._origin(make) if look and any(known) else ""
+            if origin is None:
+                return incident  # it may have begun elsewhere
+            step = known.get(origin) if origin else next(iter(known.values()))
+            if step is not None:
+                return replace(incident, same_as=step)
+        if not (every or self._known.affordable):
+            return incident
         self._kinds.add(incident.kind)
         diagnosis, origin = self._diagnosed(make)
+        same_as = known.get(origin) if self._policy.diagnose == "new" else None
         new = self._known.learn(like, origin, incident.step, diagnosis)
-        return diagnosis if new or self._every(incident.kind) else None
+        named = diagnosis is not None and diagnosis.cause not in ("unknown", "none")
+        return replace(incident, diagnosis=diagnosis if new or every else None, same_as=same_as if named else None)
+
+    def _origin(self, make: Callable[[], Case]) -> str | None:
+        """Where the trouble of a step begins; None where that cannot be afforded."""
+        if not self._known.affordable:
+            return None
+        try:
+            with self._known.timed(diagnosis=False):
+                return _origin(make())
+        except Exception:
+            log.debug("nanproof: the origin of an incident could not be found", exc_info=True)
+            return "unknown"
+        finally:
+            self._stepper.forget_probes()
 
     def _every(self, kind: str) -> bool:
         """Whether every incident of this kind is diagnosed, whatever it costs: asked for, to be healed, or for its samples."""
         samples = self._wants_samples() and self._fruitless.get(kind, 0) < _PATIENCE
         return self._policy.diagnose == "always" or self._policy.heal or samples
 
-    def _later(self, incident: Incident, like: Fingerprint, make: Callable[[], Case]) -> Incident:
-        """The incident with its diagnosis, or with the step of one like it."""
-        if not self._asked:
-            return incident
-        same_as = self._same(like, incident.kind)
-        return replace(incident, same_as=same_as, diagnosis=None if same_as is not None else self._due(like, incident, make))
-
     def found(self, incident: Incident, record: StepRecord, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)
         moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
         near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
         details = {"update": max(near)} if near else {}
-        return self._later(
+        if not self._asked:
+            return incident
+        return self._diagnosed_if_new(
             incident,
             fingerprint(incident),
             lambda: self._case(incident.kind, moment, record=record, history=history, details=details),
         )
 
     def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:
-        if not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
+        if not self._asked or not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
             return incident
+        self.recorder.drop(attempt.step)
         moment = None
         if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
             moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         like = fingerprint(incident, type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
-        incident = self._later(incident, like, lambda: self._case("exception", moment, history=history, error=error))
+        incident = self._diagnosed_if_new(incident, like, lambda: self._case("exception", moment, history=history, error=error))
         return self._bundle(incident, moment, None) if incident.diagnosis is not None else incident
 
     def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)
-        return self._later(
+        if not self._asked:
+            return incident
+        return self._diagnosed_if_new(
             incident,
             fingerprint(incident, "close"),
             lambda: self._case(incident.kind, moments[-1] if moments else None, history=history),
@@ -400,6 +416,7 @@ class Examiner(Explainer):
 
     def close(self, alone: bool = False) -> None:
         """Wait for the bundles on their way to the disk."""
+        self._last = None
         self.recorder.clear()
         if self._bundles is not None:
             self._bundles.close()
@@ -407,7 +424,7 @@ class Examiner(Explainer):
     def _bundle(self, incident: Incident, moment: Moment | None, record: StepRecord | None) -> Incident:
         """Keep the step on disk: the first of each kind and cause, or all where all are
         diagnosed."""
-        if self._bundles is None or moment is None or incident.same_as is not None:
+        if self._bundles is None or moment is None:
             return incident
         cause = "" if incident.diagnosis is None else incident.diagnosis.cause
         known = (incident.kind, cause) in self._bundled if cause else any(kind == incident.kind for kind, _ in self._bundled)
@@ -501,12 +518,17 @@ class Examiner(Explainer):
 
 
 def _origin(case: Case) -> str:
-    """The module in which a non-finite forward begins, from one run of the step; empty where that
-    cannot be told."""
-    if case.kind != "nonfinite-loss" or case.replay is None or case.look is None:
+    """Where the trouble begins, from a run or two of the step: the data, a module, or, inside of a module that is made of
+    others and in the loss function, the operation and its line. Empty where that cannot be told."""
+    if case.kind not in ("nonfinite-loss", "nonfinite-gradient") or case.replay is None or case.look is None:
         return ""
+    if case.bad_batch:
+        return "batch"
     bad = case.look.newly_bad()
-    return bad[0].path if bad else ""
+    if bad and not any(True for _ in bad[0].module.children()):
+        return bad[0].path
+    birth = case.birth
+    return "" if birth is None else f"{birth.op.path}: {birth.op.name} at {birth.op.source}"
 
 
 def _calls(attempt: Attempt, micro_batch: int | None) -> tuple[Any, ...]:
@@ -538,9 +560,10 @@ def _one_rank(diagnosis: Diagnosis, rank: int) -> Diagnosis:
     )
 
 
-def _shared(ranks: Ranks, diagnosis: Diagnosis | None, same_as: int | None, source: int) -> tuple[Diagnosis | None, int | None]:
-    """What one rank found out, on all of them."""
-    text = "" if diagnosis is None and same_as is None else json.dumps([diagnosis and diagnosis.to_json(), same_as])
-    text = ranks.share_text(text, source)
-    found, same_as = json.loads(text) if text else (None, None)
-    return None if found is None else Diagnosis.from_json(found), same_as
+def shared(ranks: Ranks, incident: Incident, source: int) -> Incident:
+    """What one rank found out about an incident, on all of them."""
+    found = incident.diagnosis
+    text = json.dumps([found and found.to_json(), incident.same_as, incident.bad_samples]) if ranks.rank == source else ""
+    told, same_as, samples = json.loads(ranks.share_text(text, source))
+    diagnosis = None if told is None else Diagnosis.from_json(told)
+    return replace(incident, diagnosis=diagnosis, same_as=same_as, bad_samples=tuple(samples))

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nanproof.core.parameters import is_dtensor
 from nanproof.core.tree import tensors_in
+from nanproof.explain.case import bad_in_batch
 from nanproof.policy import Policy
 from nanproof.records import Diagnosis, Incident
 
@@ -39,16 +41,23 @@ def _class(loss: float | None) -> str:
     return "" if loss is None else "finite" if math.isfinite(loss) else str(loss)
 
 
-def bad_tensors(batches: Iterable[Any]) -> tuple[str, ...]:
-    """Names of the tensors of a step's batches that hold a NaN or an Inf. One pass over the batch:
-    for failures."""
-    found = []
-    for batch in batches:
-        for name, tensor in tensors_in(batch):
-            plain = tensor.is_floating_point() and tensor.layout is torch.strided and not is_dtensor(tensor)
-            if plain and tensor.numel() and not bool(torch.isfinite(tensor.detach()).all()):
-                found.append(name)
-    return tuple(found)
+@dataclass(frozen=True, slots=True)
+class BadData:
+    """What of a step's batches holds a NaN or an Inf."""
+
+    names: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, batches: Iterable[Any]) -> BadData:
+        """One pass over the batch: for failures."""
+        found = []
+        for batch in batches:
+            named = ((name, t) for name, t in tensors_in(batch) if t.layout is torch.strided and not is_dtensor(t))
+            with suppress(RuntimeError):  # dtypes of one byte cannot be asked
+                found += bad_in_batch(batch, [(name, t) for name, t in named if t.element_size() > 1])
+        samples = sorted({i for bad in found for i in bad.samples})
+        return cls(tuple(bad.name for bad in found), tuple(samples))
 
 
 class Known:

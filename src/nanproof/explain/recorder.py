@@ -47,6 +47,11 @@ class Recorder:
         while len(self._moments) > max(1, LARGEST // max(size, 1)):
             self._moments.popleft()
 
+    @property
+    def last(self) -> int | None:
+        """The newest step that is kept."""
+        return self._moments[-1].step if self._moments else None
+
     def at(self, step: int) -> Moment | None:
         return next((m for m in reversed(self._moments) if m.step == step), None)
 

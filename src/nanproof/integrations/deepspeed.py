@@ -20,7 +20,6 @@ the rank whose loss or gradient was bad.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -49,7 +48,8 @@ from nanproof.core.under_way import UNKNOWN, UnderWay
 from nanproof.core.verdict import Reading, judge
 from nanproof.errors import AlreadyGuarded, TrainingHalted, UnsupportedError, UsageError
 from nanproof.explain.diagnose import diagnose
-from nanproof.explain.known import Known, bad_tensors, fingerprint
+from nanproof.explain.examiner import shared
+from nanproof.explain.known import BadData, Known, fingerprint
 from nanproof.integrations.patches import Patches
 from nanproof.integrations.protected import ProtectedRun
 from nanproof.integrations.recorded import RootRecorder, call_again
@@ -318,32 +318,33 @@ class _OnACopy(Explainer):
         tellable = incident.kind != "nonfinite-weight" and (not ranks.together or incident.rank is not None)
         if self._policy.diagnose == "never" or not tellable or isinstance(self._judge.holder, Zero3Holder):
             return incident
-        guilty, text = ranks.rank if incident.rank is None else incident.rank, ""
+        guilty = ranks.rank if incident.rank is None else incident.rank
         if guilty == ranks.rank:
-            diagnosis, same_as = self._examined(incident, refusal)
-            if diagnosis is not None or same_as is not None:
-                text = json.dumps([diagnosis and diagnosis.to_json(), same_as])
-        if ranks.together:
-            text = ranks.share_text(text, guilty)
-        found, same_as = json.loads(text) if text else (None, None)
-        return replace(incident, diagnosis=None if found is None else Diagnosis.from_json(found), same_as=same_as)
+            try:
+                incident = self._examined(incident, refusal)
+            except Exception:  # the other ranks wait below
+                log.debug("nanproof: a refused step could not be examined", exc_info=True)
+        return shared(ranks, incident, guilty) if ranks.together else incident
 
-    def _examined(self, incident: Incident, refusal: Refusal) -> tuple[Diagnosis | None, int | None]:
+    def _examined(self, incident: Incident, refusal: Refusal) -> Incident:
         calls = refusal.attempt.calls
         which = incident.micro_batch or 0
         call = calls[which][0] if which < len(calls) and calls[which] else None
         if call is None:
-            return None, None
-        like = fingerprint(incident, bad_tensors([(call["args"], call["kwargs"])]))
+            return incident
+        data = BadData.of([(call["args"], call["kwargs"])])
+        incident = replace(incident, bad_samples=data.samples)
+        like = fingerprint(incident, data.names)
         known = self._known.like(like)
         if known and self._policy.diagnose != "always":
-            return None, next(iter(known.values()))
+            return replace(incident, same_as=next(iter(known.values())))
         if not self._known.affordable and self._policy.diagnose != "always":
-            return None, None
+            return incident
         with self._known.timed():
             diagnosis = self._diagnosis(call)
         self._known.learn(like, "", incident.step, diagnosis)
-        return (None if diagnosis is None or diagnosis.cause in ("none", "unknown") else diagnosis), None
+        named = diagnosis is not None and diagnosis.cause not in ("none", "unknown")
+        return replace(incident, diagnosis=diagnosis if named else None)
 
     def _diagnosis(self, call: Any) -> Diagnosis | None:
         try:

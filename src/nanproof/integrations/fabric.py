@@ -140,10 +140,10 @@ class _FabricLoop:
         _Desk.of(self.fabric).loops.append(self)
 
     def _let_go(self) -> None:
+        """The recorder stays: steps that are held are still run again."""
         self._setups.undo()
         if self._recorder is not None:
             self._recorder.close()
-            self._recorder = None
             _Desk.of(self.fabric).leave(self)
 
     def _again(self, model: nn.Module, call: Any) -> Tensor:

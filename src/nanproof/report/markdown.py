@@ -29,10 +29,10 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
 
 
 def markdown(run: Run) -> str:
-    """The whole text. Of the incidents there are as many as there is room for: the first of each cause."""
-    first: dict[str, Group] = {}
+    """The whole text. Of the incidents there are as many as there is room for: the first of each cause and action."""
+    first: dict[tuple[str, str], Group] = {}
     for group in alike(run.incidents):
-        name = cause(run.incidents[group.origin])
+        name = cause(run.incidents[group.origin]), _of(run, group).action
         there = first.get(name)
         if there is None or (_of(run, there).diagnosis is None and _of(run, group).diagnosis is not None):
             first[name] = group

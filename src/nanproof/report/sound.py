@@ -21,8 +21,10 @@ def check_incident(incident: Incident) -> None:
     _need(all(text is None or isinstance(text, str) for text in texts))
     _need(all(step is None or _is_step(step) for step in (incident.restored_step, incident.same_as)))
     _need(all(_whole(x) and x >= 0 for x in (incident.stepped_over, incident.attempt, incident.cap_count)))
+    _need(incident.cap_limit is None or type(incident.cap_limit) in (int, float))
     _need(_all(incident.undone, str))
-    _need(all(isinstance(found, tuple) and all(map(_whole, found)) for found in (incident.left_out, incident.quarantined)))
+    listed = incident.left_out, incident.quarantined, incident.bad_samples
+    _need(all(isinstance(found, tuple) and all(map(_whole, found)) for found in listed))
     if incident.diagnosis is not None:
         _check_diagnosis(incident.diagnosis)
 
