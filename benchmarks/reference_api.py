@@ -121,6 +121,9 @@ SHOWN_AS = {f"nanproof.integrations.{name}": "nanproof.integrations.transformers
 SHOWN_AS["nanproof.core.terms"] = "nanproof.numerics.losses"
 SHOWN_AS |= {f"nanproof.numerics.{name}": "nanproof.numerics.generation" for name in ("temperature", "logit_rows")}
 """Where users import from, if not from where it is written."""
+INHERITED = {"Face": "nanproof.core.tell"}
+"""Base classes whose properties are described with the class that has them."""
+
 Node = ast.ClassDef | ast.FunctionDef
 
 
@@ -225,6 +228,10 @@ def _attributes(init: ast.FunctionDef) -> Iterator[tuple[str, str, str]]:
 
 
 def _properties(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    for base in map(ast.unparse, node.bases):
+        shared = _find(INHERITED[base], base) if base in INHERITED else None
+        if isinstance(shared, ast.ClassDef):
+            yield from _properties(shared)
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and _is_public(method) and _is_property(method):
             kind = "" if method.returns is None else ast.unparse(method.returns)

@@ -1463,7 +1463,7 @@ def test_bad_use_gets_a_clear_error(tmp_path):
         guarded(model, optimizer, loss_fn=lambda m, b: m(b[0]).squeeze(-1)).train_step(batches(1)[0])
     with pytest.raises(nanproof.UsageError, match="must be a tensor, not float"):
         guarded(model, optimizer).backward(1.0)
-    with pytest.raises(nanproof.UsageError, match="no optimizer"):
+    with pytest.raises(nanproof.UsageError, match="not an optimizer"):
         nanproof.Guard(model, model.parameters())
     with pytest.raises(nanproof.UnsupportedError, match="LBFGS"):
         nanproof.Guard(model, torch.optim.LBFGS(model.parameters()))

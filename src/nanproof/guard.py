@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from nanproof.assembly import assemble
 from nanproof.core.checks import OwnLoop, check_arguments, check_scalar
-from nanproof.core.tell import Account
+from nanproof.core.tell import Account, Face
 from nanproof.errors import UsageError
 from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
-from nanproof.records import Forecast, Incident, StepRecord
 from nanproof.recover.checkpoints import Checkpoints
 
 
-class Guard:
+class Guard(Face):
     """Replaces clip_grad_norm_ and optimizer.step() in a training loop, and refuses the steps that
     would do harm.
 
@@ -59,12 +58,12 @@ class Guard:
         """
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
         self.policy = policy if policy is not None else Policy()
-        self._account = Account.of(self.policy)
+        self.account = Account.of(self.policy)
         made = assemble(
             model,
             optimizer,
             policy=self.policy,
-            account=self._account,
+            account=self.account,
             loss_fn=loss_fn,
             max_norm=max_norm,
             scaler=scaler,
@@ -83,25 +82,10 @@ class Guard:
         no wait is added for them."""
 
     @property
-    def incidents(self) -> list[Incident]:
-        """Everything that went wrong so far, in the order it was found."""
-        return self._account.incidents
-
-    @property
-    def forecasts(self) -> list[Forecast]:
-        """What was predicted so far; with `observe` only."""
-        return self._account.forecasts
-
-    @property
     def path(self) -> str:
         """ "device", perhaps with a note, or "host: " and why the verdict has to be read on the
         host each step."""
         return self.engine.judge.path
-
-    @property
-    def history(self) -> list[StepRecord]:
-        """Records of the last steps whose verdicts have reached the host, oldest first."""
-        return list(self._account.history)
 
     @property
     def next_step(self) -> int:

@@ -226,6 +226,11 @@ class Diagnosis:
     verified: bool = False
     alternatives: tuple[str, ...] = ()
 
+    @property
+    def named(self) -> bool:
+        """Whether a cause was named."""
+        return self.cause not in ("unknown", "none")
+
     def __str__(self) -> str:
         return wording.diagnosis(self)
 

@@ -44,7 +44,7 @@ def outcome(incident: Incident) -> str:
     if incident.quarantined:
         parts.append(f"quarantined dataset index {few(incident.quarantined)}")
     if incident.action == "salvaged":
-        rest = f"sample {few(incident.left_out)} of the batch" if incident.left_out else f"micro-batch {incident.micro_batch}"
+        rest = f"{samples(incident.left_out)} of the batch" if incident.left_out else f"micro-batch {incident.micro_batch}"
         parts.append(f"took the step without {rest}")
     if incident.cap is not None:
         parts.append(cap(incident))
@@ -80,9 +80,9 @@ def verdicts(on_device: bool, note: str) -> str:
 def again(incident: Incident, times: int) -> str:
     """One line for an incident like an earlier one, which was diagnosed. `times`: how many there are, this one included."""
     more = "once more" if times == 1 else f"{times} more times"
-    samples = f"sample {few(incident.bad_samples)} of the batch is not finite" if incident.bad_samples else ""
+    bad = f"not finite: {samples(incident.bad_samples)} of the batch" if incident.bad_samples else ""
     text = f"step {incident.step}: {incident.kind}, {incident.action}: as at step {incident.same_as}, {more}"
-    return "; ".join(filter(None, (text, samples, outcome(incident))))
+    return "; ".join(filter(None, (text, bad, outcome(incident))))
 
 
 def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bool) -> str:
@@ -203,6 +203,10 @@ def rows_not_sampled(rows: Sequence[int], total: int, where: str, first: object 
 def few(numbers: Sequence[int], most: int = 4) -> str:
     """The first numbers, and how many more there are."""
     return _first(list(map(str, numbers)), most)
+
+
+def samples(numbers: Sequence[int]) -> str:
+    return f"sample{'s' if len(numbers) > 1 else ''} {few(numbers)}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

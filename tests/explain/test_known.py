@@ -119,7 +119,7 @@ def test_a_repeat_names_its_own_samples(caplog):
     """The cause is the same; the sample need not be."""
     first, again = run([BAD_X, "x3"])
     assert (first.bad_samples, again.bad_samples, again.same_as) == ((1,), (3,), 0)
-    assert "as at step 0, once more; sample 3 of the batch is not finite" in caplog.text
+    assert "as at step 0, once more; not finite: sample 3 of the batch" in caplog.text
 
 
 def test_a_batch_that_cannot_be_looked_at_is_no_reason_to_die():
@@ -195,7 +195,7 @@ def test_the_share_is_of_the_time_of_the_run(monkeypatch):
     """10 s of diagnoses fit into 5 % of 200 s, not of 199 s."""
     now = [0.0]
     monkeypatch.setattr("nanproof.explain.known.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(knowing, "ALWAYS", 1)
+    monkeypatch.setattr(knowing, "ALWAYS", 0)
     known = Known(Policy(diagnose_share=0.05))
     with pytest.raises(ZeroDivisionError), known.timed():  # one that fails has cost its time too
         now[0] = 10.0
@@ -264,10 +264,22 @@ def test_bad_data_is_named():
 
 
 def test_what_was_learned():
+    """By fingerprint and origin; what names nothing is not repeated, and uses nothing up."""
     known, like = Known(Policy()), ("a",)
     named, unknown = Diagnosis(cause="log-of-zero", confidence=1.0), Diagnosis(cause="unknown", confidence=0.0)
-    assert [known.learn(like, "", step, found) for step, found in enumerate([unknown, unknown, None])] == [True, False, False]
+
+    def diagnosed(step, found, origin="", **how):
+        incident = Incident(step=step, kind="nonfinite-loss", action="skipped")
+        made = known.diagnose(incident, like, lambda: (found, origin), origin=lambda: origin, **how)
+        return made.diagnosis, made.same_as
+
+    assert [diagnosed(step, found)[0] for step, found in enumerate([unknown, unknown, None])] == [unknown, None, None]
     assert known.like(like) == {}
-    assert all(known.learn(like, origin, step, named) for step, origin in [(4, "head"), (5, "head"), (6, "tail")])
+    assert [diagnosed(step, named, origin) for step, origin in [(4, "head"), (5, "head"), (6, "tail")]] == [
+        (named, None),
+        (None, 4),
+        (named, None),
+    ]
     assert known.like(like) == {"head": 4, "tail": 6} and known.like(("b",)) == {}
-    assert known.learn(like, "", 7, unknown)  # news again, after one that was named
+    assert diagnosed(7, unknown, "elsewhere") == (unknown, None)  # news again, after one that was named
+    assert diagnosed(8, named, "head", every=True) == (named, 4)

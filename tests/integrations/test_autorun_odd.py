@@ -126,7 +126,7 @@ def test_the_summary_tells_what_is_the_same_once(tmp_path):
     live = [line for line in done.stderr.splitlines() if line.startswith("nanproof: step ")]
     assert [line.split(":")[1] for line in live] == [f" step {i}" for i in range(2, 8)]
     assert "micro-batch 1. cause: nonfinite-batch" in live[0] and "in args[0] of Encoder, sample 3" in live[0]
-    bad = "sample 3 of the batch is not finite"
+    bad = "not finite: sample 3 of the batch"
     more = ["once more", *(f"{i} more times" for i in range(2, 6))]
     assert live[1:] == [
         f"nanproof: step {3 + i}: nonfinite-loss, skipped: as at step 2, {text}; {bad}" for i, text in enumerate(more)

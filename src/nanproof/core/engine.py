@@ -58,21 +58,20 @@ def part_of(loss_fn: LossFn, loss: Tensor, parts: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The loop that an engine serves, and what it can do."""
+    """What an engine needs to know of the loop it serves."""
 
     begins: bool = False
-    """It says when a step begins (`begin`). A loop that does not only calls `step`."""
+    """It calls `begin` before a step. A loop that does not only calls `step`."""
     goes_back: bool = True
     """Its count of steps goes back when the state does; a trainer's goes on."""
     ranks_differ: bool = False
-    """Whether a step can be run again may differ from rank to rank: they are asked once it was
-    refused."""
+    """Ranks may differ in whether a step can be run again. The engine asks them once it was refused."""
     opens_fixes: bool = False
     """The fixes of a healed run are open from before a step's first forward to its `step`. Only for
     a loop in which nothing that is open as a forward begins (autocast) closes before the step is
     taken."""
     why_not_again: str = WHY_NOT_AGAIN
-    """Said of a refused step that cannot be run again."""
+    """Why a refused step cannot be run again."""
 
 
 @dataclass(slots=True)
@@ -189,7 +188,7 @@ class Engine:
         return seed
 
     def backward_ended(self) -> None:
-        """What the loop writes into the gradients from now on, running the step again would not."""
+        """A backward pass is over. Whatever writes into the gradients from now on is not part of a replay."""
         self._gradients = gradients_now(self.trained) if self.judge.lag and self.open else None
 
     def drop_loss(self) -> None:
@@ -199,8 +198,8 @@ class Engine:
             del self._open.calls[-1:]
 
     def remark(self, read: Callable[[], Remark]) -> bool:
-        """Of the micro-batch under way: what the incident should say if its step is refused; asked
-        only then. False where no step is under way."""
+        """Add a sentence about the micro-batch under way, read only if its step is refused. Return
+        False if no step is under way."""
         attempt = self._open or self._running
         if attempt is not None:
             attempt.remarks.append(read)
@@ -226,8 +225,7 @@ class Engine:
         return attempt.report.total
 
     def refused_at_once(self) -> bool:
-        """Whether the step just taken was refused, where that is known already: not where verdicts
-        come late."""
+        """Return whether the step just taken was refused. False if its verdict has not arrived."""
         report = None if self._taken is None else self._taken.report
         return report is not None and not self.judge.lag and report.read().refused
 
@@ -258,8 +256,8 @@ class Engine:
             self._give_up()
 
     def raised(self, error: BaseException) -> None:
-        """The loop's forward or backward raised: tell what it was, and drop the step."""
-        self._close_fixes()  # finding out what it was opens them itself
+        """The loop's forward or backward raised: report it and drop the step."""
+        self._close_fixes()  # the replay opens them itself
         attempt = self._open
         if attempt is not None:
             self._exception(attempt, error)
@@ -478,7 +476,7 @@ class Engine:
             attempt.batches = tuple(attempt.aside)
 
     def _found(self, finding: Finding | None) -> bool:
-        """A spike turned out to be something. Says whether the run went back because of it."""
+        """Handle a spike that turned out to be an incident. Return whether the run went back."""
         if finding is None:
             return False
         incident = from_finding(finding, self.account.history)
@@ -494,8 +492,8 @@ class Engine:
             self._resolve(self._matter("state", incident))
 
     def _exception(self, attempt: Attempt, error: BaseException) -> bool:
-        """Tell what was raised inside a step. Says whether it was healed: then the step can be run
-        again."""
+        """Report an exception raised inside a step. Return whether it was healed, so that the step
+        can be run again."""
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             return False
         seen = f"{type(error).__name__}: {error}"
@@ -513,8 +511,8 @@ class Engine:
         return matter.incident.action == "healed"
 
     def _settle(self, matter: _Matter) -> None:
-        """Take in the steps under way before a fix that may change what they are made of. Where the run went back or is
-        halted because of them, there is nothing left to fix."""
+        """Consume the steps under way before a fix, which may change their weights. If they send the
+        run back or halt it, there is nothing left to fix."""
         backs = self.recovery.backs
         try:
             while self.under_way.pending:
@@ -526,9 +524,8 @@ class Engine:
             matter.case = None
 
     def sampled(self, incident: Incident, cap: str | None) -> bool:
-        """Rows of a generation could not be sampled. `cap`: the limit that was reached by that, if
-        any. Says whether the run went back, on all ranks: then there is something to sample
-        again."""
+        """Handle rows of a generation that could not be sampled. `cap`: the limit that this
+        reached, if any. Return whether the run went back, alike on all ranks."""
         if cap is not None:
             self.abandon()
             self.sync()
@@ -558,7 +555,7 @@ class Engine:
         return matter
 
     def _resolve(self, matter: _Matter) -> bool:
-        """Decide about an incident and carry it out, until a decision holds. Says whether the run
+        """Decide about an incident and carry it out, until a decision holds. Return whether the run
         went back."""
         while True:
             decision = decide(matter.situation, self.policy)
@@ -573,13 +570,13 @@ class Engine:
                 break
         if matter.went_back:
             self._forget_since(self.next_step)
-            while self._waiting:  # what they were to be healed of is undone
+            while self._waiting:  # the state they were about to heal is gone
                 self.tell.incident(self._waiting.popleft().incident)
         self.tell.incident(matter.incident)
         return matter.went_back
 
     def _carry_out(self, decision: Decision, matter: _Matter) -> bool:
-        """Do what was decided. False where it could not be done: then the situation says so."""
+        """Carry out a decision. Return False, and update the situation, if that is not possible."""
         match decision:
             case Accept():
                 return True
@@ -616,8 +613,8 @@ class Engine:
         return True
 
     def _separable(self, matter: _Matter) -> tuple[int, ...] | None:
-        """The samples that alone may be to blame, where the step could be taken, or they could be
-        quarantined, without them."""
+        """Return the samples that may be to blame on their own, if the step could be salvaged or they
+        could be quarantined."""
         attempt, incident, ranks = matter.attempt, matter.incident, self.judge.ranks
         if attempt is None or attempt.batches is None or self.loss_fn is None:
             return None
@@ -680,14 +677,14 @@ class Engine:
         if matter.situation.trouble != "divergence" or not self.healer.on:
             return True
         if matter.record is not None and (matter.incident.diagnosis is None or not matter.incident.diagnosis.verified):
-            # On the weights of before, what would help can be tried; on those of a run that has diverged it hardly can.
+            # A fix can be tried on the good weights. On those of a run that has diverged, it hardly can.
             matter.incident = self.explainer.found(matter.incident, matter.record, self.account.history)
             matter.case = self.explainer.hand_over()
         matter.situation = replace(matter.situation, may_go_back=False)
         return False
 
     def _halt(self, cap: str, matter: _Matter) -> NoReturn:
-        """Tell why, and raise `TrainingHalted`."""
+        """Report the incident and raise `TrainingHalted`."""
         situation, incident = matter.situation, matter.incident
         if situation.trouble == "step":
             self.caps.refused()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanproof import __version__
+from nanproof.core.optimizers import members_of
 from nanproof.policy import Policy
 
 FRAMEWORKS = ("transformers", "trl", "peft", "accelerate", "lightning", "pytorch_lightning", "deepspeed")
@@ -65,7 +66,7 @@ def about(
         "parameters": sum(p.numel() for p in tensors),
         "trainable": sum(p.numel() for p in tensors if p.requires_grad),
         "dtypes": dtypes,
-        "optimizer": ", ".join(type(each).__name__ for each in getattr(optimizer, "members", (optimizer,))),
+        "optimizer": ", ".join(type(each).__name__ for each in members_of(optimizer)),
         "path": path,
         "max_norm": str(max_norm) if isinstance(max_norm, float) and not math.isfinite(max_norm) else max_norm,
         "loss_scale": scaled,

@@ -76,7 +76,7 @@ class BufferKeeper:
 
     @property
     def in_step(self) -> bool:
-        """A step has begun, and the buffers of before it are kept."""
+        """Whether a step has begun and the buffers from before it are kept."""
         return self._in_step
 
     def refresh(self) -> None:

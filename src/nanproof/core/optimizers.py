@@ -7,7 +7,6 @@ without asking the host. The combinations in which it is not exact are listed in
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "zero_grad")):
         raise UsageError(
-            f"Guard(optimizer={type(optimizer).__name__}): this is no optimizer; pass an object with param_groups, state, "
+            f"Guard(optimizer={type(optimizer).__name__}): this is not an optimizer; pass an object with param_groups, state, "
             "step() and zero_grad(), such as torch.optim.AdamW(model.parameters())"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -41,15 +40,20 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
+def members_of(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that one step is made of."""
+    return optimizer.members if isinstance(optimizer, Several) else (optimizer,)
+
+
 class Several:
     """Several optimizers over one model, as one: all of them take a step, or none does."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.members = tuple(bare_optimizer(optimizer) for optimizer in optimizers)
-        counts = Counter(id(p) for group in self.param_groups for p in group["params"])
-        if not self.members or max(counts.values(), default=0) > 1:
-            if not self.members:
-                raise UsageError("Guard(optimizer=[]): the list is empty; give at least one optimizer")
+        if not self.members:
+            raise UsageError("Guard(optimizer=[]): the list is empty; give at least one optimizer")
+        ids = [id(p) for group in self.param_groups for p in group["params"]]
+        if len(set(ids)) < len(ids):
             raise UsageError("Guard(optimizer=[...]): a parameter is in two optimizers; give each parameter to one of them")
         self.state = _States(self.members)
         self.defaults: dict[str, Any] = {}
@@ -176,7 +180,7 @@ class HostPath:
     on_device = False
 
     def __init__(self, optimizer: Optimizer | Several, why: str, note: str = "") -> None:
-        """`note`: the reason without the names of settings, for who made none."""
+        """`note`: the reason without the names of settings, for users who made none."""
         self.optimizer = optimizer
         self.note = note or why
         self.description = f"host: {why}"
@@ -204,11 +208,8 @@ Path = DevicePath | DevicePaths | HostPath
 def choose_path(model: nn.Module, optimizer: Any, switch: bool = True) -> Path:
     """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused. Of several
     optimizers, all take it, or none."""
-    members = getattr(optimizer, "members", (optimizer,))
-    notes = [note for member in members if (note := _unfused(member)) is not None]
-    on_host = [found for member in members if (found := _host(model, member, switch)) is not None]
-    if notes:
-        return HostPath(optimizer, notes[0])
+    members = members_of(optimizer)
+    on_host = [why for member in members if (why := _unfused(member) or _host(model, member, switch)) is not None]
     if on_host:
         return HostPath(optimizer, *on_host[0])
     paths = [DevicePath(member, "" if _all_fused(member) else f"{type(member).__name__} switched to fused") for member in members]
@@ -219,18 +220,18 @@ def _all_fused(optimizer: Optimizer) -> bool:
     return all(group["fused"] for group in optimizer.param_groups)
 
 
-def _unfused(optimizer: Optimizer) -> str | None:
-    """Take an optimizer off the fused kernel where that is wrong; says so."""
+def _unfused(optimizer: Optimizer) -> tuple[str] | None:
+    """Switch an optimizer off the fused kernel where that computes wrong updates; return that reason."""
     if not _fused_is_wrong(optimizer, asked=True):
         return None
     for group in (*optimizer.param_groups, optimizer.defaults):
         group["fused"] = False
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    return "torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach"
+    return ("torch's fused SGD computes wrong updates of half-precision weights on CPU; switched to foreach",)
 
 
 def _host(model: nn.Module, optimizer: Optimizer, switch: bool) -> tuple[str, str] | None:
-    """Why an optimizer takes the host path, with and without the names of settings; None where it need not. Changes nothing."""
+    """Return why an optimizer takes the host path, with and without the names of settings; None if it need not."""
     why = _obstacle(model, Parameters(model, optimizer), optimizer)
     if why:
         return why, why

@@ -22,7 +22,7 @@ from nanproof.core.evidence import Gradients
 from nanproof.core.judge import Judge, Norms, Report
 from nanproof.core.keepers import BufferKeeper, WeightKeeper
 from nanproof.core.kernels import Kernels
-from nanproof.core.optimizers import HostPath, choose_path
+from nanproof.core.optimizers import HostPath, choose_path, members_of
 from nanproof.core.parameters import Parameters, is_dtensor, nonfinite, state_tensors
 from nanproof.core.ranks import Ranks
 from nanproof.core.scaling import LossScale
@@ -74,7 +74,7 @@ class Stepper(Judge):
         written."""
         self._by_step = False
         """It was a step that left it so."""
-        guarded.update(getattr(optimizer, "members", (optimizer,)))
+        guarded.update(members_of(optimizer))
         self._probe = self._watch_one_gradient()
         self._note_left()
         self._unreduced = self.ranks.unreduced(self.parameters)

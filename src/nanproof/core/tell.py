@@ -49,6 +49,27 @@ class Account:
             self.history.pop()
 
 
+class Face:
+    """What `Guard` and `ProtectedRun` show of a run alike."""
+
+    account: Account
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Everything that went wrong so far, in the order it was found."""
+        return self.account.incidents
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """What was predicted so far; with `observe` only."""
+        return self.account.forecasts
+
+    @property
+    def history(self) -> list[StepRecord]:
+        """Records of the last steps whose verdicts have reached the host, oldest first."""
+        return list(self.account.history)
+
+
 class Teller:
     """Writes an account, its journal and the log."""
 

@@ -199,19 +199,20 @@ class Examiner(Explainer):
             return None
         if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate"):
             return None
-        diagnosis, _ = self._diagnosed(
-            lambda: self._case(
-                kind,
-                moment,
-                record=signal.details.get("record", record),
-                history=history,
-                signal=signal.name,
-                details=dict(signal.details),
+        with self._known.timed():
+            diagnosis, _ = self._diagnosed(
+                lambda: self._case(
+                    kind,
+                    moment,
+                    record=signal.details.get("record", record),
+                    history=history,
+                    signal=signal.name,
+                    details=dict(signal.details),
+                )
             )
-        )
         if diagnosis is None:
             return None
-        found = diagnosis.cause != "unknown" and (diagnosis.verified or diagnosis.confidence >= 0.9)
+        found = diagnosis.named and (diagnosis.verified or diagnosis.confidence >= 0.9)
         if signal.details.get("solved"):
             found = diagnosis.cause == "zero-advantage" and diagnosis.verified
         elif signal.name in ("huge-gradients", "dead-parameters"):
@@ -259,9 +260,9 @@ class Examiner(Explainer):
 
     def rehearse(self, attempt: Attempt) -> Gradients | None:
         stepper, ranks = self._stepper, self._stepper.ranks
-        if self._loss_fn is None or attempt.batches is None:
+        moment = _moment(attempt)
+        if self._loss_fn is None or moment is None:
             return None
-        moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)  # type: ignore[arg-type]
         replay = self._replay(moment, self._loss_fn, ranks=ranks, eagerly=False)
         found: list[Gradients] = []
         bad = ActivationGradients()
@@ -282,9 +283,7 @@ class Examiner(Explainer):
         attempt, record = refusal.attempt, refusal.record
         self.recorder.drop(attempt.step)
         self._looks.pop(attempt.step, None)
-        moment = None
-        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
-            moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
+        moment = _moment(attempt)
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
@@ -337,32 +336,20 @@ class Examiner(Explainer):
         return incident
 
     def _diagnosed_if_new(self, incident: Incident, like: Fingerprint, make: Callable[[], Case], look: bool = False) -> Incident:
-        """The incident with its diagnosis, with the step of an earlier one like it, or with both where every one is
-        diagnosed. `look`: where the trouble begins tells two of them apart."""
-        every, known = self._every(incident.kind), self._known.like(like)
-        if known and not every:
-            origin = self._origin(make) if look and any(known) else ""
-            if origin is None:
-                return incident  # it may have begun elsewhere
-            step = known.get(origin) if origin else next(iter(known.values()))
-            if step is not None:
-                return replace(incident, same_as=step)
-        if not (every or self._known.affordable):
+        """Return the incident with its diagnosis, or with the step of an earlier one like it.
+        `look`: only where the trouble begins tells two of them apart."""
+        if not self._asked:
             return incident
         self._kinds.add(incident.kind)
-        diagnosis, origin = self._diagnosed(make)
-        same_as = known.get(origin) if self._policy.diagnose == "new" else None
-        new = self._known.learn(like, origin, incident.step, diagnosis)
-        named = diagnosis is not None and diagnosis.cause not in ("unknown", "none")
-        return replace(incident, diagnosis=diagnosis if new or every else None, same_as=same_as if named else None)
+        origin = (lambda: self._origin(make)) if look else None
+        return self._known.diagnose(
+            incident, like, lambda: self._diagnosed(make), origin=origin, every=self._every(incident.kind)
+        )
 
-    def _origin(self, make: Callable[[], Case]) -> str | None:
-        """Where the trouble of a step begins; None where that cannot be afforded."""
-        if not self._known.affordable:
-            return None
+    def _origin(self, make: Callable[[], Case]) -> str:
+        """Return where the trouble of a step begins."""
         try:
-            with self._known.timed(diagnosis=False):
-                return _origin(make())
+            return _origin(make())
         except Exception:
             log.debug("nanproof: the origin of an incident could not be found", exc_info=True)
             return "unknown"
@@ -379,8 +366,6 @@ class Examiner(Explainer):
         moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
         near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
         details = {"update": max(near)} if near else {}
-        if not self._asked:
-            return incident
         return self._diagnosed_if_new(
             incident,
             fingerprint(incident),
@@ -391,9 +376,7 @@ class Examiner(Explainer):
         if not self._asked or not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
             return incident
         self.recorder.drop(attempt.step)
-        moment = None
-        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
-            moment = Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
+        moment = _moment(attempt)
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         like = fingerprint(incident, type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
         incident = self._diagnosed_if_new(incident, like, lambda: self._case("exception", moment, history=history, error=error))
@@ -401,8 +384,6 @@ class Examiner(Explainer):
 
     def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)
-        if not self._asked:
-            return incident
         return self._diagnosed_if_new(
             incident,
             fingerprint(incident, "close"),
@@ -503,11 +484,10 @@ class Examiner(Explainer):
 
         self._last, origin = None, ""
         try:
-            with self._known.timed():
-                case = make()
-                diagnosis = explain(case)
-                self._last = case if self._policy.heal else None
-                origin = _origin(case)
+            case = make()
+            diagnosis = explain(case)
+            self._last = case if self._policy.heal else None
+            origin = _origin(case)
         except Exception as error:
             log.debug("nanproof: a diagnosis failed", exc_info=True)
             text = f"the diagnosis itself failed: {type(error).__name__}: {error}"[:300]
@@ -529,6 +509,13 @@ def _origin(case: Case) -> str:
         return bad[0].path
     birth = case.birth
     return "" if birth is None else f"{birth.op.path}: {birth.op.name} at {birth.op.source}"
+
+
+def _moment(attempt: Attempt) -> Moment | None:
+    """What a step was run on; None where it cannot be run again."""
+    if attempt.batches is None or attempt.random is None or attempt.mode is None:
+        return None
+    return Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
 
 
 def _calls(attempt: Attempt, micro_batch: int | None) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,18 +43,18 @@ def _class(loss: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BadData:
-    """What of a step's batches holds a NaN or an Inf."""
+    """The part of a step's batches that is NaN or Inf."""
 
     names: tuple[str, ...] = ()
     samples: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> BadData:
-        """One pass over the batch: for failures."""
+        """Look through the batches of a failed step."""
         found = []
         for batch in batches:
             named = ((name, t) for name, t in tensors_in(batch) if t.layout is torch.strided and not is_dtensor(t))
-            with suppress(RuntimeError):  # dtypes of one byte cannot be asked
+            with suppress(RuntimeError):  # torch cannot tell whether an fp8 is finite
                 found += bad_in_batch(batch, [(name, t) for name, t in named if t.element_size() > 1])
         samples = sorted({i for bad in found for i in bad.samples})
         return cls(tuple(bad.name for bad in found), tuple(samples))
@@ -78,26 +78,54 @@ class Known:
         share = self._policy.diagnose_share * (time.perf_counter() - self._began)
         return self._made < ALWAYS or self._spent <= share
 
-    def like(self, incident: Fingerprint) -> dict[str, int]:
-        """The steps of the first incidents with this fingerprint, by where they began."""
-        return self._steps.get(incident, {})
+    def like(self, fingerprint: Fingerprint) -> dict[str, int]:
+        """Return the steps of the first incidents with this fingerprint, by where they began."""
+        return self._steps.get(fingerprint, {})
 
-    def learn(self, incident: Fingerprint, origin: str, step: int, diagnosis: Diagnosis | None) -> bool:
-        """Remember a diagnosis. Says whether there is anything new in it: a second one that names
-        nothing is not."""
-        if diagnosis is not None and diagnosis.cause not in ("unknown", "none"):
-            self._steps.setdefault(incident, {}).setdefault(origin, step)
-            self._unnamed.discard(incident)
-            return True
-        new = incident not in self._unnamed
-        self._unnamed.add(incident)
-        return new
+    def diagnose(
+        self,
+        incident: Incident,
+        fingerprint: Fingerprint,
+        explain: Callable[[], tuple[Diagnosis | None, str]],
+        *,
+        origin: Callable[[], str] | None = None,
+        every: bool = False,
+    ) -> Incident:
+        """Return the incident with its diagnosis, or with the step of an earlier one like it.
+
+        Args:
+            explain: diagnoses it; returns where the trouble begins, too.
+            origin: finds only where it begins, where that is what tells two incidents apart.
+            every: diagnose it in any case, whatever it costs.
+        """
+        known = self.like(fingerprint)
+        if known and not every:
+            if origin is None or not any(known):
+                return replace(incident, same_as=next(iter(known.values())))
+            if not self.affordable:
+                return incident  # it may have begun elsewhere
+            with self.timed():
+                step = known.get(origin())
+            if step is not None:
+                return replace(incident, same_as=step)
+        if not (every or self.affordable):
+            return incident
+        self._made += 1
+        with self.timed():
+            diagnosis, began = explain()
+        same_as = known.get(began) if self._policy.diagnose == "new" else None
+        if diagnosis is not None and diagnosis.named:
+            self._steps.setdefault(fingerprint, {}).setdefault(began, incident.step)
+            self._unnamed.discard(fingerprint)
+            return replace(incident, diagnosis=diagnosis, same_as=same_as)
+        repeated = fingerprint in self._unnamed
+        self._unnamed.add(fingerprint)
+        return replace(incident, diagnosis=None if repeated and not every else diagnosis)
 
     @contextmanager
-    def timed(self, diagnosis: bool = True) -> Iterator[None]:
-        """Open this around a diagnosis, or around a look that only tells whether one is due."""
+    def timed(self) -> Iterator[None]:
+        """Open this around whatever runs a step again: its time counts."""
         start = time.perf_counter()
-        self._made += diagnosis
         try:
             yield
         finally:

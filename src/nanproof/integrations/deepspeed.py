@@ -12,7 +12,7 @@ so there is no other way to keep it from stepping. Under ZeRO they stand in for 
 and all_reduce.
 
 A refused step leaves weights, fp32 masters, moments, step counts and schedule as they were. fp16's
-dynamic loss scaling stays DeepSpeed's: an overflow that calibrates it is no incident. A step cannot
+dynamic loss scaling stays DeepSpeed's: an overflow that calibrates it is not an incident. A step cannot
 be run again, so nothing is salvaged or healed; the cause is looked for on a copy of the module, on
 the rank whose loss or gradient was bad.
 """
@@ -334,17 +334,12 @@ class _OnACopy(Explainer):
             return incident
         data = BadData.of([(call["args"], call["kwargs"])])
         incident = replace(incident, bad_samples=data.samples)
-        like = fingerprint(incident, data.names)
-        known = self._known.like(like)
-        if known and self._policy.diagnose != "always":
-            return replace(incident, same_as=next(iter(known.values())))
-        if not self._known.affordable and self._policy.diagnose != "always":
-            return incident
-        with self._known.timed():
-            diagnosis = self._diagnosis(call)
-        self._known.learn(like, "", incident.step, diagnosis)
-        named = diagnosis is not None and diagnosis.cause not in ("none", "unknown")
-        return replace(incident, diagnosis=diagnosis if named else None)
+        return self._known.diagnose(
+            incident,
+            fingerprint(incident, data.names),
+            lambda: (self._diagnosis(call), ""),
+            every=self._policy.diagnose == "always",
+        )
 
     def _diagnosis(self, call: Any) -> Diagnosis | None:
         try:
@@ -352,7 +347,8 @@ class _OnACopy(Explainer):
             module = copy.deepcopy(self._judge.model)
             with torch.no_grad():
                 call_again(module, call)  # it raises where the engine does something around its module that is not known here
-            return diagnose(module, call_again, call, seconds=self._policy.diagnose_seconds)
+            found = diagnose(module, call_again, call, seconds=self._policy.diagnose_seconds)
+            return found if found.named else None
         except Exception as error:
             log.warning("nanproof: the step could not be run again on a copy of the module: %r", error)
             return None

@@ -1,4 +1,4 @@
-"""Lightning's Fabric: a loop of one's own with `fabric.backward`, `fabric.clip_gradients` and
+"""Lightning's Fabric: your own loop with `fabric.backward`, `fabric.clip_gradients` and
 `optimizer.step()`, guarded.
 
 The loop stays as it is. Three methods are replaced on the Fabric object and its strategy:

@@ -299,7 +299,7 @@ class ManualSeam(Seam):
         self.norms[place] = guard.engine.step()
         guard.engine.end()
         if self._inside:
-            guard.engine.begin(UNKNOWN)  # here, not at its next backward: the buffers of before the forward are to be kept
+            guard.engine.begin(UNKNOWN)  # here, not at its next backward: the buffers from before the forward have to be kept
         return result
 
     def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

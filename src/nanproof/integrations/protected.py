@@ -25,12 +25,12 @@ from nanproof import wording
 from nanproof.assembly import Assembly, assemble
 from nanproof.core.counters import Counters
 from nanproof.core.engine import Engine, Loop
-from nanproof.core.tell import Account
+from nanproof.core.tell import Account, Face
 from nanproof.core.under_way import UNKNOWN, LossFn
 from nanproof.errors import UsageError
 from nanproof.observe.settings import Observe
 from nanproof.policy import Policy
-from nanproof.records import Forecast, Incident, StepRecord
+from nanproof.records import Incident
 from nanproof.recover.checkpoints import Checkpoints
 
 __all__ = ["UNKNOWN", "ProtectedRun"]
@@ -40,7 +40,7 @@ TRAINER = Loop(begins=True, goes_back=False)
 back."""
 
 
-class ProtectedRun:
+class ProtectedRun(Face):
     """A run that a trainer leads and nanproof guards. It begins with the trainer's loop; until then
     it has seen nothing."""
 
@@ -73,7 +73,7 @@ class ProtectedRun:
         self.refused_before = 0
         """Refused steps of the run before it was resumed."""
         self._checkpoints = checkpoints
-        self._account = Account.of(self.policy, incidents)
+        self.account = Account.of(self.policy, incidents)
         self._engine: Engine | None = None
         self._detach: list[Callable[[], object]] = []
 
@@ -83,8 +83,8 @@ class ProtectedRun:
             policy=self.policy, run_dir=self.run_dir, checkpoints=self._checkpoints, observe=self.observe, loop=self.loop
         )
         memo[id(self)] = other
-        mine = self._account
-        other._account = replace(
+        mine = self.account
+        other.account = replace(
             mine,
             history=deque(mine.history, mine.history.maxlen),
             incidents=list(mine.incidents),
@@ -95,21 +95,6 @@ class ProtectedRun:
         return other
 
     # -- what users see --------------------------------------------------------------------------------
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """Everything that went wrong so far, in the order it was found."""
-        return self._account.incidents
-
-    @property
-    def forecasts(self) -> list[Forecast]:
-        """What was predicted so far; with `observe` only."""
-        return self._account.forecasts
-
-    @property
-    def history(self) -> list[StepRecord]:
-        """Records of the last steps whose verdicts have reached the host, oldest first."""
-        return list(self._account.history)
 
     @property
     def path(self) -> str:
@@ -137,27 +122,22 @@ class ProtectedRun:
     def accepted_so_far(self) -> int:
         """Steps that were taken, of those that the host knows of: on CUDA it learns of one two
         steps later."""
-        return self._account.accepted
+        return self.account.accepted
 
     @property
     def refused_so_far(self) -> int:
         """Refused steps that the host knows of."""
-        return self._account.refused
+        return self.account.refused
 
     @property
     def refused_for_good(self) -> int:
         """Refused steps that could not be run again: after them no schedule went back."""
-        return self._account.refused_for_good
+        return self.account.refused_for_good
 
     @property
     def refused_in_all(self) -> int:
         """Refused steps of the run, also those from before it was resumed."""
-        return self.refused_before + self._account.refused
-
-    @property
-    def account(self) -> Account:
-        """What happened so far, for adapters that correct a trainer's own books."""
-        return self._account
+        return self.refused_before + self.account.refused
 
     @property
     def started(self) -> bool:
@@ -219,7 +199,7 @@ class ProtectedRun:
         """Go on where `state_dict` was taken. Load model and optimizer first."""
         self._started("load_state_dict").load_state_dict(state)
         # Apart from what this loop counts itself: by that schedules and averages are put right.
-        self.refused_before = int(state.get("refused", 0)) - self._account.refused
+        self.refused_before = int(state.get("refused", 0)) - self.account.refused
 
     def __repr__(self) -> str:
         counts = f"{self.accepted_so_far} steps taken, {self.refused_so_far} refused, {len(self.incidents)} incidents"
@@ -247,12 +227,12 @@ class ProtectedRun:
         """
         if self._engine is not None:
             self._engine.close()
-        self._account.forget_since(step)
+        self.account.forget_since(step)
         self.parts = assemble(
             model,
             optimizer,
             policy=self.policy,
-            account=self._account,
+            account=self.account,
             loss_fn=None if loss_fn is None else _Weighted(loss_fn),
             max_norm=max_norm,
             scaler=scaler,

@@ -3,13 +3,13 @@ nobody handed over its batch.
 
 A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own
 output (the output itself, its `loss`, one of its items), perhaps divided or multiplied by a number,
-the call says all that is needed: the arguments are the batch, and calling the model again is the
-loss function. Where the loss was made of something else, that is said, and the step cannot be run
-again.
+the call is all that is needed: the arguments are the batch, and calling the model again is the
+loss function. If the loss is made of something else, the step cannot be run again, and the incident
+says so.
 
-Whether that is so may differ from rank to rank, where a loss is put together from what a batch
-happens to hold. Ranks must not differ in what they do: one that runs a step again waits for the
-others. So they are asked, once a step was refused (`RECORDED`). Where verdicts come late (CUDA) it
+This may differ from rank to rank, if a loss is put together from what a batch happens to hold.
+Ranks must act alike, because one that runs a step again waits for the others. So the engine asks
+them once a step was refused (`RECORDED`). Where verdicts come late (CUDA) it
 is too late by then: steps behind the bad one were taken. There, and with a loss scale, several
 ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 """
@@ -50,7 +50,7 @@ class RootRecorder:
         """
         Args:
             model: the module that the loop calls, with all its wrappers.
-            begin: told of the batch just before each forward: `ProtectedRun.begin`.
+            begin: called with the batch just before each forward: `Engine.begin`.
         """
         self._model = weakref.ref(model)
         self.name = type(unwrap(model)).__name__
@@ -151,7 +151,7 @@ def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor
 def call_again(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a recorded call: a loss function for `nanproof replay` too."""
     if not isinstance(batch, Mapping) or not batch.get("loss"):
-        raise UsageError("call_again(): this is no recorded call of a model, or its loss was not the model's own")
+        raise UsageError("call_again(): this is not a recorded call of a model, or its loss was not the model's own")
     where, *ops = batch["loss"]
     output = model(*batch["args"], **batch["kwargs"])
     loss: Tensor = output if where is None else getattr(output, where[1:]) if str(where).startswith(".") else output[where]

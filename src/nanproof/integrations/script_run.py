@@ -200,9 +200,9 @@ class ScriptRun:
             self.guard.engine.begin(call)
 
     def before_backward(self, loss: Tensor, alone: bool) -> Tensor | None:
-        """Note the loss; returns what backward has to start from on several ranks. `alone`: there
-        is no other optimizer. Where there is one, and verdicts come late, a step taken again would
-        add to gradients that are that one's business."""
+        """Note the loss. Return the gradient that backward has to start from on several ranks.
+        `alone`: this is the only optimizer. With another one and late verdicts, running the step
+        again would add to gradients that belong to the other."""
         guard = self.guard
         if guard is None:
             return None

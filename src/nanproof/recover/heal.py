@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ HUGE = 1e3
 where nothing clips it."""
 MOST = 8
 """Remedies in force at the same time; a run that needs more of them needs a person."""
-_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -81,7 +80,7 @@ class Healer(contracts.Healer):
     def living(self, training: bool = True) -> AbstractContextManager[Any]:
         """Open around every forward and backward; nothing at all while no remedy is in force."""
         if not self.applied:
-            return _NOTHING
+            return super().living(training)
         stack = ExitStack()
         try:
             for treatment in self.applied:

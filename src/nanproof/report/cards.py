@@ -138,7 +138,7 @@ def bundle_of_any(run: Run, group: Group) -> Path | None:
 def _likeness(incidents: Sequence[Incident], group: Group) -> dict[str, Any]:
     """What a card says about incidents like its own: those that share it, and the earlier one that they are like."""
     first, origin = incidents[group.members[0]], incidents[group.origin]
-    known = origin is not first and origin.diagnosis is not None and origin.diagnosis.cause not in ("unknown", "none")
+    known = origin is not first and origin.diagnosis is not None and origin.diagnosis.named
     return {
         "count": len(group.members),
         "again": again(incidents, group),

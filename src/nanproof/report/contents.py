@@ -108,7 +108,7 @@ def _first_explained(run: Run) -> list[str]:
     """Where the first known cause is, and what to do about it."""
     for incident in run.incidents:
         found = incident.diagnosis
-        if found is not None and found.cause not in ("unknown", "none") and found.fix:
+        if found is not None and found.named and found.fix:
             place = found.source or found.where
             where = f", {one_line(place, 80)}" if place else ""
             sure = "verified on the step itself" if found.verified else "not verified"

@@ -51,9 +51,9 @@ def summary(entry: Entry) -> str:
     if isinstance(event, Forecast):
         return str(event.message)
     again = repeated(event.step if event.same_as is None else event.same_as, entry.again)
-    if event.diagnosis is not None and _known(event.diagnosis.cause):
+    if event.diagnosis is not None and event.diagnosis.named:
         return _sentences(f"cause: {event.diagnosis.cause}", event.diagnosis.fix, event.outcome, again)
-    if origin is not None and origin.diagnosis is not None and _known(origin.diagnosis.cause):
+    if origin is not None and origin.diagnosis is not None and origin.diagnosis.named:
         done = replace(event, same_as=None).outcome
         return _sentences(f"as at step {origin.step}, cause: {origin.diagnosis.cause}", event.message, done, again)
     return _sentences(event.message, event.outcome, again)
@@ -61,10 +61,6 @@ def summary(entry: Entry) -> str:
 
 def _sentences(*texts: str | None) -> str:
     return " ".join(f"{text.rstrip('. ')}." for text in texts if text)
-
-
-def _known(cause: str) -> bool:
-    return cause not in ("unknown", "none")
 
 
 def card(entry: Entry) -> list[tuple[str, str]]:
