@@ -47,6 +47,26 @@ def state(model, optimizers):
     return found
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_healthy_run_is_the_one_it_would_have_been(pair):
+    """Each optimizer takes every step, as in a plain loop over both, in the form that the guard chose."""
+    data = batches(8)
+    guard, *mine = trained(pair, 0, data, max_norm=None)
+    torch.manual_seed(0)
+    model = net()
+    parameters = list(model.parameters())
+    optimizers = PAIRS[pair][1](parameters[:2], parameters[2:])
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups if "switched" in guard.path):
+        group["fused"] = True
+    for batch in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mse(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(state(*mine), state(model, optimizers), strict=True))
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_bad_batch_leaves_no_trace_in_any_of_them(pair, lag):

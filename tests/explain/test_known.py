@@ -130,7 +130,7 @@ def test_a_batch_that_cannot_be_looked_at_is_no_reason_to_die():
     with nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=loss) as guard:
         for value in (1.0, NAN, 1.0):
             guard.train_step({"x": torch.full((2, 4), value), "s": scale})
-    assert [i.step for i in guard.incidents] == [1] and torch.isfinite(model.weight).all()
+    assert [(i.step, i.bad_samples) for i in guard.incidents] == [(1, (0, 1))] and torch.isfinite(model.weight).all()
 
 
 @pytest.mark.parametrize("failures", [1, 2])

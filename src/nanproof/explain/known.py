@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,9 +53,9 @@ class BadData:
         """Look through the batches of a failed step."""
         found = []
         for batch in batches:
-            named = ((name, t) for name, t in tensors_in(batch) if t.layout is torch.strided and not is_dtensor(t))
-            with suppress(RuntimeError):  # torch cannot tell whether an fp8 is finite
-                found += bad_in_batch(batch, [(name, t) for name, t in named if t.element_size() > 1])
+            # torch cannot tell whether an fp8 is finite
+            plain = ((name, t) for name, t in tensors_in(batch) if t.layout is torch.strided and t.element_size() > 1)
+            found += bad_in_batch(batch, [(name, t) for name, t in plain if not is_dtensor(t)])
         samples = sorted({i for bad in found for i in bad.samples})
         return cls(tuple(bad.name for bad in found), tuple(samples))
 
