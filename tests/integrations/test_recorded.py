@@ -72,7 +72,7 @@ def test_a_loss_made_outside_is_not_recognised() -> None:
     recorder = RootRecorder(model, told.append)
     x, y = batch()
     assert not recorder.recognise(nn.functional.cross_entropy(model(x, labels=y), y))
-    with pytest.raises(UsageError, match="no recorded call"):
+    with pytest.raises(UsageError, match="not a recorded call"):
         call_again(model, told[0])
     model.form = "tensor"
     first, second = model(x, labels=y), model(x, labels=y)
