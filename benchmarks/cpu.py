@@ -1,26 +1,19 @@
 """What the guard costs on a CPU: whole steps of a small Llama, each a ratio to plain clip + fused step in the same run.
 
-python benchmarks/cpu.py            # two minutes; writes benchmarks/results/cpu.json
+python -m benchmarks.cpu            # two minutes; writes benchmarks/results/cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from model import Llama, next_token_loss
-from variants import RESULTS, VARIANTS, compare, save, table
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+from benchmarks.variants import VARIANTS, compare, table
+from tools.results import RESULTS, cpu_name, save
+from zoo.llama import Llama, next_token_loss
 
 
 def main() -> None:

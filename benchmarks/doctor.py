@@ -1,6 +1,6 @@
 """How fast logs are read, and in how much memory: beside `grep`, which only looks for three letters.
 
-python benchmarks/doctor.py --save    # logs of 200 MB from a warm page cache; writes benchmarks/results/doctor.json
+python -m benchmarks.doctor --save    # logs of 200 MB from a warm page cache; writes benchmarks/results/doctor.json
 
 Three kinds: a launcher's log in which every 50th line has a loss, a log in which every line has one, and the same as JSON lines.
 The whole command is timed, its start included. Rounds alternate in a new random order; the figures are medians. Processor time is
@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cpu import cpu_name
-from variants import save
+from tools.results import cpu_name, save
 
 WORDS = (
     "worker loading shard data/part-00012.parquet tokens from cache queue thread 0x7f3a connection host started finished device"

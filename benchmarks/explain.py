@@ -1,6 +1,6 @@
 """What finding out costs: locating the birth of a bad step, the whole diagnosis, and what the recorder costs while all is well.
 
-python benchmarks/explain.py               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
+python -m benchmarks.explain               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
 
 Forward + backward of the same step, run in the same process, is 1.
 """
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanproof
-from model import llama
-from nanproof.core.context import Mode, RandomState
-from nanproof.explain.case import Case
-from nanproof.explain.diagnose import explain
-from nanproof.explain.locate import locate, survey
-from nanproof.explain.recorder import Recorder
-from nanproof.explain.replay import Replay
-from variants import save
+from nanproof.core.support._context import Mode, RandomState
+from nanproof.explain._case import Case
+from nanproof.explain._diagnose import explain
+from nanproof.explain.locate._locate import locate, survey
+from nanproof.explain.replay._recorder import Recorder
+from nanproof.explain.replay._replay import Replay
+from tools.results import save
+from zoo.llama import llama
 
 SAMPLE, TOKEN = 3, 17
 

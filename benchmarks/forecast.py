@@ -1,7 +1,7 @@
 """How good forecasts are: on runs that fail gradually, on healthy ones that look as if they would, on the zoo, and on
 `healthy.py`'s. All under `observe=True`, as a user has it.
 
-OMP_NUM_THREADS=1 python benchmarks/forecast.py [--only design holdout zoo healthy]     # six minutes on one core
+OMP_NUM_THREADS=1 python -m benchmarks.forecast [--only design holdout zoo healthy]     # six minutes on one core
 
 A forecast is true if the run then fails: a step is refused for non-finite values, or divergence begins. Lead is the steps from
 the first forecast to that. On a healthy run every forecast is false.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,9 +21,8 @@ from typing import Any
 import torch
 
 import nanproof
-from cpu import cpu_name
-from forecast_runs import RUNS, Run, failure_step, guarded
-from variants import RESULTS, save
+from tools.results import RESULTS, cpu_name, save
+from zoo.forecast.runs import RUNS, Run, failure_step, guarded
 
 
 @dataclass
@@ -67,7 +65,6 @@ def one(run: Run) -> Told:
 
 def zoo() -> Iterator[Told]:
     """Cases that fail at once cannot be foreseen: the question here is mostly what is said of their healthy twins."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from zoo.guarded import run
     from zoo.plain import load
     from zoo.registry import CASES

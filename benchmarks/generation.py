@@ -1,7 +1,7 @@
 """What the finite-logits processor costs a generated token: prints a table, and with `--save` writes results/generation.json.
 
-python benchmarks/generation.py --save         # on CUDA: about 90 seconds
-python benchmarks/generation.py --size tiny    # to try it, on anything
+python -m benchmarks.generation --save         # on CUDA: about 90 seconds
+python -m benchmarks.generation --size tiny    # to try it, on anything
 
 A Llama in bf16 samples with `generate` of transformers. Within one generation the variants take turns of a few tokens, in
 shuffled order. A token of a small model is all host time, and hosts are disturbed: the figure is the tenth percentile of a
@@ -26,9 +26,10 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nanproof.core.environment import device_name
+from benchmarks.variants import synchronize
+from nanproof.core.support._environment import device_name
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
-from variants import save, synchronize
+from tools.results import save
 
 EOS = 2
 TURN = 9

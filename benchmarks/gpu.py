@@ -1,6 +1,6 @@
 """What the guard costs on a CUDA device, in one call: prints one table and writes JSON.
 
-python benchmarks/gpu.py --out DIR        # about five minutes on an H200
+python -m benchmarks.gpu --out DIR        # about five minutes on an H200
 
 1. The optimizer's part alone, 1.1 B fp32 parameters: clip + fused AdamW against guard.step and what the bandwidth allows.
 2. Whole steps of a 271 M Llama in bf16 autocast, all telemetry on, beside other tools.
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 import nanproof
-from adamw_kernel import AdamWKernel
-from model import Llama, next_token_loss
-from variants import VARIANTS, compare, save, table
+from benchmarks.adamw_kernel import AdamWKernel
+from benchmarks.variants import VARIANTS, compare, table
+from tools.results import save
+from zoo.llama import Llama, next_token_loss
 
 
 def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:

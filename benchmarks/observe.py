@@ -1,6 +1,6 @@
 """What observing costs: whole steps as a ratio to the plain clipped step in the same run, host syncs, and the kernel's bandwidth.
 
-python benchmarks/observe.py            # on the device there is: about four minutes on an H200, three on two CPU cores
+python -m benchmarks.observe            # on the device there is: about four minutes on an H200, three on two CPU cores
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import nanproof
-from cpu import cpu_name
-from model import Llama, llama, next_token_loss
-from nanproof.observe.kernels import TritonTable
-from variants import RESULTS, LossFn, Step, compare, detect_anomaly, guard_train_step, plain, save, table, underflow_overflow
+from benchmarks.variants import LossFn, Step, compare, detect_anomaly, guard_train_step, plain, table, underflow_overflow
+from nanproof.observe._kernels import TritonTable
+from tools.results import RESULTS, cpu_name, save
+from zoo.llama import Llama, llama, next_token_loss
 
 EVERYTHING = nanproof.Observe(modules="*", every=1)
 

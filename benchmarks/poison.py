@@ -1,6 +1,6 @@
 """Poison a run from outside, in every part of its state: is it found, and does the run end where undisturbed ones do?
 
-python benchmarks/poison.py [--save]
+python -m benchmarks.poison [--save]
 
 A small network learns a function with dropout, BatchNorm, AdamW, a schedule and a loss scale. Mid-run one number of the
 weights, moments, running statistics or the loss scale is overwritten. The final loss (the mean over all samples, without
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanproof
-from variants import save
+from tools.results import save
 
 STEPS, AT, SEEDS = 240, 133, 8
 Harm = Callable[[nanproof.Guard, float], None]

@@ -1,6 +1,6 @@
 """What keeping good states costs: copies in memory, checkpoints in the background, and the way back.
 
-python benchmarks/recovery.py               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
+python -m benchmarks.recovery               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
 
 Blocks of steps with and without alternate in one run. The figure is the extra time of one copy or one save, in training steps,
 and what that is as a share of all steps at a stated interval.
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import nanproof
-from model import llama, next_token_loss
-from variants import RESULTS, save
+from tools.results import RESULTS, save
+from zoo.llama import llama, next_token_loss
 
 
 def autocast_loss(model: nn.Module, tokens: Tensor) -> Tensor:

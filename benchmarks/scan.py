@@ -1,6 +1,6 @@
 """How fast a scan is: beside `cat`, which only reads, and beside the line people write to look for NaN.
 
-python benchmarks/scan.py --save    # two files of 2 GB from a warm page cache; writes benchmarks/results/scan.json
+python -m benchmarks.scan --save    # two files of 2 GB from a warm page cache; writes benchmarks/results/scan.json
 
 Rounds alternate, in a new random order each; the figures are medians. `nanproof scan` is timed as a function and as a command,
 which includes starting Python and importing torch. Memory is what a process that only scans has in anonymous pages at its peak,
@@ -26,13 +26,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cpu import cpu_name
-from nanproof.recover.scan import crc32, scan
-from variants import save
+from nanproof import scan
+from nanproof.scan._scan import crc32
+from tools.results import cpu_name, save
 
 MEMORY = """
 import json, sys, threading, time
-from nanproof.recover.scan import scan
+from nanproof import scan
 import safetensors.torch
 
 def anonymous():

@@ -1,4 +1,4 @@
-"""What protection costs in the Trainer of transformers: `python benchmarks/trainer.py --out DIR`, on the CPU or a CUDA device.
+"""What protection costs in the Trainer of transformers: `python -m benchmarks.trainer --out DIR`, on the CPU or a CUDA device.
 
 Trainers over the same model and data, in alternating rounds: as it comes, protected, and, with --filter-off, bare with its NaN
 filter off. Time is of the steps in the middle of a run, logging not among them. On CUDA the host's waits are counted too, by
@@ -22,7 +22,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import nanproof
-from variants import RESULTS, save, table
+from benchmarks.variants import table
+from tools.results import RESULTS, save
 
 VARIANTS = ["Trainer as it comes", "protected"]
 MODELS = {

@@ -7,16 +7,12 @@ down for a while slows down all of them alike.
 
 from __future__ import annotations
 
-import json
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +22,6 @@ import nanproof
 
 Step = Callable[[Any], None]
 LossFn = Callable[[nn.Module, Any], Tensor]
-RESULTS = Path(__file__).parent / "results"
 
 
 @contextmanager
@@ -256,18 +251,3 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> str:
     for name, row in rows.items():
         lines.append(f"{name:28s} {row['ms']:10.3f} {row['ratio']:7.3f}   {row['low']:.3f}-{row['high']:.3f} ({row['rounds']})")
     return "\n".join(lines)
-
-
-def save(name: str, device: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write the figures with the device's name and the date."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    facts = {
-        "device": device,
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "nanproof": nanproof.__version__,
-    }
-    path.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
-    return path

@@ -15,8 +15,9 @@ from torch import nn
 import nanproof
 
 try:
-    import deepspeed
     import deepspeed.ops
+
+    import deepspeed
 except ImportError:
     print("deepspeed is not installed: pip install deepspeed")
     raise SystemExit(0) from None

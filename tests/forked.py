@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from two_ranks import forking
+from zoo.two_ranks import forking
 
 
 def python(*words: Any, cwd: Path | None = None, env: dict[str, str] | None = None, before: str = "", timeout: float = 120):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from campaign import campaign
+from zoo.faults import campaign
 
 
 @pytest.mark.parametrize("seed", [1000, 2000])

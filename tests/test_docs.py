@@ -17,7 +17,7 @@ import pytest
 
 import forked
 import nanproof
-from nanproof.records import Forecast, read_incidents, read_steps
+from nanproof import Forecast, read_incidents, read_steps
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -53,19 +53,19 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if p not in CAUSES], ids=name_of)
 def test_figures_are_the_measured_ones(path):
     """Also the catalogue: it is made from the classes."""
-    from tables import filled
+    from tools.tables import filled
 
     text = path.read_text()
-    assert filled(text) == text, "run: python benchmarks/tables.py"
+    assert filled(text) == text, "run: python -m tools.tables"
 
 
 def test_generated_pages_are_what_the_code_makes():
     """A page for each cause and the references: none differs, is missing, or is left over."""
-    from tables import generated
+    from tools.tables import generated
 
     made = generated()
     stale = [name_of(path) for path, text in made.items() if not path.exists() or path.read_text() != text]
-    assert not stale, f"run: python benchmarks/tables.py (for {stale})"
+    assert not stale, f"run: python -m tools.tables (for {stale})"
     assert set(CAUSES) <= made.keys()
 
 
@@ -117,7 +117,7 @@ def test_scripts_on_the_pages_of_causes_show_them(path, monkeypatch):
 
 def test_no_recorded_diagnosis_stumbled():
     """A cause whose `match` raises is said to have failed, among the evidence."""
-    import said
+    from tools import said
 
     assert not re.search(r"looking for \S+ failed", (said.RESULTS / "said.json").read_text())
 
@@ -126,7 +126,7 @@ def test_no_recorded_diagnosis_stumbled():
 @pytest.mark.parametrize("name", ["box_size_clamped_after_exp", "infinite_depth_target", "learned_std_crosses_zero"])
 def test_what_the_pages_quote_is_said(name):
     """A diagnosis that was recorded for the pages comes again, but for the lines of sources."""
-    import said
+    from tools import said
 
     said.load()
     recorded = json.loads((said.RESULTS / "said.json").read_text())["cases"][name]
@@ -136,7 +136,7 @@ def test_what_the_pages_quote_is_said(name):
     def timeless(data: object) -> str:
         return re.sub(r"\.py:\d+", ".py", json.dumps(data))
 
-    assert timeless(again["told"]) == timeless(recorded["told"]), "run: python benchmarks/said.py"
+    assert timeless(again["told"]) == timeless(recorded["told"]), "run: python -m tools.said"
     assert again["plain"]["log"] == recorded["plain"]["log"]
 
 
@@ -151,7 +151,7 @@ def commands_in(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if commands_in(p.read_text())], ids=name_of)
 def test_commands_in_the_documents_are_understood(path):
     """Every command is one, and every option of it. An argument may be missing: prose speaks of `nanproof run --observe`."""
-    from reference_cli import called
+    from tools.reference_cli import called
 
     for line in commands_in(path.read_text()):
         command, args = called(shlex.split(line))
@@ -186,13 +186,13 @@ def test_the_lines_that_are_shown_can_be_read(tmp_path):
     assert [(r.step, r.action) for r in read_steps(tmp_path)] == [(0, "clipped"), (20, "skipped")]
     assert [i.diagnosis.cause for i in read_incidents(tmp_path)] == ["zero-denominator"]
     assert Forecast.from_json(json.loads(shown["forecasts.jsonl"])).where == "head"
-    from nanproof.recover.quarantine import _entry
+    from nanproof.recover.data._quarantine import _entry
 
     assert _entry(shown["quarantine.jsonl"].encode()).index == 17
 
 
 def test_every_finding_of_the_doctor_is_described():
-    finding = pytest.importorskip("nanproof.logs.finding")
+    finding = pytest.importorskip("nanproof.logs.judge._finding")
     text = (DOCS / "doctor.md").read_text()
     assert [kind for kind in finding.KINDS if f"`{kind}`" not in text] == []
 
@@ -205,7 +205,7 @@ def test_every_public_name_is_in_the_reference():
 def test_every_document_is_in_the_navigation():
     """And nothing else is."""
     yaml = pytest.importorskip("yaml")
-    spec = importlib.util.spec_from_file_location("mkdocs_hook", DOCS / "mkdocs_hook.py")
+    spec = importlib.util.spec_from_file_location("mkdocs_hook", ROOT / "tools" / "mkdocs_hook.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     nav = hook.expanded(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -14,22 +15,23 @@ import pytest
 import nanproof
 
 SRC = Path(nanproof.__file__).parent
+RECIPES = SRC.parents[1] / "recipes" / "src" / "nanproof_recipes"
 LAYERS = (
-    ("records", "wording"),
-    ("errors",),
+    ("_records", "_wording", "_text"),
+    ("_errors",),
     ("logs",),
-    ("policy",),
+    ("_policy",),
     ("core",),
+    ("scan",),
     ("observe",),
     ("explain",),
     ("recover",),
     ("numerics",),
-    ("preflight",),
-    ("assembly", "guard"),
-    ("integrations",),
+    ("_preflight",),
+    ("_assembly", "_guard"),
+    ("integrations", "_sampling"),
     ("report",),
     ("watch",),
-    ("recipes",),
     ("cli",),
 )
 """A module imports from its own layer or an earlier one."""
@@ -60,28 +62,131 @@ def layer(name):
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
 
+PUBLIC_MODULES = {
+    "nanproof",
+    "nanproof.cli",
+    "nanproof.integrations.lightning",
+    "nanproof.integrations.transformers",
+    "nanproof.numerics.generation",
+    "nanproof.numerics.losses",
+    "nanproof.numerics.precision",
+    "nanproof.numerics.rl",
+}
+"""What users import. Every other module begins with an underscore; a folder that is not named here has no names of its own."""
+
+
 def test_the_public_names():
     assert sorted(nanproof.__all__) == [
+        "AlreadyGuarded",
+        "BadLogits",
         "Checkpoints",
         "Diagnosis",
         "Forecast",
         "Guard",
+        "GuardedSampling",
         "Incident",
         "NanproofError",
         "Observe",
+        "Observed",
         "Policy",
+        "RefusedFile",
+        "ScanReport",
         "StepRecord",
         "TrainingHalted",
         "UnsupportedError",
         "UsageError",
+        "call_again",
         "diagnose",
+        "first_bad",
+        "load",
         "preflight",
         "protect",
+        "read_forecasts",
+        "read_incidents",
+        "read_steps",
+        "scan",
     ]
-    assert all(getattr(nanproof, name).__name__ == name for name in nanproof.__all__)
+    assert all(getattr(nanproof, name).__name__.removeprefix("nanproof.") == name for name in nanproof.__all__)
     assert set(dir(nanproof)) >= set(nanproof.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = nanproof.nonsense
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            "nanproof.integrations.transformers",
+            "ActivationMonitorCallback GradientMonitorCallback GradientMonitoringCallback LossCheckCallback replay_loss "
+            "safe_compute_loss",
+        ),
+        ("nanproof.integrations.lightning", "NanproofCallback"),
+        ("nanproof.numerics.generation", "BadLogits BadRow NumericalStabilityLogitsProcessor TemperatureLogitsWarper"),
+        (
+            "nanproof.numerics.losses",
+            "Supervision check_supervised masked_cross_entropy masked_mse supervised_tokens weighted_sum",
+        ),
+        ("nanproof.numerics.precision", "Ask Precision Problem cast_trainable choose problems"),
+        (
+            "nanproof.numerics.rl",
+            "Advantages KL Ratio Signals clamped_kl group_advantages kl log_ratio masked_mean ratio",
+        ),
+    ],
+)
+def test_the_names_of_the_public_modules(module, names):
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == names.split()
+    assert all(hasattr(found, name) for name in found.__all__)
+
+
+def test_modules_that_are_not_public_say_so():
+    """By an underscore; a folder says what it is for."""
+    for path in SRC.rglob("*.py"):
+        name = ".".join(["nanproof", *path.relative_to(SRC).with_suffix("").parts]).removesuffix(".__init__")
+        assert path.name == "__init__.py" or path.stem.startswith("_") or name in PUBLIC_MODULES, name
+
+
+def test_rooms_are_small_and_described():
+    """At most 13 files a folder, two levels deep; the folder's docstring names each of its modules and folders."""
+    for folder in {path.parent for path in SRC.rglob("*.py")} | {path.parent for path in RECIPES.rglob("*.py")}:
+        place = folder.relative_to(SRC if folder.is_relative_to(SRC) else RECIPES)
+        files = list(folder.glob("*.py"))
+        assert len(files) <= 13, place
+        assert len(place.parts) <= 2, place
+        if folder == SRC:
+            continue
+        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        inside = [p.stem for p in files if p.stem != "__init__"] + [p.parent.name for p in folder.glob("*/__init__.py")]
+        assert [name for name in inside if f"`{name}`" not in said and f"`{name}/`" not in said] == [], place
+
+
+def test_the_recipes_use_private_names_of_the_library_in_one_file():
+    """`nanproof_recipes.library` is the door; everything else imports public names."""
+    for path in RECIPES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nanproof" and path.stem != "library":
+                assert node.module in PUBLIC_MODULES, f"{path.relative_to(RECIPES)}:{node.lineno} {node.module}"
+                assert not any(name.name.startswith("_") and name.name != "__version__" for name in node.names)
+
+
+def test_the_library_holds_no_recipe():
+    for path in SRC.rglob("*.py"):
+        names = [name for node in ast.walk(ast.parse(path.read_text())) for name in _modules_of(node)]
+        assert not any(name.split(".")[0] == "nanproof_recipes" for name in names), path
+
+
+@pytest.mark.parametrize(("folder", "not_from"), [("tests", "benchmarks"), ("benchmarks", "tests"), ("zoo", "tests benchmarks")])
+def test_tests_and_benchmarks_do_not_import_each_other(folder, not_from):
+    """Both import `zoo` and `tools`."""
+    for path in (SRC.parents[1] / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not {name.split(".")[0] for name in _modules_of(node)} & set(not_from.split()), f"{path}:{node.lineno}"
+
+
+def _modules_of(node):
+    if isinstance(node, ast.Import):
+        return [name.name for name in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 def test_the_signatures_other_programs_are_written_against():
@@ -105,7 +210,7 @@ def test_the_signatures_other_programs_are_written_against():
     fields = set(nanproof.Incident.__dataclass_fields__)
     assert {"step", "kind", "action", "loss", "grad_norm", "culprits", "rank", "diagnosis", "bundle"} <= fields
     assert {"remedy", "restored_step", "restored_from", "left_out", "cap", "same_as"} <= fields
-    names = {**vars(nanproof.guard), "ProtectedRun": object}
+    names = {**vars(nanproof._guard), "ProtectedRun": object}
     hints = get_type_hints(nanproof.Guard.__init__), get_type_hints(nanproof.protect, names)
     assert all(h["checkpoints"] == nanproof.Checkpoints | None for h in hints)
     assert all(h["observe"] == nanproof.Observe | bool | None for h in hints)
@@ -138,9 +243,9 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("from nanproof import Guard", ["guard"]),
-        ("from nanproof import wording, Policy", ["wording", "policy"]),
-        ("from nanproof.core.engine import Engine", ["core"]),
+        ("from nanproof import Guard", ["_guard"]),
+        ("from nanproof import _wording, Policy", ["_wording", "_policy"]),
+        ("from nanproof.core._engine import Engine", ["core"]),
         ("import nanproof.cli", ["cli"]),
         ("from nanproof import __version__", []),
         ("import torch", []),
@@ -152,6 +257,12 @@ def test_every_way_to_import_is_seen(code, found):
 
 def private(name):
     return name.startswith("_") and not name.startswith("__")
+
+
+def is_module(package, name):
+    """A private module of ours belongs to all of us; a private name in it to that module."""
+    base = SRC.joinpath(*package.split(".")[1:], name)
+    return base.is_dir() or base.with_suffix(".py").is_file()
 
 
 def own_private_names(tree):
@@ -177,7 +288,8 @@ def reaches(trees):
             if isinstance(node, ast.Attribute) and private(node.attr) and node.attr in ours - own[path] - THEIRS.keys():
                 yield path, node.lineno, node.attr
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanproof"):
-                yield from ((path, node.lineno, name.name) for name in node.names if private(name.name))
+                names = (name.name for name in node.names if private(name.name) and not is_module(node.module, name.name))
+                yield from ((path, node.lineno, name) for name in names)
 
 
 def test_no_module_uses_a_private_name_of_another():

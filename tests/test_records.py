@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanproof import wording
-from nanproof.records import ABSENT, Diagnosis, Incident, StepRecord, alike, decode, encode, line, read_steps
+from nanproof import Diagnosis, Incident, StepRecord, read_steps
+from nanproof import _wording as wording
+from nanproof._records import ABSENT, alike, decode, encode, line
 
 numbers = st.floats(width=32, allow_subnormal=False)
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from nanproof import read_steps
 from nanproof.cli import app
-from nanproof.cli.demo import documents, train
-from nanproof.records import read_steps
-from nanproof.report.charts import curve
+from nanproof.cli._demo import documents, train
+from nanproof.watch._plot import FINE, Scale, curve, spark
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def demo(text, tmp_path_factory):
         return CliRunner(charset=charset).invoke(app, ["demo", "--steps", "60", "--run-dir", str(folder), *words])
 
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["nanproof.cli.demo"]
+        module = sys.modules["nanproof.cli._demo"]
         patch.setattr(module, "LENGTH", 32)
         patch.setattr(module, "documents", lambda: text)
         patch.setattr(module, "train", once)
@@ -81,8 +81,10 @@ def test_bad_options_are_refused_with_a_hint():
 
 
 def test_curves_show_height_and_gaps():
-    rows = curve([0.0, 1.0, 2.0, float("nan")], 4, 2, 2.0, 0.0)
-    assert rows == ["  █ ", "▁██×"] or rows[0][2] == "█"
-    assert rows[-1][3] == "×" and rows[0][0] == " "
-    assert curve([], 3, 2, 1.0, 0.0) == ["   ", "   "]
-    assert [len(row) for row in curve([1.0], 10, 3, 1.0, 0.0)] == [10, 10, 10]
+    scale = Scale(0.0, 2.0, log=False)
+    top, bottom = curve([0.0, 1.0, 2.0, float("nan")], 4, 2, scale, FINE)
+    assert top[0] == " " and top[2] not in " ×" and top[3] == "×"
+    assert bottom[0] != " " and bottom[3] == " "
+    assert curve([], 3, 2, scale, FINE) == ["   ", "   "]
+    assert [len(row) for row in curve([1.0], 10, 3, scale, FINE)] == [10, 10, 10]
+    assert curve([0.0, 1.0, 2.0, float("nan")], 4, 1, scale, FINE) == [spark([0.0, 1.0, 2.0, float("nan")], 4, FINE)] == ["▁▄█×"]

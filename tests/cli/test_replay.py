@@ -11,11 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import forked
+from nanproof import Incident
 from nanproof.cli import app
-from nanproof.core.context import Mode, RandomState
-from nanproof.explain.bundle import BundleWriter
-from nanproof.explain.replay import Replay
-from nanproof.records import Incident
+from nanproof.core.support._context import Mode, RandomState
+from nanproof.explain.bundle._bundle import BundleWriter
+from nanproof.explain.replay._replay import Replay
 
 ENTRY = """
 import torch

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import forked
-from nanproof.core.files import FolderLock
+from nanproof.core.support._files import FolderLock
 
 TELL = """
 import json, sys

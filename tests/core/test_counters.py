@@ -7,10 +7,9 @@ import json
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanproof import Guard
-from nanproof.core.counters import counted
+from nanproof import Guard, StepRecord, read_steps
+from nanproof.core._counters import counted
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
-from nanproof.records import StepRecord, read_steps
 
 
 def test_counters_stand_in_the_record_of_the_step(tmp_path, caplog):

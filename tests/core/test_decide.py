@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanproof.core.decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
-from nanproof.policy import Policy
+from nanproof import Policy
+from nanproof.core._decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
 
 AT, SINCE = 40, 37
 FIX, ROWS, CAP = "a divisor of 0 is taken as 1", (2, 5), "max_consecutive_skips"

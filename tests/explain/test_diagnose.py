@@ -14,11 +14,11 @@ from torch import nn
 
 import forked
 import nanproof
-from nanproof.explain.case import Case
-from nanproof.explain.cause import Cause, Match
-from nanproof.explain.diagnose import explain
-from nanproof.explain.replay import Replay
-from nanproof.records import Diagnosis, Incident, read_incidents
+from nanproof import Diagnosis, Incident, read_incidents
+from nanproof.explain._case import Case
+from nanproof.explain._diagnose import explain
+from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.replay._replay import Replay
 from toys import batches, mse, net, poison
 
 
@@ -136,7 +136,7 @@ def test_a_cause_that_fails_is_said_and_the_others_go_on(monkeypatch):
 
 def test_a_diagnosis_that_fails_altogether_does_not_end_the_run(monkeypatch):
     """It becomes a sentence in the incident; the batch is refused all the same."""
-    import nanproof.explain.diagnose as module
+    import nanproof.explain._diagnose as module
 
     def explode(case):
         raise RuntimeError("diagnosis on fire")

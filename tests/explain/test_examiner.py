@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanproof
-from nanproof.explain.recorder import KEPT
+from nanproof.explain.replay._recorder import KEPT
 from toys import batches, mse, net, poison
 
 
@@ -24,7 +24,7 @@ def test_a_failure_while_looking_is_a_warning(monkeypatch, caplog):
     """The run goes on, and nothing more is looked for."""
     model = net()
     guard = guarded(model)
-    monkeypatch.setattr("nanproof.explain.silent.SilentWatch.see", lambda *_: 1 / 0)
+    monkeypatch.setattr("nanproof.explain._silent.SilentWatch.see", lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "nanproof"):
         for batch in batches(4):
             guard.train_step(batch)

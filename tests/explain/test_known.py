@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.explain import diagnose as diagnosing
-from nanproof.explain import known as knowing
-from nanproof.explain.known import BadData, Known, fingerprint
-from nanproof.policy import Policy
-from nanproof.records import Diagnosis, Incident
+from nanproof import Diagnosis, Incident, Policy
+from nanproof.explain import _diagnose as diagnosing
+from nanproof.explain import _known as knowing
+from nanproof.explain._known import BadData, Known, fingerprint
 
 NAN, INF = math.nan, math.inf
 FINE, LOG, BAD_X, BAD_Y, BAD_Z = "fine", "log", "x", "y", "z"
@@ -194,7 +193,7 @@ def test_repeats_use_up_nothing():
 def test_the_share_is_of_the_time_of_the_run(monkeypatch):
     """10 s of diagnoses fit into 5 % of 200 s, not of 199 s."""
     now = [0.0]
-    monkeypatch.setattr("nanproof.explain.known.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("nanproof.explain._known.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(knowing, "ALWAYS", 0)
     known = Known(Policy(diagnose_share=0.05))
     with pytest.raises(ZeroDivisionError), known.timed():  # one that fails has cost its time too

@@ -9,10 +9,10 @@ from torch import nn
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import nanproof
+from accelerate import Accelerator
 from toys import syncs_raise
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.core.kernels import Kernels
-from nanproof.core.stats import RunningStats
-from nanproof.core.verdict import judge
+from nanproof.core.judge._kernels import Kernels
+from nanproof.core.judge._stats import RunningStats
+from nanproof.core.judge._verdict import judge
 from toys import Lion, Run, batches, finite, mse, net, poison, syncs_raise, whole_state
 
 pytestmark = pytest.mark.gpu

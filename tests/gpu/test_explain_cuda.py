@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nanproof
-from nanproof.explain.replay import Replay
+from nanproof.explain.replay._replay import Replay
 from toys import Run, batches, mse, net, poison, whole_state
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper as Stock
 
-from nanproof.errors import BadLogits
+from nanproof import BadLogits
+from nanproof.numerics._logit_rows import FLAGGED
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor, TemperatureLogitsWarper
-from nanproof.numerics.logit_rows import FLAGGED
 from toys import syncs_raise
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nanproof.integrations.lightning import protect_trainer
+from nanproof.integrations.lightning._trainer import protect_trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ from torch import nn, optim
 from transformers import TrainerCallback
 
 import nanproof
-from nanproof.errors import UsageError
-from nanproof.integrations.loss_checks import LossCheck
+from nanproof import UsageError
+from nanproof.integrations.huggingface._loss_checks import LossCheck
 from nanproof.integrations.transformers import safe_compute_loss
 from nanproof.numerics.losses import masked_cross_entropy
 from nanproof.numerics.precision import cast_trainable, choose, problems

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nanproof.integrations.trl import Window
+from nanproof.integrations.trl._grpo import Window
 from nanproof.numerics.rl import Signals, group_advantages, kl, masked_mean, ratio
 
 pytestmark = pytest.mark.gpu

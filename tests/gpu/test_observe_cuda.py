@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nanproof
-from nanproof.observe.kernels import TritonTable, make_table
-from nanproof.observe.tables import COLUMNS, PlainTable
-from nanproof.records import ABSENT
+from nanproof._records import ABSENT
+from nanproof.observe._kernels import TritonTable, make_table
+from nanproof.observe._tables import COLUMNS, PlainTable
 from toys import syncs_raise
 
 pytestmark = [
@@ -213,8 +213,8 @@ def test_observing_changes_no_weight():
 
 
 def test_weights_are_sampled_in_one_launch_as_torch_samples_them():
-    from nanproof.core.parameters import Parameters
-    from nanproof.observe.weights import WeightWatch
+    from nanproof.core.judge._parameters import Parameters
+    from nanproof.observe._weights import WeightWatch
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(3000, 40), nn.Linear(40, 300), nn.Linear(300, 7, bias=False)).to(DEVICE)

@@ -107,7 +107,7 @@ def test_a_copy_is_of_its_moment_even_while_training_goes_on(room, monkeypatch):
     """Large weights: the copy takes longer than a step's launch, and the optimizer must not overtake it; with and without room
     on the device for a copy on the way."""
     if not room:
-        monkeypatch.setattr("nanproof.recover.snapshots.Snapshots._aside", lambda *_: None)
+        monkeypatch.setattr("nanproof.recover.state._snapshots.Snapshots._aside", lambda *_: None)
     torch.manual_seed(0)
     model = nn.Linear(4096, 4096, bias=False).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

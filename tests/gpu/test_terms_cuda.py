@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.core.terms import terms_of
+from nanproof.core.judge._terms import terms_of
 from nanproof.numerics.losses import masked_mse, weighted_sum
 
 pytestmark = pytest.mark.gpu

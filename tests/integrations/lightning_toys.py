@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from nanproof.integrations.lightning import protect_trainer
+from nanproof.integrations.lightning._trainer import protect_trainer
 from toys import net
 
 LIGHTNINGS_OWN_WARNINGS = pytest.mark.filterwarnings(

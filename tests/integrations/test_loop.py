@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanproof import Guard, Policy, UsageError
-from nanproof.integrations.protected import UNKNOWN, ProtectedRun
+from nanproof.integrations._protected import UNKNOWN, ProtectedRun
 
 STEPS, BAD = 12, 3
 

@@ -23,11 +23,10 @@ import forked
 import nanproof
 from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS, samples, toy, trainer_of
 from integrations.tiny import Regression, feature_rows, llama, make_trainer, same, token_rows, weights
-from nanproof import Observe, Policy, UsageError
-from nanproof.integrations.protected import ProtectedRun
-from nanproof.integrations.summary import Guarded
-from nanproof.integrations.transformers import ActivationMonitorCallback, NanproofCallback
-from nanproof.records import Forecast, read_forecasts, read_steps
+from nanproof import Forecast, Observe, Policy, UsageError, read_forecasts, read_steps
+from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations.script._summary import Guarded
+from nanproof.integrations.transformers import ActivationMonitorCallback
 from toys import batches, net
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -140,7 +139,6 @@ def test_a_bad_value_is_refused_before_training_begins(tmp_path):
     fabric = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     ways = (
         lambda: ProtectedRun(observe="all"),
-        lambda: NanproofCallback(observe="all"),
         lambda: nanproof.protect(trainer, observe="all"),
         lambda: nanproof.protect(lightning, observe="all"),
         lambda: nanproof.protect(fabric, observe="all"),
@@ -258,17 +256,6 @@ def test_the_first_bad_module_is_the_one_that_ends_first(tmp_path, caplog):
     assert monitor.bad == [0, 1, 2] and caplog.text.count("not finite") == 1, "a run that stays bad is not told of at every step"
 
 
-def test_the_callback_without_protection_observes(tmp_path):
-    """`NanproofCallback(observe=...)`: the same records."""
-    callback = NanproofCallback(run_dir=tmp_path / "run", observe=Observe(modules="head", every=1))
-    trainer = make_trainer(tmp_path, Regression(), feature_rows(12), callbacks=[callback])
-    oracle = Oracle(trainer.model)
-    trainer.add_callback(Steps(oracle))
-    trainer.train()
-    assert len(callback.guard.history) == 3 and oracle.agrees(callback.guard.history)
-    assert not left_behind(trainer.model)
-
-
 # -- other frameworks ----------------------------------------------------------------------------------------------------------
 
 
@@ -353,8 +340,9 @@ def test_raw_loops_are_observed(framework, loss):
 
 
 def _accelerated(parts: list[nn.Module], optimizer: Any) -> tuple[Any, ...]:
-    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
+
+    from accelerate import Accelerator
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

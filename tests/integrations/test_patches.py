@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanproof.integrations.patches import Patches
+from nanproof.integrations._patches import Patches
 
 
 def test_one_thing_that_cannot_be_put_back_leaves_nothing_else_replaced():

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanproof import Policy
-from nanproof.errors import UsageError
-from nanproof.integrations.protected import UNKNOWN, ProtectedRun
-from nanproof.integrations.recorded import RECORDED, RootRecorder, call_again
+from nanproof import Policy, UsageError, call_again
+from nanproof.integrations._protected import UNKNOWN, ProtectedRun
+from nanproof.integrations._recorded import RECORDED, RootRecorder
 
 
 class Net(nn.Module):

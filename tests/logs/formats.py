@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 
-from nanproof.logs.points import Point
+from nanproof.logs._points import Point
 
 Render = Callable[[Point], str]
 

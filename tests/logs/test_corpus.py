@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanproof.logs.findings import judge
-from nanproof.logs.sources import find, read
-from nanproof.logs.story import Story
+from nanproof.logs._story import Story
+from nanproof.logs.judge._findings import judge
+from nanproof.logs.read._sources import find, read
 
 CORPUS = Path(__file__).parent / "corpus"
 MANIFEST = json.loads((CORPUS / "manifest.json").read_text())

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logs.formats import TEXT
-from nanproof.errors import UsageError
-from nanproof.logs import files
-from nanproof.logs.points import Note, Point
-from nanproof.logs.sources import find, format_of, read
-from nanproof.logs.tables import csv_rows, json_lines
-from nanproof.logs.text import TextReader
+from nanproof import UsageError
+from nanproof.logs._points import Note, Point
+from nanproof.logs.read import _files as files
+from nanproof.logs.read._sources import find, format_of, read
+from nanproof.logs.read._tables import csv_rows, json_lines
+from nanproof.logs.text._text import TextReader
 
 NUMBERS = st.one_of(
     st.floats(min_value=-1e6, max_value=1e6, allow_nan=False).map(lambda x: float(f"{x:.5g}")),

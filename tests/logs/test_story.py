@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from nanproof.logs.curve import BUCKETS, Curve, Place, number
-from nanproof.logs.points import Note, Point
-from nanproof.logs.story import SEGMENTS, Story
+from nanproof.logs._curve import BUCKETS, Curve, Place, number
+from nanproof.logs._points import Note, Point
+from nanproof.logs._story import SEGMENTS, Story
 
 
 def told(*points, **common):

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from nanproof.logs.findings import judge
-from nanproof.logs.sources import find, read
-from nanproof.logs.story import Story
+from nanproof.logs._story import Story
+from nanproof.logs.judge._findings import judge
+from nanproof.logs.read._sources import find, read
 
 BAD = 12
 

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.logits_process import TemperatureLogitsWarper as Stock
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from nanproof.errors import BadLogits, UsageError
+from nanproof import BadLogits, UsageError
 from nanproof.numerics.generation import BadRow, NumericalStabilityLogitsProcessor, TemperatureLogitsWarper
 
 NAN, INF = math.nan, math.inf

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanproof.errors import UsageError
+from nanproof import UsageError
 from nanproof.numerics import losses
 from nanproof.numerics.losses import Supervision, check_supervised, masked_cross_entropy, supervised_tokens
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanproof
-from nanproof.errors import UsageError
+from nanproof import UsageError
 from nanproof.numerics.losses import masked_mse
 
 NAN, INF = math.nan, math.inf

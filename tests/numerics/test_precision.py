@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from nanproof.core.casting import buffers_beside
-from nanproof.errors import UsageError
+from nanproof import UsageError
+from nanproof.core.support._casting import buffers_beside
 from nanproof.numerics.precision import Device, Precision, _cpu_instructions, cast_trainable, choose, precision_for, problems
 
 TURING = Device("cuda", False, "Tesla T4 (compute capability 7.5)")
@@ -220,7 +220,7 @@ def test_nothing_is_said_of_frozen_half_precision():
 
 def test_every_slug_is_in_the_catalogue():
     """And every fix leads to the function that does it."""
-    from nanproof.explain.cause import Cause
+    from nanproof.explain.causes._cause import Cause
 
     model = nn.Linear(2, 2).half()
     found = problems(model, optim.Adam(model.parameters()), fp16=True)

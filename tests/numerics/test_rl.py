@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanproof.errors import UsageError
+from nanproof import UsageError
 from nanproof.numerics.rl import Signals, clamped_kl, group_advantages, kl, log_ratio, masked_mean, ratio
 
 NAN, INF = math.nan, math.inf

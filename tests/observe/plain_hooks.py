@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import nanproof
-from nanproof.records import ABSENT, Observed
+from nanproof import Observed
+from nanproof._records import ABSENT
 
 Seen = dict[str, list[Tensor]]
 """By site: every tensor, in order."""

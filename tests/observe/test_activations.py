@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nanproof
-from nanproof.observe.settings import Observe
-from nanproof.records import ABSENT
+from nanproof import Observe
+from nanproof._records import ABSENT
 from toys import batches, differences, mse, net, poison, whole_state
 
 SITES = ["0", "1", "2", "3", "4"]

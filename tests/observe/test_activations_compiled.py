@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nanproof
-from nanproof.observe.settings import Observe
+from nanproof import Observe
 from toys import batches, poison
 
 pytestmark = [  # torch's own, while it compiles; the second, where any forward hook is inside a compiled part of a model

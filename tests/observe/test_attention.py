@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanproof
-from nanproof.observe.attention import COMPILES, QUERIES
-from nanproof.observe.settings import Observe
+from nanproof import Observe
+from nanproof.observe._attention import COMPILES, QUERIES
 
 ORIGINALS = (F.scaled_dot_product_attention, F.softmax, torch.softmax)
 LENGTH, WIDTH, HEADS = 40, 16, 4
@@ -261,7 +261,7 @@ def test_the_first_micro_batch_is_looked_at():
 
 def test_nothing_is_seen_inside_replays(monkeypatch):
     """A bad batch is run again, several times, to find out what it was; each module was sampled once."""
-    from nanproof.observe.attention import AttentionWatch
+    from nanproof.observe._attention import AttentionWatch
 
     sampled = []
     look = AttentionWatch._look

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.observe.early import STALE, YOUNG
-from nanproof.observe.settings import Observe
+from nanproof import Observe
+from nanproof.observe._early import STALE, YOUNG
 
 
 @pytest.mark.parametrize("every", [1, 50])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from forecast_runs import RUNS, failure_step, guarded
-from nanproof.observe.early import DepthWatch, EntropyWatch, MomentWatch, ScaleWatch, SizeWatch
-from nanproof.observe.forecast import Forecaster
-from nanproof.observe.trend import fit
-from nanproof.records import Forecast, Observed, StepRecord
+from nanproof import Forecast, Observed, StepRecord
+from nanproof.observe._early import DepthWatch, EntropyWatch, MomentWatch, ScaleWatch, SizeWatch
+from nanproof.observe._forecast import Forecaster
+from nanproof.observe._trend import fit
+from zoo.forecast.runs import RUNS, failure_step, guarded
 
 SITES = ("layers.0", "layers.1")
 HALF = [torch.float16, torch.float16]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import nanproof
-from nanproof.core.telemetry import Journal
-from nanproof.observe.settings import Observe
-from nanproof.records import ABSENT, Forecast, Observed, StepRecord, line, read_forecasts, read_steps
+from nanproof import Forecast, Observe, Observed, StepRecord, read_forecasts, read_steps
+from nanproof._records import ABSENT, line
+from nanproof.core._telemetry import Journal
 from toys import batches, mse, net, poison
 
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import nanproof
-from nanproof.observe.settings import Observe
-from nanproof.records import ABSENT
+from nanproof import Observe
+from nanproof._records import ABSENT
 from toys import batches, mse, poison
-from two_ranks import two_ranks
+from zoo.two_ranks import two_ranks
 
 STEPS, BAD = 6, 3
 SITES = ["0", "1", "2", "3"]

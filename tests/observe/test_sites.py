@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import nanproof
-from nanproof.errors import UsageError
-from nanproof.observe.settings import Observe
-from nanproof.observe.sites import MOST, choose, named
+from nanproof import Observe, UsageError
+from nanproof.observe._sites import MOST, choose, named
 
 transformers = pytest.importorskip("transformers")
 

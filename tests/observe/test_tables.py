@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanproof.observe.tables import COLUMNS, NEAR, PlainTable, Rows
+from nanproof.observe._tables import COLUMNS, NEAR, PlainTable, Rows
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanproof
-from nanproof.observe.settings import Observe
-from nanproof.observe.weights import ELEMENTS
-from nanproof.records import ABSENT, StepRecord
+from nanproof import Observe, StepRecord
+from nanproof._records import ABSENT
+from nanproof.observe._weights import ELEMENTS
 from toys import OPTIMIZERS, batches, mse, poison
 
 EVERY = Observe(modules="*", every=1)

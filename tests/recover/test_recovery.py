@@ -388,7 +388,7 @@ def test_a_run_that_goes_wrong_at_once_goes_back_to_its_beginning():
 
 def test_a_copy_that_does_not_fit_is_not_taken(monkeypatch, caplog):
     said = "MemTotal: 9999 kB\nMemAvailable: 1 kB\n"
-    monkeypatch.setattr("nanproof.recover.snapshots.open", lambda path: io.StringIO(said), raising=False)
+    monkeypatch.setattr("nanproof.recover.state._snapshots.open", lambda path: io.StringIO(said), raising=False)
     guard = made(policy={"snapshot_every": 5})
     train(guard, loader(), 12)
     assert guard.parts.recovery.snapshots.kept == []

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import nanproof
-from nanproof.recover.salvage import without
+from nanproof.recover._salvage import without
 from recover.runs import Rows, same, weights
 from toys import OPTIMIZERS, batches, mse, net, poison
 

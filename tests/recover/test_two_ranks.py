@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import nanproof
-from nanproof.core.parameters import local
+from nanproof.core.judge._parameters import local
 from toys import batches, mse, poison
-from two_ranks import two_ranks
+from zoo.two_ranks import two_ranks
 
 
 def build(kind):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from test_recovery import loader, same, train, weights
 from torch.nn.parallel import DistributedDataParallel
 
 import nanproof
+from recover.test_recovery import loader, same, train, weights
 from toys import mse, net
-from two_ranks import two_ranks
+from zoo.two_ranks import two_ranks
 
 
 def started(rank, folder):

@@ -79,7 +79,7 @@ def write_run(folder, steps=300, names=None, sites=(), bad=(), seed=0, incidents
 def write_terms(folder, steps):
     """A run whose loss has terms: `steps` is a list of mappings, name to value. Returns the losses. Where one is not finite there
     is an incident, up to forty of them."""
-    from nanproof.records import Incident
+    from nanproof import Incident
 
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)

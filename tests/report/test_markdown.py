@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nanproof.report.markdown import MOST, code, markdown, plain
-from nanproof.report.run import Run
+from nanproof.report._markdown import MOST, code, markdown, plain
+from nanproof.report.folder._run import Run
 from report import made
 
 

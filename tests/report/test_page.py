@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nanproof.report import html
-from nanproof.report.run import Run
+from nanproof.report import _html as html
+from nanproof.report.folder._run import Run
 from report import made
 
 
@@ -43,7 +43,7 @@ def big(tmp_path):
 
 def test_a_long_run_makes_a_small_page(big):
     """Under a megabyte, from 100 megabytes, in memory that does not grow with the run."""
-    code = "import sys; from pathlib import Path; from nanproof.cli.report import write; "
+    code = "import sys; from pathlib import Path; from nanproof.cli._report import write; "
     code += "write(Path(sys.argv[1])); "
     code += "about = Path('/proc/self/status'); print(about.read_text() if about.exists() else '')"
     said = subprocess.run([sys.executable, "-c", code, str(big)], check=True, capture_output=True, text=True, timeout=120).stdout

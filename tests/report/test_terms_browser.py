@@ -10,9 +10,9 @@ import math
 
 import pytest
 
-from nanproof.report import html
-from nanproof.report.run import Run
-from nanproof.report.tokens import Tokens
+from nanproof.report import _html as html
+from nanproof.report.folder._run import Run
+from nanproof.report.folder._tokens import Tokens
 from report import made
 from report.looked import Looked
 

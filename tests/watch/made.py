@@ -57,7 +57,7 @@ def lines(widget) -> list[str]:
 
 def shown(app) -> str:
     """What the whole screen shows, part by part; of a card, if one is open, only the card."""
-    from nanproof.watch.widgets import Drawn
+    from nanproof.watch._widgets import Drawn
 
     return "\n".join(line for widget in app.screen.query(Drawn) if widget.display for line in lines(widget))
 

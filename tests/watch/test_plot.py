@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanproof.watch.charts import Window, heights
-from nanproof.watch.plot import ASCII, FINE, Series, axis, chart, count, marks_for, scale, short, spark
-from nanproof.watch.runs import View
-from nanproof.watch.table import runs_table
+from nanproof.watch._charts import Window, heights
+from nanproof.watch._plot import ASCII, FINE, Series, axis, chart, count, marks_for, scale, short, spark
+from nanproof.watch._runs import View
+from nanproof.watch._table import runs_table
 
 PLACES = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
 """(column, row) of the bits of a Braille character, in their order."""

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("textual")
 
 import nanproof
-from nanproof.watch.app import HELP, KEYS, WatchApp
-from nanproof.watch.plot import ASCII, FINE
-from nanproof.watch.runs import Watched
-from nanproof.watch.widgets import Card, Curves, Drawn, Listed
+from nanproof.watch._app import HELP, KEYS, WatchApp
+from nanproof.watch._plot import ASCII, FINE
+from nanproof.watch._runs import Watched
+from nanproof.watch._widgets import Card, Curves, Drawn, Listed
 from watch.made import drive, guard_in, lines, run, shown, train
 from watch.test_watched import hostile
 

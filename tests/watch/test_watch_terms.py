@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from nanproof.records import read_steps
-from nanproof.watch import words
-from nanproof.watch.charts import Window, drawn
-from nanproof.watch.plain import Lines, caught_up, now
-from nanproof.watch.plot import ASCII, FINE
-from nanproof.watch.runs import Watched
-from nanproof.watch.web import Site, report_pages
+from nanproof import read_steps
+from nanproof.watch import _words as words
+from nanproof.watch._charts import Window, drawn
+from nanproof.watch._plain import Lines, caught_up, now
+from nanproof.watch._plot import ASCII, FINE
+from nanproof.watch._runs import Watched
+from nanproof.watch._web import Site, report_pages
 from report.made import HOSTILE, write_run, write_terms
 
 TERMS = [{"text_loss": 2.0 + i / 10, "latent_loss": math.inf if i in (20, 39) else 1.0} for i in range(40)]

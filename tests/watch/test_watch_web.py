@@ -13,11 +13,11 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from nanproof.errors import UsageError
-from nanproof.watch import serve
-from nanproof.watch.runs import Watched
-from nanproof.watch.serve import Server
-from nanproof.watch.web import Pages, Site, report_pages
+from nanproof import UsageError
+from nanproof.watch import _serve as serve
+from nanproof.watch._runs import Watched
+from nanproof.watch._serve import Server
+from nanproof.watch._web import Pages, Site, report_pages
 from watch.made import guard_in, run, train, until
 from watch.test_watched import HOSTILE, hostile
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nanproof.records import read_incidents, read_steps
-from nanproof.watch import words
-from nanproof.watch.plain import Lines, caught_up, now
-from nanproof.watch.plot import ASCII, FINE
-from nanproof.watch.runs import Watched
-from nanproof.watch.table import events_table, runs_table
+from nanproof import read_incidents, read_steps
+from nanproof.watch import _words as words
+from nanproof.watch._plain import Lines, caught_up, now
+from nanproof.watch._plot import ASCII, FINE
+from nanproof.watch._runs import Watched
+from nanproof.watch._table import events_table, runs_table
 from report import made
 from watch.made import BAD, guard_in, run, train
 

@@ -1,4 +1,11 @@
-"""The command line: one file a command. Starting it does not import torch; a command does that when it runs."""
+"""The command line. `app` is the entry point of `nanproof`; `demo_entry` builds what `nanproof demo` trained, for `replay`.
+
+- One file a command: `_demo`, `_doctor`, `_check`, `_run`, `_replay`, `_scan`, `_report`, `_watch`.
+- `_shared` holds what all commands share; `_entry` imports the user's `module:function`.
+- `_recipe` joins the commands of nanproof-recipes, if it is installed.
+
+Starting it does not import torch; a command does that when it runs.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,19 @@ from typing import Annotated
 import typer
 
 from nanproof import __version__
-from nanproof.cli.check import check
-from nanproof.cli.demo import demo
-from nanproof.cli.doctor import doctor
-from nanproof.cli.group import Commands
-from nanproof.cli.recipe import recipe
-from nanproof.cli.replay import replay
-from nanproof.cli.report import report
-from nanproof.cli.run import run
-from nanproof.cli.scan import scan
-from nanproof.cli.watch import watch
+from nanproof.cli._check import check
+from nanproof.cli._demo import demo
+from nanproof.cli._demo import entry as demo_entry
+from nanproof.cli._doctor import doctor
+from nanproof.cli._recipe import recipe
+from nanproof.cli._replay import replay
+from nanproof.cli._report import report
+from nanproof.cli._run import run
+from nanproof.cli._scan import scan
+from nanproof.cli._shared import Commands
+from nanproof.cli._watch import watch
+
+__all__ = ["app", "demo_entry"]
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(demo)

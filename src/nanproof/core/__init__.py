@@ -1,4 +1,11 @@
-"""The parts of the guard: small classes over tensors, none of which knows the others' owner.
+"""The engine: everything that happens to a training step, whoever runs the loop.
 
-Principle: on the healthy path nothing here makes the host wait for the device.
+- `_engine` runs a step: judge, decide, carry out, tell. `_contracts` says what it expects of the other rooms.
+- `_decide` is a pure function from what is known to one decision; `_caps` counts refused steps.
+- `_under_way` holds the steps that are not judged yet, and goes back before a bad one.
+- `_inquest` and `_evidence` find out what a refused step was.
+- `_tell`, `_telemetry`, `_counters` turn verdicts into records, incidents, the journal and log lines.
+- `judge/` is the device side of a step. `support/` holds the small parts that every room uses.
+
+On the healthy path nothing here makes the host wait for the device.
 """

@@ -1,5 +1,11 @@
-"""From a bad step to a named cause: replay it, locate the birth of the trouble, match the catalogue, verify the fix.
+"""From a bad step to a named cause with a verified fix. Runs on failure only.
 
-All of it runs on failure only. Nothing here may change the run it looks at: weights, buffers, gradients, optimizer state and
-random numbers are put back, and an exception inside a diagnosis becomes a sentence in the incident.
+- `_examiner` serves the engine: it explains incidents and notices silent failures (`_silent`).
+- `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes.
+- `_known` decides which incidents are new.
+- `replay/` runs a step again; `locate/` finds the operation, sample and token; `causes/` is the catalogue;
+  `bundle/` saves a bad step so that it can be replayed anywhere.
+
+Nothing here changes the run: weights, buffers, gradients, optimizer and random state are restored. An exception inside a
+diagnosis becomes a sentence in the incident.
 """

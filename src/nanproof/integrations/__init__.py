@@ -1,4 +1,12 @@
-"""protect: one call for the trainers people already use. Each has a file here; none is imported before it is needed."""
+"""Adapters: `nanproof.protect` guards the trainers people already use, with one call.
+
+- `_protected` is what `protect` returns; `_patches` replaces methods and puts them back; `_recorded` reruns a raw loop;
+  `_versions` knows which versions are tested.
+- One folder for each framework: `huggingface/`, `trl/`, `lightning/`, `accelerate/`, `deepspeed/`. `script/` is `nanproof run`.
+- Public: `transformers` and `lightning`, for the callbacks people know by name.
+
+No framework is imported before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +16,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanproof.errors import UsageError
+from nanproof._errors import UsageError
 
 if TYPE_CHECKING:
-    from nanproof.integrations.protected import ProtectedRun
-    from nanproof.observe.settings import Observe
-    from nanproof.policy import Policy
-    from nanproof.recover.checkpoints import Checkpoints
+    from nanproof._policy import Policy
+    from nanproof.integrations._protected import ProtectedRun
+    from nanproof.observe._settings import Observe
+    from nanproof.recover._checkpoints import Checkpoints
 
 _ADAPTERS = {
-    "transformers.trainer": ("transformers", "protect_trainer"),
-    "lightning.pytorch.trainer.trainer": ("lightning", "protect_trainer"),
-    "pytorch_lightning.trainer.trainer": ("lightning", "protect_trainer"),
-    "lightning.fabric.fabric": ("lightning", "protect_fabric"),
-    "lightning_fabric.fabric": ("lightning", "protect_fabric"),
-    "accelerate.accelerator": ("accelerate", "protect_accelerator"),
-    "deepspeed.runtime.engine": ("deepspeed", "protect_engine"),
+    "transformers.trainer": ("huggingface._trainer", "protect_trainer"),
+    "lightning.pytorch.trainer.trainer": ("lightning._trainer", "protect_trainer"),
+    "pytorch_lightning.trainer.trainer": ("lightning._trainer", "protect_trainer"),
+    "lightning.fabric.fabric": ("lightning._fabric", "protect_fabric"),
+    "lightning_fabric.fabric": ("lightning._fabric", "protect_fabric"),
+    "accelerate.accelerator": ("accelerate._accelerator", "protect_accelerator"),
+    "deepspeed.runtime.engine": ("deepspeed._engine", "protect_engine"),
 }
 """The module that defines a class, and who protects its objects."""
 

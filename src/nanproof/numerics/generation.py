@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nanproof.errors import BadLogits, UsageError
-from nanproof.numerics.birthplace import Birthplace, PromptKeeper
-from nanproof.numerics.logit_rows import FLAGGED, BadRow, Flags, Generation
-from nanproof.numerics.temperature import TemperatureLogitsWarper
+from nanproof._errors import BadLogits, UsageError
+from nanproof.explain.locate._logit_origin import Birthplace, PromptKeeper
+from nanproof.numerics._logit_rows import FLAGGED, BadRow, Flags, Generation
+from nanproof.numerics._temperature import TemperatureLogitsWarper
 
 __all__ = ["BadLogits", "BadRow", "NumericalStabilityLogitsProcessor", "TemperatureLogitsWarper"]
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nanproof.core.terms import weighted_sum
-from nanproof.errors import UsageError
-from nanproof.wording import few
+from nanproof._errors import UsageError
+from nanproof._wording import few
+from nanproof.core.judge._terms import weighted_sum
 
 __all__ = ["Supervision", "check_supervised", "masked_cross_entropy", "masked_mse", "supervised_tokens", "weighted_sum"]
 

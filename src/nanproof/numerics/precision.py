@@ -15,12 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn, optim
 
-from nanproof.core.casting import HALF, buffers_beside, cast
-from nanproof.core.parameters import clean_name, local, unwrap
-from nanproof.errors import UsageError
-from nanproof.explain.causes.learning import Bf16UpdateRounding
-from nanproof.explain.causes.optimizer import Fp16OptimizerUnderflow, Fp16WeightsWithGradScaler
-from nanproof.wording import listed
+from nanproof._errors import UsageError
+from nanproof._wording import listed
+from nanproof.core.judge._parameters import clean_name, local, unwrap
+from nanproof.core.support._casting import HALF, buffers_beside, cast
+from nanproof.explain.causes._learning import Bf16UpdateRounding
+from nanproof.explain.causes._optimizer import Fp16OptimizerUnderflow, Fp16WeightsWithGradScaler
+
+__all__ = ["Ask", "Precision", "Problem", "cast_trainable", "choose", "problems"]
 
 Ask = Literal["auto", "bf16", "fp16", "fp32"]
 _DIVIDES_BY_EPS = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad)

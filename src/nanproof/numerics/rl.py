@@ -15,7 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanproof.errors import UsageError
+from nanproof._errors import UsageError
+
+__all__ = [
+    "KL",
+    "Advantages",
+    "Ratio",
+    "Signals",
+    "clamped_kl",
+    "group_advantages",
+    "kl",
+    "log_ratio",
+    "masked_mean",
+    "ratio",
+]
 
 
 def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:

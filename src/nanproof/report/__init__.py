@@ -1,1 +1,5 @@
-"""A run shown: read from its folder, drawn in the terminal, written as one HTML file or as text for an issue. No torch."""
+"""A run's folder, shown: as one HTML file, or as text for an issue. No torch.
+
+- `_html` writes the page, `_markdown` the text; `_out` puts a file in place, completely or not at all.
+- `folder/` reads a run's folder; `page/` prepares what the page shows.
+"""

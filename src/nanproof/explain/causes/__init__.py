@@ -1,13 +1,18 @@
-"""The catalogue, a file for each family of causes. Importing this package fills `Cause.catalogue`."""
+"""The catalogue of causes, one file a family. Importing this package fills `Cause.catalogue`.
+
+- `_cause` is what an entry has to offer: `slug`, `fix`, and `match(case)`, which returns evidence and a trial of the fix.
+- `_data`, `_weights`, `_forward`, `_backward`, `_optimizer`, `_learning`, `_rl`, `_system`: where the cause lies.
+"""
 
 from __future__ import annotations
 
-from nanproof.explain.cause import Cause
-from nanproof.explain.causes import backward, data, forward, learning, optimizer, rl, system, weights
+from nanproof.explain.causes import _backward, _data, _forward, _learning, _optimizer, _rl, _system, _weights
+from nanproof.explain.causes._cause import Cause
 
-__all__ = ["backward", "data", "fix_of", "forward", "learning", "optimizer", "rl", "system", "weights"]
+__all__ = ["Cause", "fix_of"]
+_FAMILIES = (_data, _weights, _forward, _backward, _optimizer, _learning, _rl, _system)
 
 
 def fix_of(slug: str) -> str | None:
-    """What the catalogue says to do about a cause; None where it has none of that name."""
+    """Return the catalogue's fix for a cause, or None if it has no such cause."""
     return next((cause.fix for cause in Cause.catalogue if cause.slug == slug), None)

@@ -1,0 +1,114 @@
+"""The arms: the training as it was reported, as the document patched it, as it was under nanproof, and as it should be.
+
+All of them read the same data, with the latent of one sample damaged: the one that the arm's own order meets at a step in the
+middle of the run, so another seed or other batches damage another sample. Weights in bf16, the loop and the losses are what
+`broken` has in common with the report; `patched` differs from it by what the document changed and by nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from nanproof import UsageError
+from nanproof._text import printable
+from nanproof_recipes.latent_dlm.config import Config
+
+DAMAGED_AT = 0.4
+"""The part of the run after which the damaged sample is met; earlier where the first epoch is shorter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that makes an arm what it is, besides the configuration."""
+
+    arm: str
+    says: str
+    """What is different in this arm, in one line."""
+    weights: Literal["bf16", "fp32"] = "bf16"
+    loop: Literal["original", "document", "guarded"] = "original"
+    losses: Literal["original", "document", "exact"] = "original"
+    heal: bool = False
+    reported: bool = True
+    """With the learning rate, clipping and weights of the report, where the configuration recommends others."""
+    damaged: bool = True
+    seed: int | None = None
+    """Of a further run of the arm; None: that of the configuration."""
+
+    @property
+    def name(self) -> str:
+        """Of its row and its folder."""
+        return self.arm if self.seed is None else f"{self.arm}-seed-{self.seed}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+BROKEN = Setting(
+    arm="broken", says="weights in bf16; after clipping the gradients are looked at for NaN alone, zeroed, and stepped on"
+)
+PATCHED = replace(
+    BROKEN,
+    arm="patched",
+    loop="document",
+    losses="document",
+    says="the document's fix: bad losses and norms skipped, losses clamped to 100, latents normalised; learning rate and "
+    "clipping halved, warm-up and accumulation doubled, latent weight 0.1",
+)
+GUARDED = replace(BROKEN, arm="guarded", loop="guarded", heal=True, says="broken, under nanproof with healing on")
+FIXED = replace(
+    BROKEN,
+    arm="fixed",
+    weights="fp32",
+    loop="guarded",
+    losses="exact",
+    reported=False,
+    says="weights in fp32, forward in bf16 autocast, losses over what counts, guarded",
+)
+SETTINGS = {setting.arm: setting for setting in (BROKEN, PATCHED, GUARDED, FIXED)}
+
+REPORTED: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "base": {
+        "optimizer.lr": 1e-4,
+        "optimizer.grad_clip_norm": 1.0,
+        "loss.latent_loss_weight": 1.0,
+        "training.gradient_accumulation_steps": 1,
+    },
+}
+"""By size, what was reported where the configuration recommends something else."""
+
+
+def setting(arm: str, **changes: Any) -> Setting:
+    """By its name: "fixed", or "fixed-seed-1"."""
+    name, _, seed = arm.partition("-seed-")
+    found = SETTINGS.get(name)
+    if found is not None and seed.isascii() and seed.isdigit() and len(seed) < 19:
+        changes = {"seed": int(seed), **changes}
+    elif found is None or arm != name:
+        raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(list(SETTINGS)[:-1])} or {list(SETTINGS)[-1]}")
+    return replace(found, **changes)
+
+
+def configured(config: Config, setting: Setting, chosen: frozenset[str] = frozenset()) -> Config:
+    """The configuration as the arm has it. `chosen`: keys that were set by hand, which stay as they are.
+
+    What the document changes it changes relative to the report: the size tiny was never reported, and has a rate of its own.
+    """
+    changes: dict[str, Any] = {}
+    if setting.reported:
+        changes |= REPORTED[config.size]
+    if setting.arm == "patched":
+        rate, norm = changes.get("optimizer.lr", config.optimizer.lr), config.optimizer.grad_clip_norm
+        norm = changes.get("optimizer.grad_clip_norm", norm)
+        changes |= {
+            "optimizer.lr": rate / 2,
+            "optimizer.grad_clip_norm": norm / 2 if norm else 1.0,
+            "loss.latent_loss_weight": 0.1,
+            "training.gradient_accumulation_steps": 2,
+            "training.warmup_steps": max(config.training.warmup_steps, min(2000, 2 * config.training.warmup_steps)),
+        }
+    changes = {key: value for key, value in changes.items() if key not in chosen}
+    if setting.seed is not None:  # of the arm itself: it has it in its name
+        changes["training.seed"] = setting.seed
+    return config.with_(**changes)

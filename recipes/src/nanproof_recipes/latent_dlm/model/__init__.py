@@ -1,0 +1,1 @@
+"""The network of latent-dlm, its two diffusion processes, and how samples are drawn from them."""

@@ -1,0 +1,54 @@
+"""What a recipe asks of the machine: its device, the packages it has, and the same numbers for the same seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nanproof import UsageError
+from nanproof.core.support._environment import device_name
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Without it cuBLAS gives other digits from one call to the next."""
+
+
+def device() -> torch.device:
+    """Where this machine trains."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+
+
+def needs(*packages: str) -> None:
+    """A clear word about what is not installed, before anything was begun."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"this recipe needs {', '.join(missing)}. pip install 'nanproof[recipes]'")
+
+
+def ran_on() -> str:
+    """A score without this cannot be compared."""
+    return f"ran on {device_name(device())}, torch {torch.__version__}"
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """The same numbers for the same seed, on the same machine: torch is asked for its deterministic kernels."""
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    filled: Any = torch.utils.deterministic
+    fill, filled.fill_uninitialized_memory = filled.fill_uninitialized_memory, False  # it writes every new tensor twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+        filled.fill_uninitialized_memory = fill
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)

@@ -1,0 +1,162 @@
+"""The arms: every way in which this model was, or should have been, trained, as plain settings.
+
+`broken` is the setting of the reports, but for the warm-up, which every arm has. `patched` differs from it by what one document
+changed, and by nothing else. `guarded` is `broken` again under nanproof with healing on. `fixed` is how it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from nanproof import UsageError
+from nanproof_recipes.units_sft.data.questions import FORMS, Form
+
+Weights = Literal["fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that decides how one model is trained."""
+
+    arm: str
+    variant: str = ""
+    says: str
+    """What is different in this arm, in one line."""
+    weights: Weights = "fp16"
+    """What the model and its adapters are held in."""
+    precision: str = "as-loaded"
+    """"as-loaded": nothing but the weights decides; "fp16-flag" and "bf16-flag": the Trainer's switch, whatever the weights are;
+    "auto", "bf16", "fp16", "fp32": chosen by nanproof.numerics.precision, over fp32 weights."""
+    optim: str = "adamw_torch"
+    prompt: Literal["plain", "ends-in-tag"] = "plain"
+    patch: Literal["", "000", "002"] = ""
+    protect: bool = False
+    heal: bool = False
+    form: Form = "worked"
+    lr: float = 2e-4
+    batch: int = 32
+    epochs: int = 3
+    warmup: int = 50
+    rank: int = 4
+    alpha: int = 16
+    gradient_checkpointing: bool = True
+    seed: int = 0
+    start: str = ""
+    """The arm whose adapters are trained on; new ones without."""
+
+    @property
+    def name(self) -> str:
+        """Of its row and its folder."""
+        return f"{self.arm}-{self.variant}" if self.variant else self.arm
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+BROKEN = Setting(arm="broken", says="weights and adapters in pure fp16, AdamW that is not fused")
+REPORTED: tuple[Setting, ...] = (
+    BROKEN,
+    replace(
+        BROKEN,
+        variant="double",
+        precision="fp16-flag",
+        says="the same with fp16=True on top (on a CPU the Trainer ignores it)",
+    ),
+    replace(
+        BROKEN,
+        variant="prompt",
+        weights="fp32",
+        prompt="ends-in-tag",
+        says="fp32, but the prompt ends in <answer>, so that the reply has no tag to be parsed",
+    ),
+    replace(
+        BROKEN,
+        arm="patched",
+        variant="000",
+        patch="000",
+        precision="bf16-flag",
+        says="a loss of 0 or NaN becomes 1e-6, NaN gradients are zeroed in on_step_end, bf16=True over fp16 weights (on CUDA)",
+    ),
+    replace(BROKEN, arm="patched", variant="001", weights="fp32", says="weights and adapters in fp32, fp16=False, bf16=False"),
+    replace(BROKEN, arm="patched", variant="002", patch="002", says='max_grad_norm=1.0 and label_names=["labels"] written out'),
+    replace(BROKEN, arm="guarded", protect=True, heal=True, says="broken, under nanproof with healing on"),
+)
+FIXED = Setting(
+    arm="fixed",
+    says="fp32 weights, autocast where the device has bf16, a learning rate that suits LoRA, guarded",
+    weights="fp32",
+    precision="auto",
+    optim="adamw_torch_fused",
+    protect=True,
+    lr=4e-3,
+    batch=8,
+    gradient_checkpointing=False,
+)
+GUARDED = next(s for s in REPORTED if s.arm == "guarded")
+TUNED = replace(
+    GUARDED,
+    variant="tuned",
+    lr=FIXED.lr,
+    batch=FIXED.batch,
+    gradient_checkpointing=FIXED.gradient_checkpointing,
+    says="guarded, with the learning rate and batch of fixed",
+)
+AS_REPORTED = replace(
+    FIXED,
+    variant="reported",
+    lr=BROKEN.lr,
+    batch=BROKEN.batch,
+    gradient_checkpointing=BROKEN.gradient_checkpointing,
+    says="fixed, with the reported learning rate and batch",
+)
+RFT = replace(
+    FIXED,
+    arm="rft",
+    start="fixed",
+    lr=2e-3,
+    batch=16,
+    epochs=2,
+    says="trained on from fixed, with its own right answers to new questions",
+)
+SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, TUNED, AS_REPORTED, FIXED)}
+ARMS = ("broken", "patched", "guarded", "fixed")
+
+
+def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
+    """The setting of an arm. `patched` without a variant is 000. Changes that are None are left out."""
+    variant = variant or ("000" if arm == "patched" else "")
+    found = SETTINGS.get((arm, variant))
+    if found is None:
+        variants = [v for a, v in SETTINGS if a == arm and v]
+        if arm not in ARMS:
+            raise UsageError(f"--arm {arm} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
+        known = f"it has {', '.join(variants)}" if variants else "it has none"
+        raise UsageError(f"--arm {arm} has no variant {variant!r}: {known}")
+    return changed(found, **changes)
+
+
+def changed(found: Setting, **changes: Any) -> Setting:
+    """With other values for some settings; those that are None are left out."""
+    changes = {key: value for key, value in changes.items() if value is not None}
+    asked = changes.get("precision", "auto")
+    if asked not in ("auto", "bf16", "fp16", "fp32"):
+        raise UsageError(f"--precision {asked} is unknown. Choose auto, bf16, fp16 or fp32")
+    if found.precision != "auto" and changes.pop("precision", "auto") != "auto":
+        raise UsageError(
+            f"--precision {asked}: what --arm {found.arm} is held in is what the arm is about. Choose it with --arm fixed"
+        )
+    _check(changes)
+    return replace(found, **changes)
+
+
+def _check(changes: dict[str, Any]) -> None:
+    least = {"lr": 0.0, "batch": 1, "epochs": 1, "warmup": 0, "rank": 1, "alpha": 1}
+    for key, low in least.items():
+        value = changes.get(key)
+        if value is not None and not (value > low if key == "lr" else value >= low):
+            raise UsageError(f"--{key} {value}: a number {'above' if key == 'lr' else 'of at least'} {low:g} is needed")
+    if not 0 <= changes.get("seed", 0) < 2**32:
+        raise UsageError(f"--seed {changes['seed']}: a whole number from 0 to 2**32 - 1 is needed")
+    if changes.get("form", "bare") not in FORMS:
+        raise UsageError(f"--form {changes['form']} is unknown. Choose {', '.join(FORMS)}")

@@ -1,0 +1,151 @@
+"""The arms: the reinforcement learning as it died, as the document patched it, as it was under nanproof, and as it should be.
+
+The judge of the place writes its verdict behind each reply, in tokens that do not count in the loss. The policy is kept from
+writing the judge's token itself. In `broken` that is done by lowering its logit in the policy and not in the reference: stock TRL
+takes exp of the difference before it masks it. The variant `group` is another death of the same report: groups of one reply,
+whose deviation is NaN. `patched` differs from `broken` by what the document changed and by nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from nanproof import UsageError
+from nanproof._text import printable
+
+WARM = "warm"
+"""The folder of the warm start, which every arm begins with."""
+LOWERED = 120.0
+"""How far the reported arms lower the logit of the judge's token in the policy: exp(120) is Inf in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that decides how one model is trained, from the warm start on."""
+
+    arm: str
+    variant: str = ""
+    says: str
+    """What is different in this arm, in one line."""
+    trainer: Literal["trl", "loop"] = "trl"
+    """TRL's GRPOTrainer, or the loop of this recipe, which takes a group of one and needs no TRL."""
+    ban: Literal["policy", "sampling"] = "policy"
+    """How the judge's token is kept from replies: by its logit in the policy alone, or where tokens are drawn."""
+    plain: bool = True
+    """In the loop: the loss as people write it, with exp before the mask. TRL has its own."""
+    patched: bool = False
+    """The document's logits processor and callback."""
+    protect: bool = False
+    heal: bool = False
+    lr: float = 1e-3
+    batch: int = 128
+    """Replies a step, of all groups together."""
+    group: int = 8
+    steps: int = 100
+    warmup: int = 5
+    max_norm: float = 1.0
+    beta: float = 0.02
+    """Weight of the divergence from the reference."""
+    rank: int = 16
+    alpha: int = 32
+    temperature: float = 1.0
+    precision: str = "as-loaded"
+    """"as-loaded": fp32 throughout; "auto", "bf16", "fp32": chosen by nanproof.numerics.precision."""
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its row and its folder."""
+        name = f"{self.arm}-{self.variant}" if self.variant else self.arm
+        return f"{name}-seed-{self.seed}" if self.seed else name
+
+    @property
+    def may_lose_device(self) -> bool:
+        """Whether it may draw from NaN, which on CUDA ends the process' use of the device."""
+        return not (self.protect or self.patched)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+BROKEN = Setting(
+    arm="broken",
+    says="TRL as it comes; the judge's token, which does not count, has its logit lowered by 120 in the policy alone",
+)
+GROUP = replace(
+    BROKEN,
+    variant="group",
+    trainer="loop",
+    ban="sampling",
+    batch=32,
+    group=1,
+    says="a plain loop with groups of one reply: the deviation of one number is NaN",
+)
+PATCHED = replace(
+    BROKEN,
+    arm="patched",
+    patched=True,
+    warmup=10,
+    says="the document's fix: logits clipped to 30, NaN replaced, a floor of 1e-8 under probabilities, gradients looked at in "
+    "on_step_end, warm-up 10",
+)
+GUARDED = replace(BROKEN, arm="guarded", protect=True, heal=True, says="broken, under nanproof")
+GUARDED_GROUP = replace(GROUP, arm="guarded", protect=True, heal=True, says="broken-group, under nanproof")
+FIXED = replace(
+    BROKEN,
+    arm="fixed",
+    ban="sampling",
+    plain=False,
+    protect=True,
+    warmup=10,
+    max_norm=0.5,
+    precision="auto",
+    says="the judge's token is banned where tokens are drawn, masked before exp, clipped to 0.5, warm-up 10, guarded",
+)
+SETTINGS = {(s.arm, s.variant): s for s in (BROKEN, GROUP, PATCHED, GUARDED, GUARDED_GROUP, FIXED)}
+ARMS = ("broken", "patched", "guarded", "fixed")
+
+
+def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
+    """The setting of an arm. Changes that are None are left out."""
+    found = SETTINGS.get((arm, variant))
+    if found is None:
+        if arm not in ARMS:
+            raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
+        variants = [v for a, v in SETTINGS if a == arm and v]
+        known = f"it has {', '.join(variants)}" if variants else "it has none"
+        raise UsageError(f"--arm {arm} has no variant {printable(variant)!r}: {known}")
+    return changed(found, **changes)
+
+
+def changed(found: Setting, **changes: Any) -> Setting:
+    """With other values for some settings; those that are None are left out."""
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if changes.get("trainer", "trl") not in ("trl", "loop"):
+        raise UsageError(f"--trainer {printable(changes['trainer'])} is unknown. Choose trl or loop")
+    if found.variant == "group":
+        changes.pop("trainer", None)  # TRL refuses a group of one
+        if changes.get("group", 1) != 1:
+            raise UsageError(f"--group {changes['group']}: {found.name} is about groups of one. Choose another arm")
+    made = replace(found, **changes)
+    _check(made)
+    return made
+
+
+def _check(s: Setting) -> None:
+    for key in ("lr", "max_norm", "temperature"):
+        if not 0 < getattr(s, key) < math.inf:
+            raise UsageError(f"--{key.replace('_', '-')} {getattr(s, key)}: a number above 0 is needed")
+    for key, least in {"batch": 1, "steps": 1, "warmup": 0, "rank": 1, "alpha": 1, "beta": 0.0}.items():
+        if not least <= getattr(s, key) < math.inf:
+            raise UsageError(f"--{key} {getattr(s, key)}: a number of at least {least:g} is needed")
+    if s.group < 2 and s.variant != "group":
+        raise UsageError(f"--group {s.group}: a group of one has no mean to differ from; sample at least 2 replies")
+    if s.batch % s.group:
+        raise UsageError(f"--batch {s.batch}: replies do not divide into groups of {s.group}")
+    if s.precision not in ("as-loaded", "auto", "bf16", "fp32"):
+        raise UsageError(f"--precision {printable(s.precision)} is unknown. Choose as-loaded, auto, bf16 or fp32")
+    if not 0 <= s.seed < 2**32:
+        raise UsageError(f"--seed {s.seed}: a whole number from 0 to 2**32 - 1 is needed")

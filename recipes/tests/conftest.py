@@ -1,0 +1,49 @@
+"""What the tests of the recipes share: the tiny model, taught once a process, and a folder in which an arm is trained once."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from latent_small import small_comparison
+from vlm_small import vlm
+
+__all__ = ["small_comparison", "vlm"]
+
+if any(find_spec(name) is None for name in ("transformers", "peft", "accelerate")):
+    collect_ignore_glob = ["test_units_*.py", "test_vlm_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_and_quick(taught):
+    """transformers tells of every loading, and every `train()` collects garbage, which takes longer than these trainings."""
+    from transformers.utils import logging as own
+
+    before = own.get_verbosity(), logging.getLogger("accelerate").level
+    own.set_verbosity_error()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    own.set_verbosity(before[0])
+    logging.getLogger("accelerate").setLevel(before[1])
+
+
+@pytest.fixture(scope="session")
+def language():
+    """The tiny model. A test that changes it works on a copy."""
+    from nanproof_recipes.units_sft.models import tiny
+
+    torch.set_num_threads(1)
+    return tiny()
+
+
+@pytest.fixture(scope="session")
+def shop(language, tmp_path_factory):
+    """A workshop with 48 questions to train on. `shop.arm(setting)` trains an arm on the first call and reads it later."""
+    from nanproof_recipes.units_sft.workshop import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("units-sft"), "tiny", train=48, valid=16)

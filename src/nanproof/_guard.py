@@ -1,0 +1,184 @@
+"""Guard: the face of the engine for a loop of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanproof._assembly import assemble
+from nanproof._errors import UsageError
+from nanproof._policy import Policy
+from nanproof.core._tell import Account, Face
+from nanproof.core.support._checks import OwnLoop, check_arguments, check_scalar
+from nanproof.observe._settings import Observe
+from nanproof.recover._checkpoints import Checkpoints
+
+
+class Guard(Face):
+    """Replaces clip_grad_norm_ and optimizer.step() in a training loop, and refuses the steps that
+    would do harm.
+
+    In your own loop, `guard.step(loss)` stands where clipping and stepping stood. Or give it
+    `loss_fn(model, batch)` and call `guard.train_step(batch)`: then a refused batch leaves no trace
+    at all, not even in random numbers or the schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+        max_norm: float | str | None = 1.0,
+        scaler: Any = None,
+        scheduler: Any = None,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        checkpoints: Checkpoints | None = None,
+        observe: Observe | bool | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the module that is trained; wrapped in DistributedDataParallel, fully_shard or torch.compile is fine.
+            optimizer: any optimizer over the model's parameters; torch's fused ones are guarded without a host read. Several,
+                `[muon, adamw]`, are one step: all are taken, or none.
+            loss_fn: `loss_fn(model, batch)` returns the scalar loss; needed for `train_step`.
+            max_norm: clip the gradients to this norm; "auto" follows what is usual for the run; None does not clip.
+            scaler: a GradScaler, if the loss is scaled. Do not call its `step`, `update` or `unscale_` yourself.
+            scheduler: a learning-rate scheduler that `train_step` advances after every accepted step.
+            policy: what to do when; see `Policy`.
+            run_dir: folder for `steps.jsonl`, `incidents.jsonl`, the bundles of bad steps and the quarantine.
+            checkpoints: `Checkpoints(folder)`: save the run's state now and then, for `resume` and for going back.
+            observe: True or `Observe(...)`: activations, weights and attention in every record, and `forecasts`.
+        """
+        check_arguments(model, max_norm, policy, scheduler, checkpoints)
+        self.policy = policy if policy is not None else Policy()
+        self.account = Account.of(self.policy)
+        made = assemble(
+            model,
+            optimizer,
+            policy=self.policy,
+            account=self.account,
+            loss_fn=loss_fn,
+            max_norm=max_norm,
+            scaler=scaler,
+            scheduler=scheduler,
+            run_dir=run_dir,
+            checkpoints=checkpoints,
+            observe=observe,
+        )
+        self.model, self.optimizer, self.loss_fn, self.scheduler = model, made.stepper.optimizer, loss_fn, scheduler
+        self.parts = made
+        """The engine and its parts, for tools built on top; what they offer may change from version
+        to version."""
+        self.engine, self._own_loop = made.engine, OwnLoop(self.policy, scheduler)
+        self.counters = made.stepper.counters
+        """Callables that return scalars on the device by name. Every record has their values, and
+        no wait is added for them."""
+
+    @property
+    def path(self) -> str:
+        """ "device", perhaps with a note, or "host: " and why the verdict has to be read on the
+        host each step."""
+        return self.engine.judge.path
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that comes next. It falls when the run goes back."""
+        return self.engine.next_step
+
+    def backward(self, loss: Tensor) -> None:
+        """Replaces `loss.backward()`, scaled if there is a scaler. Optional in your own loop; it is
+        what names a bad micro-batch by its loss, and what tells the other ranks of a bad loss whose
+        gradients are finite."""
+        self._check_open("backward")
+        check_scalar(loss, "backward")
+        self.engine.judge.backward(loss)
+
+    def step(self, loss: Tensor | None = None) -> None:
+        """Replaces clip_grad_norm_ and optimizer.step() (and scaler.step/update). Call it after
+        backward; zero_grad stays yours.
+
+        Without a loss, the sum of those given to `backward` since the last step is taken. A refused
+        step leaves weights, moments and buffers exactly as they were.
+        """
+        self._check_open("step")
+        if loss is not None:
+            check_scalar(loss, "step")
+        elif not self.engine.judge.noted:
+            raise UsageError("guard.step(): pass the loss, or use guard.backward(loss) instead of loss.backward()")
+        self._own_loop.look(self.next_step)
+        if self.engine.under_way.trains:
+            raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
+        self.engine.step(loss=loss)
+        self.engine.end()
+
+    def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
+        """One whole step: zero_grad, forward, backward, guarded optimizer step, scheduler. Returns
+        the loss, detached.
+
+        More batches after the first are accumulated with it as micro-batches: the loss is the mean
+        of theirs.
+        """
+        self._check_open("train_step")
+        if self.loss_fn is None:
+            raise UsageError(
+                "guard.train_step() needs a loss function: Guard(model, optimizer, loss_fn=lambda model, batch: ...)"
+            )
+        return self.engine.train((batch, *micro_batches))
+
+    def wrap(self, data: Any) -> Any:
+        """Return a dataset or loader that skips quarantined samples and, if it is a loader, knows
+        its position: with it a resumed or rewound run goes on with exactly the batch that comes
+        next. Iterate over what this returns, not over the original."""
+        return self.parts.recovery.wrap(data)
+
+    def resume(self) -> int:
+        """Load the newest good checkpoint, if there is one, and return the step to go on from; 0 if
+        there is none.
+
+        Weights, optimizer, schedule, loss scale, random numbers, the guard's own state and the
+        position of wrapped loaders are put back. What was passed over, and why, is logged.
+        """
+        self._check_open("resume")
+        if not self.parts.recovery.has_checkpoints:
+            raise UsageError("guard.resume(): there are no checkpoints; make the guard with checkpoints=Checkpoints(folder)")
+        self.engine.resumed(self.parts.recovery.resume())
+        return self.next_step
+
+    def sync(self) -> None:
+        """Wait for the verdicts still under way, and train again on batches they held up. Call it
+        before saving anything, or before your own loop after `train_step`; it matters on CUDA only,
+        where verdicts come two steps late."""
+        self.engine.sync()
+
+    def close(self) -> None:
+        """Take in the last records, look at weights and optimizer state once more, and let go of
+        the model."""
+        self.engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it
+        before the states of model, optimizer and scheduler, so that all of them are of one
+        moment."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Load model and optimizer first; steps still under way
+        are forgotten."""
+        self.engine.load_state_dict(state)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.engine.leave(error)
+
+    def _check_open(self, call: str) -> None:
+        if self.engine.closed:
+            raise UsageError(f"guard.{call}(): this guard is closed; make a new one to go on")

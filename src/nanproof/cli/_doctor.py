@@ -1,0 +1,299 @@
+"""`nanproof doctor`: what the log of a run shows: when it first went wrong, what that is, why, and what to do next."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanproof._errors import NanproofError, UsageError
+from nanproof._text import printable
+from nanproof.cli._shared import could_not_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nanproof.logs._story import Story
+    from nanproof.logs.judge._findings import Finding
+    from nanproof.logs.read._sources import Source
+
+FEW = 6
+WIDEST = 72
+CHECKPOINTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+COLOURS = {"failure": "bold red", "warning": "bold yellow", "note": "bold"}
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A log that was read, as far as it could be."""
+
+    path: str
+    format: str
+    story: Story
+    findings: tuple[Finding, ...]
+    error: str | None = None
+
+    @property
+    def status(self) -> str:
+        if self.findings:
+            return self.findings[0].severity
+        if self.error is not None:
+            return "unreadable"
+        return "healthy" if self.story.points else "empty"
+
+    def to_json(self) -> dict[str, Any]:
+        first, last = self.story.segments[0].first, self.story.segments[-1].last
+        return {
+            "path": self.path,
+            "format": self.format,
+            "status": self.status,
+            "points": self.story.points,
+            "runs": len(self.story.segments) + self.story.dropped,
+            "first_step": first and first.step,
+            "last_step": last and last.step,
+            "error": self.error,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def doctor(
+    logs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LOG",
+            help="Logs, or folders of them: what a run printed, trainer_state.json, JSON lines, CSV, TensorBoard, Weights & "
+            "Biases, a folder of nanproof; .gz too. - is standard input.",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings and notes count as failures too.")] = False,
+) -> None:
+    """Read logs of any framework and say what went wrong. Since when, what it can come from, and what to do next.
+
+    Exit status: 1 a failure was found, 2 none was found and a log could not be read or had nothing in it, 0 no failure.
+    """
+    read = list(examine(logs))
+    if as_json:
+        typer.echo(json.dumps({"v": 1, "logs": [each.to_json() for each in read]}, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000  # lines stay whole for whoever searches in them
+        show(Console(markup=False, highlight=False, emoji=False, width=width), read)
+    found = {each.status for each in read}
+    if "failure" in found or (strict and found & {"warning", "note"}):
+        raise typer.Exit(1)
+    if any(each.error for each in read) or not any(each.story.points or each.findings for each in read):
+        raise typer.Exit(2)
+
+
+def examine(logs: Sequence[str]) -> Iterable[Read]:
+    """Every log that can be found. What cannot be is said on standard error and does not stop the others."""
+    from nanproof.logs.read._sources import find
+
+    try:
+        sources = find(logs)
+    except UsageError as error:
+        if len(logs) == 1:
+            raise could_not_run(error) from error
+        sources = []
+        for log in logs:
+            try:
+                sources += find([log])
+            except UsageError as one:
+                yield _nothing(log, str(one))
+    for source in sources:
+        yield _read(source)
+
+
+def _nothing(path: str, error: str) -> Read:
+    from nanproof.logs._story import Story
+
+    return Read(path, "", Story(), (), error)
+
+
+def _read(source: Source) -> Read:
+    """What was read before an error counts."""
+    import zlib
+
+    from nanproof.logs._story import Story
+    from nanproof.logs.judge._findings import judge
+    from nanproof.logs.read._sources import read
+
+    story, error = Story(), None
+    try:
+        for item in read(source):
+            story.add(item)
+    except (OSError, EOFError, ValueError, zlib.error, NanproofError) as failed:
+        error = f"{type(failed).__name__}: {failed}" if not isinstance(failed, NanproofError) else str(failed)
+    findings = judge(story)
+    if source.format == "nanproof":  # the guard has kept the step itself
+        findings = tuple(_guarded(finding, story, Path(source.path).parent) for finding in findings)
+    return Read(source.path, source.format, story, findings, error)
+
+
+def _guarded(finding: Finding, story: Story, run: Path) -> Finding:
+    """For a run that a guard has watched: it need not be told to use one, and what was refused did no harm."""
+    from nanproof.logs.judge._finding import PROTECT, REPLAY, REPORT, RUN
+
+    refused = int(sum(segment.skipped_sum for segment in story.segments))
+    said = finding.said
+    if refused and finding.kind in ("nan", "inf", "nan-gradient"):
+        said += f" The guard has refused {refused} step{'s' * (refused > 1)}, which the weights have not seen."
+    commands = tuple(command for command in finding.commands if command not in (PROTECT, RUN))
+    return replace(finding, said=said, commands=(REPORT.format(run=run), REPLAY.format(run=run), *commands))
+
+
+def show(console: Console, read: Sequence[Read]) -> None:
+    """A table where there are several, then each that is not well in full."""
+    if len(read) > 1:
+        _overview(console, read)
+    for each in read:
+        if len(read) == 1 or each.findings or each.error:
+            _print_one(console, each)
+
+
+def _overview(console: Console, read: Sequence[Read]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("log", overflow="fold")
+    table.add_column("format", overflow="fold")
+    table.add_column("points", justify="right")
+    table.add_column("found", overflow="fold")
+    for each in read:
+        first = each.findings[0] if each.findings else None
+        found = f"{first.severity}: {first.kind}, {first.place}" if first else each.status
+        cells = (each.path, each.format, str(each.story.points), found)
+        table.add_row(*(Text(_safe(console, cell), style=style) for cell, style in zip(cells, _styles(each), strict=True)))
+    console.print(table)
+
+
+def _styles(each: Read) -> tuple[str, str, str, str]:
+    return "", "", "", COLOURS.get(each.status, "")
+
+
+def _print_one(console: Console, each: Read) -> None:
+    from rich.text import Text
+
+    story = each.story
+    last = story.segments[-1].last
+    steps = f", to step {_number(last.step)}" if last is not None and last.step is not None else ""
+    runs = f", {len(story.segments) + story.dropped} runs" if len(story.segments) > 1 else ""
+    about = f" ({each.format}): " if each.format else ": "
+    if each.error is not None:
+        _say(console, f"{each.path}{about}could not be read{' to its end' if story.points else ''}: {each.error}", "bold red")
+    if each.error is None or story.points:
+        points = f"{story.points} points{steps}{runs}"
+        if each.findings:
+            _say(console, f"{each.path}{about}{points}", "bold")
+        elif story.points:
+            _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
+        else:
+            _say(console, f"{each.path}{about}no loss, gradient norm or learning rate was found in it", "bold")
+            if each.path.lower().endswith(CHECKPOINTS):
+                _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
+    for line in _pictures(each, min(console.width, WIDEST), console.options.ascii_only):
+        console.print(Text(line), overflow="crop", no_wrap=True)
+    for finding in each.findings:
+        _print_finding(console, finding)
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    from rich.text import Text
+
+    console.print()
+    console.print(Text(f"{finding.severity}: {finding.kind}", style=COLOURS[finding.severity]))
+    _say(console, f"{finding.headline}. First seen: {finding.place}.", "bold", indent=2)
+    _say(console, finding.said, indent=2)
+    if finding.causes:
+        _say(console, "likely causes", "bold", indent=2)
+    for cause in finding.causes:
+        _say(console, f"- {cause.slug}: {cause.reason}." if cause.slug else f"- {cause.reason}.", indent=4, hang=2)
+    if finding.commands:
+        _say(console, "next", "bold", indent=2)
+    for command in finding.commands:
+        _say(console, command, indent=4, hang=2)
+
+
+def _say(console: Console, text: str, style: str = "", indent: int = 0, hang: int = 0) -> None:
+    """Words broken at the width of the terminal; all lines but the first are indented by `hang` more."""
+    from rich.text import Text
+
+    width = max(console.width - indent - hang, 20)
+    for i, line in enumerate(Text(_safe(console, text), style=style).wrap(console, width, overflow="fold")):
+        line.rstrip()
+        console.print(Text(" " * (indent + hang * (i > 0))) + line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _safe(console: Console, text: str) -> str:
+    """Strings of a log steer no terminal, and are written with what it can show."""
+    return printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+
+
+def _pictures(each: Read, width: int, ascii_only: bool) -> list[str]:
+    """The loss, and the gradient norm in a line; in a healthy log one line. A few points are told, not drawn."""
+    if each.story.points < FEW:
+        return []
+    marked = next((f for f in each.findings if f.place.line or f.place.order), None)
+    loss = each.story.segments[-1].track("loss")
+    flat = len(each.story.segments) == 1 and loss.low == loss.high
+    lines = _picture(each, "loss", width, 5 if marked and not flat else 1, ascii_only, marked)
+    if marked:
+        lines += _picture(each, "grad_norm", width, 1, ascii_only, None, below=True)
+    return lines
+
+
+def _picture(
+    each: Read, name: str, width: int, height: int, ascii_only: bool, marked: Finding | None, below: bool = False
+) -> list[str]:
+    from nanproof.watch._plot import ASCII, FINE, Scale, curve
+
+    buckets = [b for segment in each.story.segments for b in segment.track(name).curve.buckets]
+    if len(buckets) < 3 or width < 24:
+        return []
+    values = [b.shown for b in buckets]
+    if name == "loss" and any(f.kind == "hidden-nan" for f in each.findings):
+        values = [math.nan if value == 0 else value for value in values]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return []
+    low, high = min(finite), max(finite)
+    scale = ""
+    if low > 0 and high > 50 * low:
+        values, scale = [math.log10(v) if math.isfinite(v) else v for v in values], ", log scale"
+        low, high = math.log10(low), math.log10(high)
+    ends = [_number(10**v if scale else v) for v in (low, high)]
+    caption = f"{name} {ends[0]} to {ends[1]}{scale}"
+    beside = height == 1 and width >= len(caption) + 24
+    if below and len(values) > width - len(caption) - 4:
+        beside = False  # in line with the curve above
+    columns = min(width - 2 - (len(caption) + 2) * beside, max(len(values), 24))
+    rows = curve(values, columns, height, Scale(low, max(low + 1e-12, high), log=False), ASCII if ascii_only else FINE)
+    if beside:
+        return [f"  {rows[0]}  {caption}"]
+    lines = [f"  {row}" for row in rows]
+    if marked is not None:
+        at = next((i for i, b in enumerate(buckets) if b.place.line >= marked.place.line), len(buckets) - 1)
+        column = min(at * columns // len(values), columns - 1)
+        said = f"^ {marked.place}"
+        lines.append(
+            "  "
+            + (" " * column + said if column + len(said) <= width - 2 else " " * max(column - len(said) + 1, 0) + said[2:] + " ^")
+        )
+    return [*lines, f"  {caption}"]
+
+
+def _number(value: float) -> str:
+    from nanproof.logs._curve import number
+
+    return number(value)

@@ -1,0 +1,46 @@
+"""`nanproof recipe`: the commands of the distribution nanproof-recipes, if it is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+ENTRY_POINTS = "nanproof.commands"
+"""The entry point `recipe` of this group is a Typer app. It is looked up when the command is called, not before."""
+
+
+class Recipes(TyperGroup):
+    """A group whose commands another distribution brings."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        found = self._joined(ctx)
+        return found.list_commands(ctx) if found is not None else []
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = self._joined(ctx)
+        return found.get_command(ctx, cmd_name) if found is not None else None
+
+    def _joined(self, ctx: Any) -> Any:
+        found = entry_points(group=ENTRY_POINTS, name="recipe")
+        if found:
+            return typer.main.get_command(next(iter(found)).load())
+        if ctx.resilient_parsing:  # the shell asks for completions
+            return None
+        typer.echo("error: the recipes are a package of their own: pip install nanproof-recipes", err=True)
+        raise typer.Exit(2)
+
+
+recipe = typer.Typer(
+    cls=Recipes,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Three real failures, each reproduced and fixed (pip install nanproof-recipes).",
+)
+
+
+@recipe.callback()
+def _recipe() -> None:
+    """Keep `recipe` a group although it has no commands of its own."""

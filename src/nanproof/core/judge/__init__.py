@@ -1,0 +1,8 @@
+"""The device side of a step: from gradients to a verdict, through the optimizer, without a host sync.
+
+- `_judge` is the contract (`Judge`, `Report`, `Norms`); `_stepper` keeps it for torch optimizers.
+- `_parameters` names the trainable parameters and computes gradient norms; `_kernels` does both fast on CUDA.
+- `_verdict` decides skip or step and how much to clip; `_stats` knows what is usual for this run.
+- `_optimizers` brings the verdict to the optimizer; `_scaling` reads and updates a loss scale.
+- `_keepers` restores what a refused step must not change; `_terms` follows the terms of a loss.
+"""

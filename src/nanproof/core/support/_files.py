@@ -1,0 +1,115 @@
+"""Files that are whole or not there: flushed before they are renamed, and written by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nanproof._errors import NanproofError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no locks there
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "lock"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def strict_json(data: Mapping[str, Any]) -> str:
+    """One line a field."""
+    fields = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in data.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A small file that is there with all of its text, or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in few words."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}"
+
+
+def finish(jobs: queue.Queue[Any], worker: threading.Thread, pid: int) -> None:
+    """Let a thread that takes jobs from a queue do what is left, and end it with None."""
+    if os.getpid() != pid:
+        return  # a forked process has no such thread
+    jobs.put(None)
+    if worker is not threading.current_thread():
+        worker.join()
+
+
+class FolderLock:
+    """One process writes to a folder at a time. The system takes the lock back when the process dies, however it dies.
+
+    A lock of the process, not of an open file: a forked data worker that outlives a killed run does not hold it.
+    """
+
+    _held: ClassVar[dict[Path, tuple[int, int]]] = {}
+    """Folder: the open lock file, and how many of this process use it. Closing any copy of it would give the lock back."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self._folder = folder.resolve()
+        handle, users = self._held.get(self._folder, (-1, 0))
+        if not users:
+            handle = self._take(folder / LOCK, what)
+        self._held[self._folder] = handle, users + 1
+        self._open = True
+
+    def release(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        handle, users = self._held.pop(self._folder)
+        if users > 1:
+            self._held[self._folder] = handle, users - 1
+        elif handle >= 0:
+            os.close(handle)
+
+    def _take(self, path: Path, what: str) -> int:
+        if fcntl is None:
+            return -1
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise UsageError(
+                f"{what} is in use by another process ({holder}): end that one, or give this run a folder of its own"
+            ) from None
+        except OSError:  # a file system without locks
+            return handle
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return handle

@@ -1,0 +1,277 @@
+"""Case: everything that is known, or can be found out, about one thing that went wrong. Causes are matched against it.
+
+What costs a replay is a cached property: it is paid when the first cause asks, and once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanproof._records import StepRecord
+from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
+from nanproof.core.support._tree import map_tensors, tensors_in
+from nanproof.explain.locate._calls import Survey
+from nanproof.explain.locate._locate import Birth, batch_shape, locate, survey, where_in_batch
+from nanproof.explain.locate._trace import Trace
+from nanproof.explain.replay._interventions import Intervention
+from nanproof.explain.replay._recorder import Moment
+from nanproof.explain.replay._replay import Outcome, Replay
+
+
+@dataclass(frozen=True, slots=True)
+class BadTensor:
+    """A tensor of the batch that is non-finite."""
+
+    name: str
+    count: int
+    first: tuple[int, ...]
+    value: float
+    samples: tuple[int, ...]
+    only_negative: bool
+    """Nothing but -inf: perhaps a mask, on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadWeight:
+    """A parameter or buffer that is non-finite."""
+
+    name: str
+    tensor: Tensor
+    count: int
+    rows: tuple[int, ...]
+    whole_rows: bool
+    module: nn.Module
+
+
+def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
+    samples, length = batch_shape(batch)
+    found = []
+    for name, tensor in named:
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        bad = ~torch.isfinite(tensor)
+        count = int(bad.sum())
+        if not count:
+            continue
+        first = tuple(int(i) for i in torch.nonzero(bad)[0])
+        hit = where_in_batch(bad, samples, length)[0] if tensor.dim() and samples else ()
+        negative = bool((tensor[bad] == -torch.inf).all())
+        found.append(BadTensor(name, count, first, float(tensor[first].detach()), hit, negative))
+    return found
+
+
+class Case:
+    """One thing that went wrong."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        model: nn.Module | None = None,
+        batches: Sequence[Any] | None = None,
+        replay: Replay | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        record: StepRecord | None = None,
+        history: Sequence[StepRecord] = (),
+        moments: Sequence[Moment] = (),
+        error: BaseException | None = None,
+        signal: str = "",
+        max_norm: float | None = None,
+        weights_broke: bool = False,
+        bad_buffer: str = "",
+        uncleared: bool = False,
+        calls: Sequence[Any] = (),
+        scheduler: Any = None,
+        details: dict[str, Any] | None = None,
+        healing: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.model = model if model is not None else replay.model if replay is not None else None
+        self.replay = replay
+        self.batches = batches if batches is not None else replay.batches if replay is not None else ()
+        self.optimizer = optimizer
+        self.record = record
+        self.history = history
+        self.moments = moments
+        """Steps whose batches are still at hand, oldest first."""
+        self.error = error
+        self.signal = signal
+        """For something silent: what was noticed."""
+        self.max_norm = max_norm
+        self.weights_broke = weights_broke
+        """Loss and gradients were fine; the optimizer's step made weights or moments non-finite."""
+        self.bad_buffer = bad_buffer
+        """The buffer that the forward made non-finite."""
+        self.uncleared = uncleared
+        """The gradients of the step before were still there when backward began."""
+        self.calls = calls
+        """What the model was called with, where the step cannot be run again: {"args": ..., "kwargs": ...} each, and "of"
+        which model where there are several."""
+        self.scheduler = scheduler
+        self.details = details or {}
+        self.healing = healing
+        """The run may go on with the fix, so it is worth a few more runs to find a mild one."""
+        self.remedies: tuple[Prescription, ...] = ()
+        """Left by `explain`: how the run could go on with the fix that held, mildest first."""
+
+    @property
+    def nonfinite(self) -> bool:
+        """Something was NaN or Inf, or an exception was raised."""
+        return self.kind.startswith("nonfinite") or self.kind in (
+            "gradient-norm-overflow",
+            "exception",
+            "generation",
+            "loss-scale-collapse",
+        )
+
+    @property
+    def error_is_about_sampling(self) -> bool:
+        """The exception came from a random draw over what the model gave: generation, or a policy's action."""
+        text = str(self.error or "")
+        return "probability tensor" in text or "multinomial" in text or "invalid multinomial" in text or "Categorical" in text
+
+    # -- before the forward ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bad_batch(self) -> list[BadTensor]:
+        return [bad for batch in self.batches for bad in bad_in_batch(batch, tensors_in(batch))]
+
+    @cached_property
+    def bad_inputs(self) -> list[BadTensor]:
+        """Of the first call that was given any. What another model computed is left out: it is no data."""
+        for number, call in enumerate(self.calls):
+            named = [pair for key in ("args", "kwargs") for pair in tensors_in(call[key], key)]
+            given = [(name, t) for name, t in named if t.grad_fn is None and t.layout is torch.strided and not is_dtensor(t)]
+            if found := bad_in_batch(call, given):
+                which = call.get("of") or (f"call {number}" if number else "")
+                return [replace(bad, name=f"{bad.name} of {which}") for bad in found] if which else found
+        return []
+
+    @cached_property
+    def bad_weights(self) -> list[BadWeight]:
+        return [] if self.model is None else _bad_tensors(self.model, buffers=False)
+
+    @cached_property
+    def bad_buffers(self) -> list[BadWeight]:
+        return [] if self.model is None else _bad_tensors(self.model, buffers=True)
+
+    # -- the replay ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _surveyed(self) -> tuple[Survey, Outcome] | None:
+        gradients_only = self.kind in ("nonfinite-gradient", "gradient-norm-overflow", "loss-scale-collapse")
+        return None if self.replay is None else survey(self.replay, forward=not gradients_only)
+
+    @property
+    def look(self) -> Survey | None:
+        return self._surveyed[0] if self._surveyed is not None else None
+
+    @property
+    def control(self) -> Outcome | None:
+        """The step run again as it was."""
+        return self._surveyed[1] if self._surveyed is not None else None
+
+    @cached_property
+    def birth(self) -> Birth | None:
+        if self.replay is None or self.look is None or self.control is None or self.control.finite:
+            return None
+        if self.control.error is None and math.isfinite(self.control.loss) and self.control.gradients_finite:
+            return None  # the norm alone overflows
+        return locate(self.replay, self.look, self.control)
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """Every operation of the step, forward and backward."""
+        if self.replay is None:
+            return None
+        trace = Trace(self.replay.model, None)
+        self.replay.run(trace.recording(), before_backward=trace.backward_begins)
+        return trace
+
+    def cured_by(self, *changes: AbstractContextManager[Any], **kwargs: Any) -> Trial:
+        """Run the replay with something changed: is it finite now?"""
+        assert self.replay is not None
+        if self.control is not None and self.control.finite:
+            return Trial(False, "the step is finite as it is")
+        outcome = self.replay.run(*changes, **kwargs)
+        acted = [c.acted for c in changes if hasattr(c, "acted")]
+        held = outcome.finite and (not acted or any(acted))
+        return Trial(held, str(outcome), living(*changes) if held else ())
+
+    def cured_by_either(self, *sets: tuple[AbstractContextManager[Any], ...]) -> Trial:
+        """Try one set of changes after the other, until one helps."""
+        trial = Trial(False, "nothing to try")
+        for changes in sets:
+            trial = self.cured_by(*changes)
+            if trial.held:
+                break
+        return trial
+
+    def batches_with(self, change: Any) -> list[Any]:
+        assert self.replay is not None
+        return [map_tensors(batch, change) for batch in self.replay.batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Prescription:
+    """A fix that a run could go on with, as plain data: `nanproof.recover` knows how to apply it."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Whether a fix held on the replay, and what came out."""
+
+    held: bool
+    result: str
+    remedies: tuple[Prescription, ...] = ()
+    """How the run could go on with it, mildest first; none where that takes a person."""
+
+
+def living(*changes: AbstractContextManager[Any]) -> tuple[Prescription, ...]:
+    """These interventions open around every step; none if one of them is for replays only."""
+    made = [(type(c).__name__.strip("_"), c.settings) for c in changes if isinstance(c, Intervention) and c.lived]
+    if not made or len(made) != len(changes):
+        return ()
+    return (Prescription("interventions", {"changes": [{"name": name, **settings} for name, settings in made]}),)
+
+
+def _bad_tensors(model: nn.Module, buffers: bool) -> list[BadWeight]:
+    found = []
+    inner = unwrap(model)
+    seen: set[int] = set()
+    for path, module in inner.named_modules():
+        own = module._buffers if buffers else module._parameters
+        for key, tensor in own.items():
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            value = local(tensor.detach())
+            if not value.is_floating_point() or value.numel() == 0 or value.layout is not torch.strided or value.is_meta:
+                continue
+            low, high = torch.aminmax(value)
+            if torch.isfinite(low) and torch.isfinite(high):
+                continue
+            if buffers and not torch.isnan(low) and bool(torch.isneginf(low)) and torch.isfinite(high):
+                continue  # a mask of -inf
+            bad = ~torch.isfinite(value)
+            name = clean_name(f"{path}.{key}" if path else key)
+            if value.dim() >= 2:
+                by_row = bad.reshape(len(value), -1)
+                hit = by_row.any(1)
+                rows = tuple(int(i) for i in torch.nonzero(hit).flatten()[:64])
+                whole = bool(by_row[hit].all())
+            else:
+                rows, whole = (), False
+            found.append(BadWeight(name, tensor, int(bad.sum()), rows, whole, module))
+    return found

@@ -1,0 +1,293 @@
+"""Failures without a NaN: nothing moves, nothing flows, nothing is learned. Noticed from records and a small sample of weights.
+
+What is noticed here is a suspicion; a replay and the catalogue decide whether it is an incident.
+
+| signal | noticed after |
+|---|---|
+| foreign-parameters | 1 step |
+| missing-gradients | 3 steps |
+| zero-gradients | 4 steps if there never was a gradient, else 20 (8 where the loss is exactly 0) |
+| zero-learning-rate | 5 steps |
+| shifted-labels | 3 steps |
+| dead-parameters | 12 steps |
+| unchanged-weights, tiny-updates | two samples in a row: step 10, later every 50 steps |
+| huge-gradients, nonfinite-buffers | 1 step |
+| early-jump | 15 steps after it, within the first 20 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof._records import ABSENT, StepRecord
+from nanproof._wording import listed
+from nanproof.core._telemetry import Courier
+from nanproof.core.judge._parameters import Parameters, local
+from nanproof.core.support._tree import tensors_in
+
+FIRST_STEPS = 3
+NEVER = 4
+AGAIN = 20
+SOLVED = 8
+DEAD = 12
+NO_RATE = 5
+UNCHANGED = 0.05
+"""Share of sampled elements that change in a step, below which a step changes next to nothing."""
+TINY = 3e-5
+"""Size of an update relative to the weights below which it is worth asking whether the gradients are right."""
+HUGE = 1e6
+"""A gradient norm this many times the loss, or 1, is looked at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Something that a healthy run does not show."""
+
+    name: str
+    message: str
+    details: dict[str, Any] = field(default_factory=dict)
+    since: int | None = None
+    """The step at which it began."""
+
+
+class SilentWatch:
+    """Sees every accepted step, and says each thing once."""
+
+    def __init__(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = parameters
+        self._plain = type(optimizer) is torch.optim.SGD
+        self._said: set[str] = set()
+        self._steps = 0
+        self._absent: set[int] | None = None
+        self._zero = 0
+        self._learned = False
+        self._no_rate = 0
+        self._dead: dict[int, int] = {}
+        """Parameters whose gradient is exactly 0, and for how many steps in a row."""
+        self._first: StepRecord | None = None
+        self._jumped: StepRecord | None = None
+        self._samples: list[tuple[float, float, float, float]] = []
+        """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
+
+    def renewed(self, parameters: Parameters, optimizer: torch.optim.Optimizer, dealt_with: str) -> SilentWatch:
+        """A watch that counts from here, and does not say again what was said, but for what was dealt with."""
+        new = SilentWatch(parameters, optimizer)
+        new._said = (self._said | {"early-jump"}) - {dealt_with}  # a jump is one of a run's first steps
+        new._learned = self._learned
+        return new
+
+    def see(
+        self, record: StepRecord, sample: tuple[float, float, float] | None, shifted: tuple[str, str] | None
+    ) -> Signal | None:
+        """The next accepted step, what its update did to the sampled weights, and two batch tensors of which one is the other
+        moved by one."""
+        self._steps += 1
+        rate = max(record.lr, default=0.0)
+        if sample is not None:
+            self._samples.append((*sample, rate))
+        looks = (self._foreign, self._missing, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge, self._jump)
+        for look in looks:
+            signal = look(record)
+            if signal is not None and signal.name not in self._said:
+                self._said.add(signal.name)
+                return signal
+        if shifted is not None and "shifted-labels" not in self._said:
+            self._said.add("shifted-labels")
+            inputs, labels = shifted
+            return Signal("shifted-labels", f"{labels} is {inputs} moved by one", {"inputs": inputs, "labels": labels})
+        return None
+
+    def _foreign(self, record: StepRecord) -> Signal | None:
+        foreign, left_out = self._parameters.foreign, self._parameters.left_out
+        if not (foreign and left_out) or self._steps > 1:
+            return None
+        message = f"the optimizer holds {len(foreign)} tensors that the model does not have, and lacks {listed(left_out)}"
+        return Signal("foreign-parameters", message, {"message": message, "left_out": left_out}, record.step)
+
+    def _missing(self, record: StepRecord) -> Signal | None:
+        if self._steps > FIRST_STEPS:
+            return None
+        tensors, names = self._parameters.tensors, self._parameters.names
+        foreign = set(self._parameters.foreign)
+        if len(names) != len(record.norms):
+            return None
+        now = {i for i, n in enumerate(record.norms) if n == ABSENT and tensors[i].requires_grad and names[i] not in foreign}
+        self._absent = now if self._absent is None else self._absent & now
+        if self._steps < FIRST_STEPS or not self._absent:
+            return None
+        missing = [names[i] for i in sorted(self._absent)]
+        message = f"{len(missing)} trainable parameters have had no gradient so far, {missing[0]} among them"
+        return Signal("missing-gradients", message, {"missing": missing}, 0)
+
+    def _zeros(self, record: StepRecord) -> Signal | None:
+        if record.grad_norm != 0:
+            self._zero, self._learned = 0, True
+            return None
+        if all(n == ABSENT for n in record.norms):
+            return None
+        self._zero += 1
+        due = NEVER if not self._learned else SOLVED if record.loss == 0 else AGAIN
+        if self._zero < due:
+            return None
+        solved = self._learned and record.loss == 0
+        message = f"every gradient has been exactly 0 for {self._zero} steps"
+        return Signal("zero-gradients", message, {"solved": solved}, record.step - self._zero + 1)
+
+    def _dead_ones(self, record: StepRecord) -> Signal | None:
+        if record.grad_norm == 0:
+            return None
+        self._dead = {i: self._dead.get(i, 0) + 1 for i, n in enumerate(record.norms) if n == 0}
+        dead = [self._parameters.names[i] for i, steps in self._dead.items() if steps >= DEAD and i < len(self._parameters.names)]
+        if not dead:
+            return None
+        return Signal(
+            "dead-parameters",
+            f"the gradient of {dead[0]} has been exactly 0 for {DEAD} steps",
+            {"names": dead},
+            record.step - DEAD + 1,
+        )
+
+    def _jump(self, record: StepRecord) -> Signal | None:
+        """A loss that was small at first, shot up within a few steps and did not stay there."""
+        if self._first is None:
+            self._first = record
+        if self._jumped is None:
+            far = abs(record.loss) > 20 * abs(self._first.loss) > 0 and record.grad_norm > 10 * self._first.grad_norm > 0
+            self._jumped = record if far and self._steps <= 20 else None
+            return None
+        if record.step != self._jumped.step + 15:
+            return None
+        message = f"the loss jumped from {self._first.loss:.4g} to {self._jumped.loss:.4g} within the first steps"
+        return Signal("early-jump", message, {"record": self._jumped, "first": self._first}, self._jumped.step)
+
+    def _rate(self, record: StepRecord) -> Signal | None:
+        still = bool(record.lr) and all(x == 0 for x in record.lr) and record.grad_norm > 0
+        self._no_rate = self._no_rate + 1 if still else 0
+        # A schedule may well end at 0 a few steps before the loop does.
+        if self._no_rate < max(NO_RATE, (self._steps - self._no_rate) // 5):
+            return None
+        message = f"the learning rate has been 0 for {self._no_rate} steps"
+        return Signal("zero-learning-rate", message, {"steps": self._no_rate}, record.step - self._no_rate + 1)
+
+    def _unchanged(self, record: StepRecord) -> Signal | None:
+        if len(self._samples) < 2 or not record.grad_norm > 0:
+            return None
+        (share0, size0, kept0, rate0), (share1, size1, kept1, rate1) = self._samples[-2:]
+        if rate1 > 1.02 * rate0 or rate1 == 0:
+            return None  # still warming up
+        if max(share0, share1) < UNCHANGED:
+            message = f"a step changes {share1:.1%} of the sampled weights"
+            return Signal("unchanged-weights", message, {"share": max(share0, share1)}, record.step)
+        if 0 < kept0 < 1 / 50 and 0 < kept1 < 1 / 50 and (self._plain or _same_power(kept0, kept1)):
+            message = f"a step changes the weights by {kept1:.2g} of learning rate times gradient"
+            return Signal("small-updates", message, {"kept": kept1}, record.step)
+        if max(size0, size1) < TINY:
+            return Signal(
+                "tiny-updates", f"a step changes the weights by {size1:.2g} of their size", {"size": size1}, record.step
+            )
+        return None
+
+    def _huge(self, record: StepRecord) -> Signal | None:
+        if not record.grad_norm > HUGE * max(1.0, min(abs(record.loss), 10.0)):
+            return None
+        return Signal(
+            "huge-gradients", f"a gradient norm of {record.grad_norm:.3g} with a loss of {record.loss:.3g}", {}, record.step
+        )
+
+
+def _same_power(a: float, b: float) -> bool:
+    """Both are the same power of two, as a loss scale is. An optimizer of one's own may rescale by anything else on purpose."""
+    exponents = math.log2(a), math.log2(b)
+    return round(exponents[0]) == round(exponents[1]) and all(abs(e - round(e)) < 0.02 for e in exponents)
+
+
+class WeightSample:
+    """A few thousand weights before and after a step, now and then. Waits for no device."""
+
+    TENSORS, ELEMENTS = 6, 1024
+
+    def __init__(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        trainable = [p for p in parameters.tensors if p.requires_grad and p.is_floating_point() and local(p).is_contiguous()]
+        matrices = [p for p in trainable if p.dim() >= 2] or trainable
+        self._chosen = sorted(matrices, key=lambda p: -p.numel())[: self.TENSORS]
+        self._courier = Courier(parameters.device)
+        self._before: list[Tensor] = []
+        self._promised: list[Tensor | None] = []
+
+    @staticmethod
+    def due(step: int) -> bool:
+        return step in (5, 10) or (step > 0 and step % 50 == 0)
+
+    def before(self) -> None:
+        self._before = [self._some(p) for p in self._chosen]
+        self._promised = self._promise()
+
+    def _promise(self) -> list[Tensor | None]:
+        """Learning rate times gradient, summed over the sample: what plain SGD will do, before scale and clipping."""
+        if not isinstance(self._optimizer, torch.optim.SGD):
+            return [None] * len(self._chosen)
+        rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        usable = [p.grad is not None and p.grad.layout is torch.strided for p in self._chosen]
+        return [
+            self._some(p.grad).float().abs().sum() * rates.get(id(p), 0.0) if ok and p.grad is not None else None
+            for p, ok in zip(self._chosen, usable, strict=True)
+        ]
+
+    def after(self) -> Callable[[], list[float]] | None:
+        """To be read later: (share of the elements that changed, size of the change relative to the weights, and relative to
+        learning rate times gradient)."""
+        if not self._before:
+            return None
+        pairs = [(a.float(), self._some(p).float()) for a, p in zip(self._before, self._chosen, strict=True)]
+        first = pairs[0][0].device
+        share = torch.stack([(a != b).float().mean().to(first, non_blocking=True) for a, b in pairs]).mean()
+        moved = torch.stack([(b - a).square().sum().to(first, non_blocking=True) for a, b in pairs]).sum()
+        size = torch.stack([a.square().sum().to(first, non_blocking=True) for a, _ in pairs]).sum()
+        self._before = []
+        return self._courier.send(torch.stack((share, (moved / size.clamp(min=1e-30)).sqrt(), self._kept_promise(pairs, first))))
+
+    def _kept_promise(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+        """The change over what was promised; -1 where nothing was."""
+        done = [((b - a).abs().sum(), p) for (a, b), p in zip(pairs, self._promised, strict=True) if p is not None]
+        if not done:
+            return torch.full((), -1.0, device=device)
+        moved = torch.stack([x.to(device, non_blocking=True) for x, _ in done]).sum()
+        return moved / torch.stack([p.to(device, non_blocking=True) for _, p in done]).sum().clamp(min=1e-30)
+
+    def _some(self, p: Tensor) -> Tensor:
+        flat = local(p.detach()).reshape(-1)
+        return flat[:: max(1, flat.numel() // self.ELEMENTS)].clone()
+
+
+def shifted_pairs(batches: Sequence[Any]) -> tuple[list[tuple[str, str]], Tensor] | None:
+    """Pairs of tensors of a batch of which one could be the other moved by one; for each, on the device, the share of places
+    where it is, where neighbours differ, and where the two are simply equal."""
+    if len(batches) != 1:
+        return None
+    tokens = [(name, t) for name, t in tensors_in(batches[0]) if t.dtype == torch.int64 and t.dim() == 2 and t.shape[1] >= 4][:4]
+    names, shares = [], []
+    for x_name, x in tokens:
+        for y_name, y in tokens:
+            if x is not y and x.shape == y.shape and x.device == y.device:
+                counts, all_counts = y[:, :-1] != -100, y != -100
+                moved = ((y[:, :-1] == x[:, 1:]) & counts).sum() / counts.sum().clamp(min=1)
+                equal = ((y == x) & all_counts).sum() / all_counts.sum().clamp(min=1)
+                names.append((x_name, y_name))
+                shares.append(torch.stack((moved, (x[:, 1:] != x[:, :-1]).float().mean(), equal)))
+    return (names, torch.stack(shares).flatten()) if names else None
+
+
+def is_shifted(names: list[tuple[str, str]], shares: list[float]) -> tuple[str, str] | None:
+    """The pair of which the second is the first moved by one, from what `shifted_pairs` sent."""
+    for i, pair in enumerate(names):
+        moved, varied, equal = shares[3 * i : 3 * i + 3]
+        if moved > 0.9 and equal < 0.9 and varied > 0.05:
+            return pair
+    return None

@@ -1,0 +1,215 @@
+"""Causes that lie in the data: what is in the batch, or what is missing from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof._wording import few
+from nanproof.core.support._tree import tensors_in
+from nanproof.explain._case import Case, Trial
+from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
+from nanproof.explain.locate._trace import Operand
+from nanproof.explain.replay._interventions import NoEmptyMean, SafeDivision, ZeroInfinity
+
+FAR = 1e6
+"""A sample that is so many times larger than the others of its batch is no sample of the same kind."""
+
+
+class NonfiniteBatch(Cause):
+    """NaN or Inf in features, targets or log-probs that came with the batch."""
+
+    slug = "nonfinite-batch"
+    fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or not (case.bad_batch or case.bad_inputs):
+            return None
+        # -inf alone may be a mask that is there on purpose.
+        bad = sorted(case.bad_batch or case.bad_inputs, key=lambda b: b.only_negative)
+        first = bad[0]
+        when = "before the forward" if case.bad_batch else "when the step was refused"
+        said = f"{first.name} holds {first.value} at {list(first.first)} {when} ({first.count} such elements)"
+        samples = tuple(sorted({s for b in bad if not b.only_negative or first.only_negative for s in b.samples}))
+        confidence = 0.45 if first.only_negative else 0.98
+        if not case.bad_batch:
+            # Looked at after the step, which may have written it, and without a replay that would tell whether it matters.
+            said = f"the model was called with non-finite numbers: {said}"
+            confidence = 0.3 if first.only_negative else 0.7
+        return Match(
+            confidence=confidence,
+            evidence=(said,),
+            phase="batch",
+            where=first.name,
+            samples=samples,
+            trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay is not None else None,
+            tried="the non-finite elements of the batch replaced by 0",
+        )
+
+
+def _of_usual_size(x: Tensor) -> Tensor:
+    """Samples that are far too large, at the size of the others."""
+    found = far_off(x, FAR)
+    if found is None:
+        return x
+    sizes, usual, far = found
+    smaller = torch.where(far, usual / sizes, torch.ones_like(sizes))
+    return x * smaller.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def _repaired(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if x.is_floating_point() else x
+
+
+class NoSupervisedTargets(Cause):
+    """Every label is ignored, or a selection is empty: a mean over nothing."""
+
+    slug = "no-supervised-targets"
+    fix = (
+        "Drop batches without a supervised target (or raise max_length so that the answer is not cut off), and divide the "
+        "sum by max(1, count)."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or case.birth is None:
+            return None
+        op = case.birth.op
+        empty = any(0 in i.shape for i in op.inputs)
+        ignored = [
+            name
+            for batch in (case.replay.batches if case.replay else ())
+            for name, t in tensors_in(batch)
+            if t.dtype in (torch.int64, torch.int32) and t.numel() and bool((t == -100).all())
+        ]
+        if "nll_loss" in op.name and not empty:
+            targets = op.inputs[1].value if len(op.inputs) > 1 else None
+            skipped = next((s for s in reversed(op.scalars) if isinstance(s, int)), -100)
+            if targets is None or not bool((targets == skipped).all()):
+                return None
+            said = f"all {targets.numel()} targets of the cross entropy are {skipped}, the ignored index: a mean over nothing"
+        elif empty and op.nan_out:
+            said = f"{op.name} is the mean of an empty selection (shape {_empty_shape(op.inputs)})"
+        elif ignored and op.name in ("div", "div_", "mean"):
+            said = f"every element of {ignored[0]} is -100, the ignored index: nothing is supervised, and the mean is 0/0"
+        else:
+            return None
+        return at_birth(
+            case.birth,
+            0.96,
+            said,
+            lambda: case.cured_by_either((NoEmptyMean(),), (SafeDivision(),)),
+            "the sum divided by max(1, count)",
+        )
+
+
+def _empty_shape(inputs: list[Operand]) -> str:
+    return str(next(list(i.shape) for i in inputs if 0 in i.shape))
+
+
+class CtcInfeasible(Cause):
+    """CTC's loss is Inf: the input is shorter than the target needs."""
+
+    slug = "ctc-infeasible"
+    fix = (
+        "Filter samples whose input is shorter than their target needs (its length plus one for each repeated symbol), or "
+        "set zero_infinity=True."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or case.birth is None or "ctc_loss" not in case.birth.op.name:
+            return None
+        birth, op = case.birth, case.birth.op
+        where = birth.place() or ""
+        return at_birth(
+            birth,
+            0.97,
+            f"ctc_loss is infinite{where}: the input is shorter than the target needs ({_lengths(op.scalars, op.inputs)})",
+            lambda: case.cured_by(ZeroInfinity()),
+            "zero_infinity=True",
+        )
+
+
+def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
+    lists: list[Any] = [s for s in scalars if isinstance(s, (list, tuple)) and s and isinstance(s[0], int)]
+    if len(lists) < 2:
+        small = [
+            i.value.tolist() for i in inputs if i.value is not None and i.value.dim() == 1 and not i.value.is_floating_point()
+        ]
+        lists = small[-2:]
+    return f"input lengths {lists[0]}, target lengths {lists[1]}" if len(lists) >= 2 else "lengths not at hand"
+
+
+class OutlierBatch(Cause):
+    """A spike from one batch, or an overflow where a sample is extreme; the next ones are normal again."""
+
+    slug = "outlier-batch"
+    fix = 'Look at this batch (its source, scaling, labels); clip or skip it: Policy(on_spike="skip") refuses such steps.'
+
+    def match(self, case: Case) -> Match | None:
+        if case.nonfinite and case.replay is not None and not (case.signal or case.bad_batch or case.bad_weights):
+            return self._overflowed(case, case.replay.batches)
+        if case.kind != "spike" or case.record is None or case.signal:
+            return None
+        said = (
+            f"loss {case.record.loss:.4g} at step {case.record.step} where {case.record.loss_size:.4g} was usual; the steps "
+            "after it were normal"
+        )
+        return Match(
+            confidence=0.6,
+            evidence=(said,),
+            phase="data",
+            where=f"the batch of step {case.record.step}",
+            samples=self._samples(case),
+            trial=(lambda: self._compare(case)) if case.replay is not None else None,
+            tried="other batches of the run in its place",
+        )
+
+    def _overflowed(self, case: Case, batches: Sequence[Any]) -> Match | None:
+        """Every number of the batch is finite, but some are so large that what is computed from them is not."""
+        found = extreme(batches, FAR)
+        if found is None:
+            return None
+        numbers = f"sample{'s' if len(found.samples) > 1 else ''} {few(found.samples)}"
+        return Match(
+            confidence=0.94,
+            evidence=(
+                f"{found.name} holds numbers up to {found.largest:.4g} in {numbers}, where {found.usual:.4g} is usual: they are "
+                "finite, what is computed from them is not",
+            ),
+            phase="data",
+            where=found.name,
+            op=case.birth.op.name if case.birth is not None else None,
+            source=case.birth.op.source if case.birth is not None else None,
+            samples=found.samples,
+            trial=lambda: case.cured_by(batches=case.batches_with(_of_usual_size)),
+            tried="these samples scaled down to the usual size",
+            fix="Drop or repair these samples where the data is read: they were damaged, or are in another unit.",
+        )
+
+    def _compare(self, case: Case) -> Trial:
+        """With the weights of now, this batch is still far off and the others are not."""
+        assert case.replay is not None and case.record is not None
+        own = case.replay.run(backward=True)
+        others = [case.replay.run(batches=m.batches) for m in case.moments if m.step != case.record.step][-3:]
+        if not others:
+            return Trial(False, "no other batch at hand")
+        usual = max(o.total for o in others)
+        loss = max(abs(o.loss) for o in others)
+        off = own.total > 5 * usual or abs(own.loss) > 3 * loss
+        return Trial(off, f"gradient norm {usual:.4g} instead of {own.total:.4g}, loss {loss:.4g} instead of {own.loss:.4g}")
+
+    def _samples(self, case: Case) -> tuple[int, ...]:
+        """The sample that makes the difference, if it is one: halfway between this batch and an ordinary one is the line."""
+        others = [m.batches[0] for m in case.moments if case.record and m.step != case.record.step and len(m.batches) == 1]
+        if case.replay is None or not others:
+            return ()
+        own, usual = case.replay.run(), case.replay.run(batches=[others[-1]])
+        if not own.total > 5 * usual.total > 0:
+            return ()
+        line = math.sqrt(own.total * usual.total)
+        return guilty_sample(case.replay, others[::-1], bad=lambda outcome: not outcome.total < line)

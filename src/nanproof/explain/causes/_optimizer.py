@@ -1,0 +1,348 @@
+"""Causes that lie in the optimizer, the loss scale or the learning rate, and show as bad weights, spikes or divergence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio, step_on_copies
+
+
+def _by_tensor(case: Case) -> dict[Tensor, Tensor]:
+    assert case.replay is not None
+    return {case.replay.parameters[name]: g for name, g in case.replay.gradients(case.max_norm).items()}
+
+
+def _finite(pairs: list[tuple[Tensor, Tensor]] | None) -> bool:
+    return pairs is not None and all(bool(torch.isfinite(after).all()) for _, after in pairs)
+
+
+class Fp16OptimizerUnderflow(Cause):
+    """Adam's eps is 0 in fp16: finite gradients, NaN weights."""
+
+    slug = "fp16-optimizer-underflow"
+    fix = (
+        "Keep trainable parameters in fp32 (autocast for the forward), or use the fused optimizer, or eps of at least 1e-4: "
+        "1e-8 is 0 in fp16."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.weights_broke or case.optimizer is None:
+            return None
+        half = [p for g in case.optimizer.param_groups for p in g["params"] if p.dtype in (torch.float16, torch.bfloat16)]
+        if not half:
+            return None
+        eps = min((g["eps"] for g in case.optimizer.param_groups if isinstance(g.get("eps"), float)), default=None)
+        kind = str(half[0].dtype).removeprefix("torch.")
+        said = f"gradients are finite and the weights are {kind}; the step itself made them non-finite"
+        if eps is not None:
+            rounded = float(torch.tensor(eps, dtype=half[0].dtype))
+            said += (
+                f". eps={eps:g} is {rounded:g} in {kind}, so an element whose second moment underflows is divided by {rounded:g}"
+            )
+        name = type(case.optimizer).__name__
+        return Match(
+            confidence=0.95,
+            evidence=(said,),
+            phase="optimizer",
+            where=f"{name}.step",
+            op=name,
+            trial=(lambda: self._in_fp32(case)) if case.replay is not None else None,
+            tried="weights and moments in fp32",
+        )
+
+    def _in_fp32(self, case: Case) -> Trial:
+        assert case.optimizer is not None
+        gradients = _by_tensor(case)
+        as_is = step_on_copies(case.optimizer, gradients)
+        wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
+        broke = as_is is not None and not _finite(as_is)
+        remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
+        if case.healing and _finite(step_on_copies(case.optimizer, gradients, eps=1e-4)):
+            remedies.append(Prescription("optimizer-settings", {"eps": 1e-4}))
+        return Trial(broke and _finite(wide), "every weight finite after the step", tuple(remedies))
+
+
+class Fp16WeightsWithGradScaler(Cause):
+    """Attempting to unscale FP16 gradients, as GradScaler says."""
+
+    slug = "fp16-weights-with-grad-scaler"
+    fix = (
+        "Load or cast the trainable parameters to fp32 and let autocast run the forward in fp16; GradScaler refuses fp16 "
+        "gradients."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.error is None or "unscale FP16 gradients" not in str(case.error):
+            return None
+        groups = case.optimizer.param_groups if case.optimizer is not None else []
+        half = [p for g in groups for p in g["params"] if p.dtype == torch.float16 and p.requires_grad]
+        return Match(
+            confidence=0.98,
+            evidence=(f"{len(half)} trainable parameters are fp16 under a GradScaler, which cannot unscale their gradients",),
+            phase="optimizer",
+            where="GradScaler.unscale_",
+            trial=(lambda: self._in_fp32(case, half)) if case.replay is not None and half else None,
+            tried="the trainable parameters in fp32",
+        )
+
+    def _in_fp32(self, case: Case, half: list[Tensor]) -> Trial:
+        """GradScaler itself on copies: it raises on fp16, not on fp32."""
+        results = []
+        for dtype in (torch.float16, torch.float32):
+            p = half[0].detach().to(dtype).requires_grad_()
+            p.grad = torch.ones_like(p)
+            scaler = torch.amp.GradScaler(p.device.type)
+            scaler.scale(torch.ones((), device=p.device))
+            try:
+                scaler.unscale_(torch.optim.SGD([p], 0.1))
+                results.append(True)
+            except (ValueError, AssertionError, RuntimeError):
+                results.append(False)
+        return Trial(results == [False, True], "GradScaler unscales the gradients", (Prescription("fp32-weights"),))
+
+
+class GradientsNotCleared(Cause):
+    """One Inf stays in .grad for ever."""
+
+    slug = "gradients-not-cleared"
+    fix = "Call optimizer.zero_grad() before every backward, also after a skipped step: one Inf in .grad stays there for ever."
+
+    def match(self, case: Case) -> Match | None:
+        if not case.uncleared or not case.nonfinite:
+            return None
+        return Match(
+            confidence=0.9,
+            evidence=("the gradients of the step before were still in .grad when this step's backward added to them",),
+            phase="backward",
+            where="optimizer.zero_grad",
+        )
+
+
+class GradientNormOverflow(Cause):
+    """Every gradient is finite, their norm is not, and clipping would set all to 0."""
+
+    slug = "gradient-norm-overflow"
+    fix = (
+        "Scale the loss down (a sum where a mean was meant, a huge weight of a term): every gradient is finite, the sum of "
+        "their squares is not."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.kind != "gradient-norm-overflow":
+            return None
+        largest = max((n for n in (case.record.norms if case.record else ()) if math.isfinite(n)), default=math.nan)
+        if case.control is not None and case.control.norms:
+            largest = max((n for n in case.control.norms.values() if math.isfinite(n)), default=largest)
+        said = f"every gradient is finite, the largest norm of one tensor is {largest:.4g}, and the sum of squares passes 3.4e38"
+        return Match(
+            confidence=0.8,
+            evidence=(said,),
+            phase="backward",
+            where="gradient norm",
+            op="norm",
+            samples=(),
+            trial=(lambda: self._smaller(case)) if case.replay is not None else None,
+            tried="the loss scaled down by 2^-64",
+        )
+
+    def _smaller(self, case: Case) -> Trial:
+        assert case.replay is not None
+        factor = 2.0**-64
+        found: list[float] = []
+
+        def look() -> None:
+            grads = [p.grad.float() for p in case.replay.parameters.values() if p.grad is not None]  # type: ignore[union-attr]
+            found.append(float(torch.stack([g.norm() for g in grads]).norm()))
+
+        outcome = case.replay.run(scale=factor, after=look)
+        held = outcome.gradients_finite and bool(found) and math.isfinite(found[0]) and found[0] > 0
+        said = f"gradient norm {found[0] if found else math.nan:.4g}"
+        return Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
+
+    def _unit(self, case: Case, norm: float) -> tuple[Prescription, ...]:
+        """Where the loss is in a unit of its own: gradients times the power of two that takes their norm to 1, or to what is
+        clipped to. Not where the run exploded on its way here, nor where the gradient does not say what the loss will do."""
+        assert case.replay is not None
+        before = [r.grad_norm for r in case.history if r.action != "skipped" and math.isfinite(r.grad_norm)]
+        if any(g < 1e-6 * norm for g in before) or not 0.1 < (slope_ratio(case.replay) or 0.0) < 10:
+            return ()
+        return (Prescription("gradient-factor", {"factor": 2.0 ** -round(math.log2(norm / (case.max_norm or 1.0)))}),)
+
+
+class LearningRateTooHigh(Cause):
+    """Loss and norms rise over many steps."""
+
+    slug = "learning-rate-too-high"
+    fix = "Lower the learning rate (a tenth is a good first try) and warm it up over the first steps."
+
+    def match(self, case: Case) -> Match | None:
+        if case.kind != "divergence" or case.record is None:
+            return None
+        recent = [r for r in case.history if r.step >= case.record.step - 3 and math.isfinite(r.loss)][:12]
+        shown = ", ".join(f"{r.loss:.3g}" for r in recent[:8])
+        rate = max((float(x) for x in case.record.lr), default=math.nan)
+        return Match(
+            confidence=0.75,
+            evidence=(f"the loss grows over many steps ({shown}), not at one batch; the learning rate is {rate:g}",),
+            phase="optimizer",
+            where="learning rate",
+            trial=(lambda: self._slower(case)) if case.replay is not None and case.moments else None,
+            tried="a learning rate of a tenth over the last batches",
+        )
+
+    def _slower(self, case: Case) -> Trial:
+        assert case.replay is not None and case.optimizer is not None
+        results: dict[float, float] = {}
+        for factor in (1.0, 0.1, 0.01):
+            losses = rehearse(case.replay, case.optimizer, case.moments, factor=factor, max_norm=case.max_norm, rounds=2)
+            if losses is None:
+                return Trial(False, "the model is too large to rehearse")
+            results[factor] = losses[-1] if math.isfinite(losses[-1]) else math.inf
+        best = min(results[0.1], results[0.01])
+        helped = [factor for factor in (0.1, 0.01) if results[factor] < 0.8 * results[1.0]]
+        remedies = tuple(Prescription("learning-rate", {"factor": factor}) for factor in helped)
+        return Trial(best < 0.8 * results[1.0], f"the loss ends at {best:.4g} instead of {results[1.0]:.4g}", remedies)
+
+
+class StaleSecondMoment(Cause):
+    """Adam's second moment lags behind gradients that grew: updates of several times the learning rate."""
+
+    slug = "stale-second-moment"
+    fix = "Use a smaller beta2 (0.95) or update clipping: Adam's second moment still remembers the small gradients of before."
+
+    HIGH = 1.2
+
+    def match(self, case: Case) -> Match | None:
+        if case.kind not in ("spike", "divergence") or case.optimizer is None or case.record is None:
+            return None
+        size = case.details.get("update")
+        betas = max((g["betas"][1] for g in case.optimizer.param_groups if g.get("betas")), default=0.0)
+        if size is None or size < self.HIGH or betas < 0.97:
+            return None
+        said = (
+            f"the update is {size:.3g} times the learning rate (root mean square; a healthy run stays at or below 1): with "
+            f"beta2={betas:g} the second moment lags behind gradients that grew"
+        )
+        return Match(
+            # One large gradient gives a large update with any beta2: where the next steps were normal, it was the batch.
+            confidence=0.92 if case.kind == "divergence" else 0.5,
+            evidence=(said,),
+            phase="optimizer",
+            where=f"{type(case.optimizer).__name__}.step",
+            op=type(case.optimizer).__name__,
+            samples=(),
+            trial=(lambda: self._quicker(case)) if case.replay is not None else None,
+            tried="beta2=0.95 over the last batches",
+        )
+
+    def _quicker(self, case: Case) -> Trial:
+        """A second moment that has seen the last batches with beta2=0.95: is the update back at the learning rate?"""
+        assert case.optimizer is not None and case.replay is not None
+        squares: dict[Tensor, Tensor] = {}
+        seen = 0
+        for moment in list(case.moments)[-4:]:
+            found: dict[Tensor, Tensor] = {}
+
+            def take(found: dict[Tensor, Tensor] = found) -> None:
+                found.update({p: p.grad.detach().clone() for p in case.replay.parameters.values() if p.grad is not None})  # type: ignore[union-attr]
+
+            if not case.replay.run(batches=moment.batches, random=moment.random, after=take).finite:
+                continue
+            seen += 1
+            for p, g in found.items():
+                g = g.float().square() * 0.05
+                squares[p] = squares[p] * 0.95 + g if p in squares else g
+        total, count = 0.0, 0
+        for group in case.optimizer.param_groups:
+            for p in group["params"]:
+                state = case.optimizer.state.get(p, {})
+                if p not in squares or "exp_avg" not in state or "exp_avg_sq" not in state:
+                    continue
+                n = float(state["step"])
+                first = state["exp_avg"].float() / (1 - group["betas"][0] ** n)
+                second = state["exp_avg_sq"].float() / (1 - group["betas"][1] ** n)
+                quick = torch.maximum(second, squares[p] / (1 - 0.95**seen))
+                total += float((first / (quick.sqrt() + group.get("eps", 1e-8))).square().sum())
+                count += first.numel()
+        now, after = adam_update(case.optimizer) or math.inf, math.sqrt(total / count) if count else math.inf
+        said = f"the update is {after:.3g} times the learning rate instead of {now:.3g}"
+        return Trial(after < 0.9 * now, said, (Prescription("optimizer-settings", {"beta2": 0.95}),))
+
+
+class OptimizerStateReset(Cause):
+    """Trained weights, new optimizer state: the first updates are the learning rate times a sign."""
+
+    slug = "optimizer-state-reset"
+    fix = (
+        "Restore the optimizer's state with the weights when resuming (optimizer.load_state_dict), or warm the learning rate "
+        "up again."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.kind not in ("spike", "divergence") or case.optimizer is None or case.record is None:
+            return None
+        steps = [float(s["step"]) for s in case.optimizer.state.values() if isinstance(s, dict) and "step" in s]
+        if not steps or max(steps) > 100:
+            return None
+        done = int(max(steps))
+        position = getattr(case.scheduler, "last_epoch", None)
+        if isinstance(position, int) and position > done + 20:
+            said = f"the schedule is at step {position}, the optimizer's state has seen {done} steps"
+            return self._said(case, said, 0.95)
+        if case.record.step > done + 20:
+            said = f"this is step {case.record.step}, the optimizer's state has seen {done} steps"
+            return self._said(case, said, 0.95)
+        if case.signal != "early-jump":
+            return None
+        first = case.details["first"].loss
+        untrained = self._untrained_loss(case)
+        peak = max((r.loss for r in case.history if math.isfinite(r.loss)), default=math.nan)
+        # A first loss that is no more than rounding says nothing: any step is up from there.
+        if untrained is None or not 1e-7 * untrained < first < 0.3 * untrained or not peak > 0.02 * untrained:
+            return None
+        said = (
+            f"the weights were trained already (loss {first:.4g} at the first step, {untrained:.4g} with the same weights "
+            f"shuffled), the optimizer's state has seen {done} steps, and the loss jumped to {peak:.4g}"
+        )
+        return self._said(case, said, 0.85)
+
+    def _said(self, case: Case, said: str, confidence: float) -> Match:
+        return Match(
+            confidence=confidence,
+            evidence=(said,),
+            phase="optimizer",
+            where="optimizer state",
+            samples=(),
+            trial=(lambda: self._kept(case)) if case.moments and case.replay is not None else None,
+            tried="the optimizer's state kept instead of a fresh one, over the last batches",
+        )
+
+    def _kept(self, case: Case) -> Trial:
+        """From here: the next steps with the state there is now, and with none."""
+        assert case.replay is not None and case.optimizer is not None
+        fresh = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm, fresh=True)
+        kept = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm)
+        if fresh is None or kept is None:
+            return Trial(False, "the model is too large to rehearse")
+        return Trial(max(fresh) > 1.5 * max(kept), f"the loss reaches {max(kept):.4g} instead of {max(fresh):.4g}")
+
+    def _untrained_loss(self, case: Case) -> float | None:
+        """The loss with every weight matrix shuffled: the same numbers, nothing learned."""
+        if case.replay is None:
+            return None
+        from nanproof.explain.replay._surroundings import weights_as
+
+        generator = torch.Generator().manual_seed(0)
+        values: dict[Tensor, Tensor] = {}
+        for p in case.replay.parameters.values():
+            if p.dim() >= 2:
+                order = torch.randperm(p.numel(), generator=generator).to(p.device)
+                values[p] = p.detach().reshape(-1)[order].reshape(p.shape)
+        with weights_as(values):
+            loss = case.replay.run(backward=False).loss
+        return loss if math.isfinite(loss) else None

@@ -1,0 +1,42 @@
+"""Causes outside the model: a fault that does not come back, and one rank that spoils the others' step."""
+
+from __future__ import annotations
+
+from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain.causes._cause import Cause, Match
+
+
+class TransientFault(Cause):
+    """A one-off NaN that the same step does not show again."""
+
+    slug = "transient-fault"
+    fix = (
+        "Train on the batch again. If it recurs on one machine, suspect its device or memory; elsewhere a race, or a "
+        "non_blocking copy that is read too early."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if (
+            not case.nonfinite
+            or case.weights_broke
+            or case.bad_buffer
+            or case.signal
+            or case.control is None
+            or not case.control.finite
+        ):
+            return None
+        if case.bad_weights or case.bad_buffers:
+            return None
+        return Match(
+            confidence=0.9,
+            evidence=(f"the same step from the same state, run again: {case.control}",),
+            phase="system",
+            trial=lambda: self._again(case),
+            tried="nothing changed, run once more",
+        )
+
+    def _again(self, case: Case) -> Trial:
+        assert case.replay is not None and case.control is not None
+        second = case.replay.run()
+        result = str(second) + (", the same" if second.same_as(case.control) else ", not the same each time")
+        return Trial(second.finite, result, (Prescription("again"),))

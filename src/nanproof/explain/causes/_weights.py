@@ -1,0 +1,236 @@
+"""Causes that lie in the model's own numbers before the step: weights and buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from nanproof._wording import listed
+from nanproof.core.support._tree import tensors_in
+from nanproof.explain._case import BadWeight, Case, Prescription, Trial
+from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.locate._locate import batch_shape, extreme, where_in_batch
+from nanproof.explain.replay._surroundings import weights_as
+
+
+def _listed(bad: list[BadWeight]) -> str:
+    return listed([f"{b.name} ({b.count} elements)" for b in bad])
+
+
+def _repaired(case: Case, bad: list[BadWeight]) -> Trial:
+    with weights_as({b.tensor: torch.nan_to_num(b.tensor.detach(), 0.0, 0.0, 0.0) for b in bad}):
+        return case.cured_by()
+
+
+class NonfiniteWeightsAtStart(Cause):
+    """A checkpoint that is NaN already, or a parameter that was never initialised."""
+
+    slug = "nonfinite-weights-at-start"
+    fix = (
+        "Load the last checkpoint in which every tensor is finite, and initialise parameters that no checkpoint fills "
+        "(torch.empty is not an initialisation)."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        bad = case.bad_weights
+        if not bad or case.weights_broke or case.signal:
+            return None
+        frozen = "" if bad[0].tensor.requires_grad else ", which is frozen"
+        said = f"non-finite before the step: {_listed(bad)}{frozen}"
+        taken = [r.step for r in case.history if r.action != "skipped"]
+        fix = ""
+        if taken:
+            said += f"; up to step {taken[-1]} the steps were finite, so it came later"
+            fix = (
+                f"Find what else writes into {bad[0].name} or its optimizer state (.data, an average of weights, a callback): no "
+                "refused step did. Snapshots or checkpoints let the run go back by itself."
+            )
+        return Match(
+            confidence=0.96,
+            evidence=(said,),
+            fix=fix,
+            phase="weights",
+            where=bad[0].name,
+            samples=(),
+            trial=lambda: _repaired(case, bad),
+            tried="the non-finite weights set to 0",
+        )
+
+
+class UninitializedRows(Cause):
+    """New rows of an embedding are garbage; only batches with their ids fail."""
+
+    slug = "uninitialized-rows"
+    fix = (
+        "Initialise the new rows, for instance with the mean of the old ones (transformers: resize_token_embeddings(..., "
+        "mean_resizing=True))."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.weights_broke or not case.nonfinite or case.replay is None or case.signal:
+            return None
+        tables = {len(m.weight) for m in case.replay.modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        bad = case.bad_weights
+        rows_only = bool(bad) and all(_some_rows(b, tables) for b in bad)
+        if rows_only:
+            first = bad[0]
+            rows = list(first.rows)
+            said = (
+                f"{len(rows)} of {len(first.tensor)} rows of {first.name} are non-finite ({_span(rows)}); the other rows are fine"
+            )
+            confidence = 0.97
+        else:
+            found = self._garbage(case) if not bad else None
+            if found is None:
+                return None
+            name, table, rows = found
+            first = BadWeight(name, table, 0, tuple(rows), True, nn.Identity())
+            said = f"{len(rows)} of {len(table)} rows of {name} are over 10,000 times as large as the others ({_span(rows)})"
+            confidence = 0.9
+        samples, tokens, used = self._used(case, rows)
+        if used:
+            said += f"; this batch holds {used}"
+        return Match(
+            confidence=confidence if used or first.whole_rows else 0.8,
+            evidence=(said,),
+            phase="weights",
+            where=f"{first.name}[{rows[0]}]",
+            op="embedding",
+            samples=samples,
+            tokens=tokens,
+            trial=lambda: self._filled(case, bad or [first]),
+            tried="these rows set to the mean of the others",
+        )
+
+    def _garbage(self, case: Case) -> tuple[str, Tensor, list[int]] | None:
+        """Finite rows of nonsense: what torch.empty happened to hold."""
+        assert case.replay is not None
+        tables = {id(module.weight) for module in case.replay.model.modules() if isinstance(module, nn.Embedding)}
+        for name, p in case.replay.parameters.items():
+            if id(p) not in tables or len(p) < 8:
+                continue
+            sizes = p.detach().float().abs().amax(1)
+            rows = torch.nonzero(sizes > 1e4 * sizes.median().clamp(min=1e-6)).flatten().tolist()
+            if 0 < len(rows) < len(p) // 2:
+                return name, p, rows
+        return None
+
+    def _used(self, case: Case, rows: list[int]) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        assert case.replay is not None
+        for batch in case.replay.batches:
+            samples, length = batch_shape(batch)
+            for name, t in tensors_in(batch):
+                if t.dtype in (torch.int64, torch.int32) and t.dim() >= 2 and t.shape[0] == samples:
+                    hit = torch.isin(t, torch.tensor(rows, device=t.device))
+                    if bool(hit.any()):
+                        where = where_in_batch(hit, samples, length)
+                        spot = tuple(int(i) for i in torch.nonzero(hit)[0])
+                        found = where if len(where[0]) < samples else ((), ())
+                        return found[0], found[1], f"id {int(t[spot])} in {name} at {list(spot)}"
+        return (), (), ""
+
+    def _filled(self, case: Case, bad: list[BadWeight]) -> Trial:
+        values = {}
+        for b in bad:
+            table = b.tensor.detach().clone()
+            good = torch.ones(len(table), dtype=torch.bool, device=table.device)
+            good[list(b.rows)] = False
+            table[~good] = table[good].mean(0)
+            values[b.tensor] = table
+        with weights_as(values):
+            trial = case.cured_by()
+        rows = {b.name: list(b.rows) for b in bad}
+        return replace(trial, remedies=(Prescription("filled-rows", {"rows": rows}),))
+
+
+def _some_rows(b: BadWeight, tables: set[int]) -> bool:
+    table = isinstance(b.module, (nn.Embedding, nn.EmbeddingBag))
+    head = b.tensor.dim() == 2 and len(b.tensor) in tables
+    few = b.tensor.dim() >= 2 and 0 < len(b.rows) <= len(b.tensor) // 2
+    return few and (table or (head and b.whole_rows))
+
+
+def _span(rows: list[int]) -> str:
+    if len(rows) > 1 and rows == list(range(rows[0], rows[-1] + 1)):
+        return f"rows {rows[0]} to {rows[-1]}"
+    return "row " + ", ".join(map(str, rows[:4])) + (" and more" if len(rows) > 4 else "")
+
+
+class PoisonedBuffer(Cause):
+    """Running statistics took in a bad batch: training looks fine, evaluation is NaN."""
+
+    slug = "poisoned-buffer"
+    fix = (
+        "Restore the buffers when a step is skipped (the guard does), reset the running statistics, and keep extreme batches out."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.bad_buffer:
+            said = f"the forward made the buffer {case.bad_buffer} non-finite; its last finite values were put back"
+            if case.control is not None and case.control.finite:
+                said += f". Loss and gradients look fine ({case.control}), evaluation would be NaN"
+            return Match(
+                confidence=0.93,
+                evidence=(said,),
+                phase="buffer",
+                where=case.bad_buffer,
+                samples=found.samples if (found := extreme(case.replay.batches, 1e3) if case.replay else None) else (),
+                trial=(lambda: self._smaller(case)) if case.replay is not None else None,
+                tried="the batch scaled down to an ordinary size",
+            )
+        if not case.bad_buffers or case.bad_weights:
+            return None
+        bad = case.bad_buffers
+        return Match(
+            confidence=0.9,
+            evidence=(f"non-finite buffers: {_listed(bad)}",),
+            phase="buffer",
+            where=bad[0].name,
+            trial=lambda: self._reset(case, bad),
+            tried="the non-finite buffer values reset",
+        )
+
+    def _smaller(self, case: Case) -> Trial:
+        """With the batch at an ordinary size, the forward leaves every buffer finite."""
+        assert case.replay is not None
+
+        def shrink(x: Tensor) -> Tensor:
+            return x / x.abs().max().clamp(min=1) if x.is_floating_point() and bool(torch.isfinite(x).all()) else x
+
+        bad: list[str] = []
+        buffers = list(case.replay.model.named_buffers())
+
+        def look() -> None:
+            floating = [(name, b) for name, b in buffers if b.is_floating_point()]
+            bad.extend(name for name, b in floating if bool((torch.isnan(b) | (b == torch.inf)).any()))
+
+        control = case.replay.run(after=look)
+        before = list(bad)
+        bad.clear()
+        outcome = case.replay.run(batches=case.batches_with(shrink), after=look)
+        return Trial(
+            bool(before) and not bad and outcome.finite, f"every buffer finite, where {', '.join(before[:2]) or control} was not"
+        )
+
+    def _reset(self, case: Case, bad: list[BadWeight]) -> Trial:
+        assert case.replay is not None
+        values = {}
+        for b in bad:
+            filler = 1.0 if "var" in b.name else 0.0
+            values[b.tensor] = torch.nan_to_num(b.tensor.detach(), filler, filler, filler)
+        was = case.replay.mode
+        evaluation = type(was)([False] * len(was.training), was.autocast, was.autocast_dtype)
+        try:
+            case.replay.mode = evaluation
+            control = case.replay.run(backward=False)
+            with weights_as(values):
+                outcome = case.replay.run(backward=False)
+        finally:
+            case.replay.mode = was
+        return Trial(
+            not control.finite and outcome.finite,
+            f"in evaluation the loss is {outcome.loss:.4g} instead of {control.loss:.4g}",
+            (Prescription("reset-buffers", {"names": [b.name for b in bad]}),),
+        )

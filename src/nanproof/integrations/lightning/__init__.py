@@ -1,0 +1,11 @@
+"""Lightning: Trainer and Fabric. Public: `NanproofCallback`, for trainers that a configuration file builds.
+
+- `_trainer` protects a Trainer; `_seam` is where it attaches; `_replay` runs `training_step` again.
+- `_averages` keeps refused steps out of epoch averages. `_fabric` protects a Fabric.
+"""
+
+from __future__ import annotations
+
+from nanproof.integrations.lightning._trainer import NanproofCallback
+
+__all__ = ["NanproofCallback"]

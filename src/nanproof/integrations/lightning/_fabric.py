@@ -1,0 +1,246 @@
+"""Lightning's Fabric: your own loop with `fabric.backward`, `fabric.clip_gradients` and
+`optimizer.step()`, guarded.
+
+The loop stays as it is. Three methods are replaced on the Fabric object and its strategy:
+`backward` (the loss is noted), `clip_gradients` (the norm to clip to is noted) and the strategy's
+`optimizer_step` (the guard takes the step); and `setup`, where model and optimizer are still to
+come. A step can be run again where its loss is the model's own output; see `RootRecorder`.
+
+Private to Fabric: `_FabricModule._forward_module`, the model with the wrapper of the strategy (DDP,
+say) around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanproof._errors import UnsupportedError, UsageError
+from nanproof._policy import Policy
+from nanproof.core._under_way import UNKNOWN
+from nanproof.core.judge._judge import Norms
+from nanproof.integrations._patches import Patches
+from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations._recorded import RECORDED, RootRecorder
+from nanproof.integrations.lightning._replay import without_trace
+from nanproof.integrations.lightning._seam import KNOWN_STEPS, check_package, refuse_arguments, refuse_value_clipping
+from nanproof.observe._settings import Observe
+from nanproof.recover._checkpoints import Checkpoints
+
+
+def protect_fabric(
+    fabric: Any,
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = None,
+    checkpoints: Checkpoints | None = None,
+    max_norm: Any = ...,
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
+    """Guard a loop that uses Fabric; for several optimizers, once for each. `guard.close()` gives
+    Fabric its methods back.
+
+    Args:
+        fabric: the Fabric.
+        model, optimizer: as `fabric.setup` returned them. Without them, what Fabric sets up next counts.
+        policy: what to do when; see `Policy`.
+        run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the folder of Fabric's logger, if it has one.
+        checkpoints: `Checkpoints(folder)`, to go back to.
+        max_norm: clip to this norm; if it is not given, what `fabric.clip_gradients(max_norm=...)` is called with counts.
+        observe: True or `Observe(...)`.
+    """
+    check_package(fabric)
+    if (model is None) != (optimizer is None):
+        raise UsageError(
+            "protect_fabric: give both model and optimizer, as fabric.setup(model, optimizer) returned them, or none"
+        )
+    if run_dir == "auto":
+        folder = getattr(next(iter(fabric.loggers), None), "log_dir", None)
+        run_dir = None if folder is None else Path(folder) / "nanproof"
+    run = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=RECORDED)
+    loop = _FabricLoop(fabric, run, max_norm)
+    if model is not None:
+        loop.begin(model, optimizer)
+    else:
+        loop.await_setup()
+    return run
+
+
+class _FabricLoop:
+    """Tells a run of what one Fabric does with one optimizer."""
+
+    def __init__(self, fabric: Any, run: ProtectedRun, max_norm: Any) -> None:
+        self.fabric, self.run, self._asked_norm = fabric, run, max_norm
+        self.model: Any = None
+        """The model as the loop calls it."""
+        self._norms: Norms | None = None
+        """Those of the gradients, where the loop asked for them."""
+        self._setups = Patches()
+        self._recorder: RootRecorder | None = None
+        run.on_close(self._let_go)
+
+    def await_setup(self) -> None:
+        """Begin with the next model and optimizer that Fabric sets up, in one call or in two."""
+        fabric = self.fabric
+
+        def setup(original: Callable[..., Any], module: nn.Module, *optimizers: Any, **kwargs: Any) -> Any:
+            ready = original(module, *optimizers, **kwargs)
+            if optimizers:
+                self._begin_with_one(ready[0], ready[1 : 1 + len(optimizers)])
+            return ready
+
+        def setup_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.model = original(*args, **kwargs)
+            return self.model
+
+        def setup_optimizers(original: Callable[..., Any], *optimizers: Any) -> Any:
+            ready = original(*optimizers)
+            if self.model is not None:
+                self._begin_with_one(self.model, (ready,) if len(optimizers) == 1 else ready)
+            return ready
+
+        self._setups.wrap(fabric, "setup", setup)
+        self._setups.wrap(fabric, "setup_module", setup_module)
+        self._setups.wrap(fabric, "setup_optimizers", setup_optimizers)
+
+    def _begin_with_one(self, model: Any, optimizers: tuple[Any, ...]) -> None:
+        if len(optimizers) > 1:
+            raise UnsupportedError(
+                "protect(fabric): one optimizer is guarded; for several, leave protect(fabric) out and call "
+                "protect_fabric(fabric, model, optimizer) for each, after fabric.setup"
+            )
+        if not self.run.started:
+            self.begin(model, optimizers[0])
+
+    def begin(self, model: Any, optimizer: Any) -> None:
+        """Start, with model and optimizer as Fabric made them."""
+        if not (hasattr(model, "_forward_module") and hasattr(optimizer, "optimizer")):
+            raise UsageError("protect_fabric: give model and optimizer as fabric.setup(model, optimizer) returned them")
+        strategy = self.fabric.strategy
+        plugin = strategy.precision
+        if type(plugin).optimizer_step.__qualname__ not in KNOWN_STEPS or type(strategy).__name__ == "DeepSpeedStrategy":
+            raise UnsupportedError(
+                f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
+                "own way. Use a single device or ddp, with 32-true, bf16-mixed, 16-mixed or bf16-true"
+            )
+        self.run.start(
+            model._forward_module,
+            optimizer.optimizer,
+            loss_fn=self._again,
+            max_norm=None if self._asked_norm is ... else self._asked_norm,
+            scaler=getattr(plugin, "scaler", None),
+        )
+        self.model = model
+        self._recorder = RootRecorder(model, self.run.engine.begin)
+        _Desk.of(self.fabric).loops.append(self)
+
+    def _let_go(self) -> None:
+        """The recorder stays: steps that are held are still run again."""
+        self._setups.undo()
+        if self._recorder is not None:
+            self._recorder.close()
+            _Desk.of(self.fabric).leave(self)
+
+    def _again(self, model: nn.Module, call: Any) -> Tensor:
+        """The loss function: the forward, through Fabric's own wrapper around the model."""
+        assert self._recorder is not None
+        with without_trace(model):
+            return self._recorder.loss_fn(self.model, call)
+
+    # -- what the desk passes on -----------------------------------------------------------------------
+
+    def loss(self, loss: Tensor) -> Tensor | None:
+        """A backward is to begin from this loss. Returns its seed on several ranks."""
+        assert self._recorder is not None
+        self._norms = None
+        if not self._recorder.recognise(loss):
+            self.run.engine.begin(UNKNOWN)
+        return self.run.engine.loss(loss, self._recorder.calls)
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Notes the norm to clip to, which the step will do. Returns the norm of the gradients as
+        they are."""
+        if self._asked_norm is ...:
+            self.run.clip_to(max_norm)
+        assert self.run.parts is not None
+        self._norms = self.run.parts.stepper.norms()
+        return self.run.parts.stepper.unscaled(self._norms.total)
+
+    def step(self) -> None:
+        norms, self._norms = self._norms, None
+        self.run.engine.step(norms)
+        self.run.engine.end()
+
+
+class _Desk:
+    """Stands between one Fabric and the runs of its optimizers."""
+
+    def __init__(self, fabric: Any) -> None:
+        self.fabric = fabric
+        self.loops: list[_FabricLoop] = []
+        self._patches = Patches()
+        self._patches.wrap(fabric, "backward", self._backward)
+        self._patches.wrap(fabric, "clip_gradients", self._clip_gradients)
+        self._patches.wrap(fabric.strategy, "optimizer_step", self._optimizer_step)
+
+    @classmethod
+    def of(cls, fabric: Any) -> _Desk:
+        desk = vars(fabric).get("_nanproof")
+        if desk is None:
+            desk = fabric._nanproof = cls(fabric)
+        return desk  # type: ignore[no-any-return]
+
+    def leave(self, loop: _FabricLoop) -> None:
+        self.loops.remove(loop)
+        if not self.loops:
+            self._patches.undo()
+            del self.fabric._nanproof
+
+    def _loop(self, optimizer: Any) -> _FabricLoop | None:
+        bare = getattr(optimizer, "optimizer", optimizer)
+        return next((loop for loop in self.loops if loop.run.optimizer is bare), None)
+
+    def _backward(self, original: Callable[..., Any], tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        # Those whose model was called since their last step; all, where none was seen to be.
+        concerned = [loop for loop in self.loops if (loop.run.open if model is None else loop.model is model)]
+        concerned = concerned or (self.loops if model is None else [])
+        for loop in concerned:
+            seed = loop.loss(tensor)
+            tensor = tensor if seed is None else tensor * seed  # times 1, or times NaN where this rank's loss is bad
+        original(tensor, *args, model=model, **kwargs)
+        for loop in concerned:
+            loop.run.engine.backward_ended()
+
+    def _clip_gradients(
+        self,
+        original: Callable[..., Any],
+        module: Any,
+        optimizer: Any,
+        clip_val: Any = None,
+        max_norm: Any = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        loop = self._loop(optimizer)
+        if loop is None or (clip_val is None) == (max_norm is None):
+            found: Tensor | None = original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            return found
+        refuse_value_clipping(clip_val, "value")
+        if float(norm_type) != 2.0:
+            raise UnsupportedError(f"nanproof clips to a norm of type 2, not {norm_type}: leave norm_type out")
+        return loop.clip(max_norm)
+
+    def _optimizer_step(self, original: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
+        loop = self._loop(optimizer)
+        if loop is None:
+            return original(optimizer, **kwargs)
+        closure = kwargs.pop("closure", None)
+        refuse_arguments(kwargs)
+        result = closure() if closure is not None else None
+        loop.step()
+        return result

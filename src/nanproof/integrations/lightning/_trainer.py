@@ -1,0 +1,231 @@
+"""Lightning: protect a Trainer (`protect_trainer`, or `NanproofCallback` among its callbacks) or a Fabric (`protect_fabric`).
+
+Both names of the package are taken, `lightning` and `pytorch_lightning`. Which one is in use shows in the classes of the objects
+that are given and in what is loaded; neither is imported from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof._errors import AlreadyGuarded, UnsupportedError, UsageError
+from nanproof._policy import Policy
+from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations.lightning._fabric import protect_fabric
+from nanproof.integrations.lightning._seam import ManualSeam, Seam, check_package, refuse_value_clipping
+from nanproof.observe._settings import Observe
+from nanproof.recover._checkpoints import Checkpoints
+
+__all__ = ["NanproofCallback", "protect_fabric", "protect_trainer"]
+log = logging.getLogger("nanproof")
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def protect_trainer(
+    trainer: Any,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = None,
+    checkpoints: Checkpoints | None = None,
+    max_norm: Any = ...,
+    observe: Observe | bool | None = None,
+) -> ProtectedRun:
+    """Guard the fits of a Lightning Trainer. Call it before `fit`; returns the guard, whose `incidents` and `history` fill.
+
+    Args:
+        trainer: the Trainer of `lightning.pytorch` or `pytorch_lightning`.
+        policy: what to do when; see `Policy`.
+        run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's log folder.
+        checkpoints: `Checkpoints(folder)`, to go back to. With one optimizer only.
+        max_norm: clip to this norm; if it is not given, `Trainer(gradient_clip_val=...)` counts.
+        observe: True or `Observe(...)`; of several optimizers, the guard of the first one observes.
+    """
+    if any(isinstance(callback, NanproofCallback) for callback in trainer.callbacks):
+        raise AlreadyGuarded("protect: this trainer has a NanproofCallback already; use its `guard`")
+    refuse_value_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    callback = NanproofCallback(policy=policy, run_dir=run_dir, checkpoints=checkpoints, max_norm=max_norm, observe=observe)
+    trainer.callbacks.insert(0, callback)  # before those that save
+    return callback.guard
+
+
+class NanproofCallback:
+    """A Lightning callback that guards the fit: `Trainer(callbacks=[NanproofCallback()])`. See `protect_trainer`.
+
+    What it makes is a `Callback` of whichever package is loaded by then, of both if both are.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NanproofCallback:
+        bases = tuple(sys.modules[name].Callback for name in _PACKAGES if hasattr(sys.modules.get(name), "Callback"))
+        if not bases:
+            raise UsageError("NanproofCallback: import lightning, or pytorch_lightning, before making one")
+        made: NanproofCallback = object.__new__(_callback_class((cls, *bases)))
+        return made
+
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        run_dir: str | Path | None = None,
+        checkpoints: Checkpoints | None = None,
+        max_norm: Any = ...,
+        observe: Observe | bool | None = None,
+    ) -> None:
+        self.guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
+        """The guard of the first optimizer; `incidents` holds those of all."""
+        self.guards = [self.guard]
+        """One for each optimizer."""
+        self._settings: dict[str, Any] = {"policy": policy, "run_dir": run_dir, "checkpoints": checkpoints}
+        self._max_norm = max_norm
+        self._seam: Seam | None = None
+        self._loaded: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        """The state at the end of the last fit."""
+        self._counts: tuple[tuple[int, ...], dict[str, Tensor]] | None = None
+
+    # -- Lightning's hooks -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._loaded = {}  # a checkpoint that was loaded to validate or test with is not what the next fit goes on from
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        check_package(trainer)
+        manual = not pl_module.automatic_optimization
+        count = len(trainer.optimizers)
+        self._make_guards(count, self._folder(trainer))
+        seam = ManualSeam(trainer, self.guards, self._max_norm) if manual else Seam(trainer, self.guard, self._max_norm)
+        self._seam, self._counts = seam, None
+        try:
+            seam.start(trainer.global_step // max(count, 1))
+            self._load(seam)
+        except BaseException:
+            seam.let_go()
+            self._seam = None
+            raise
+        if not manual:
+            _warn_of_gradient_hooks(pl_module, self.guard)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seam = self._seam
+        if seam is None:
+            return
+        seam.batch_ended()
+        if trainer.barebones:
+            return
+        values = {f"nanproof/grad_norm{f'_{i}' if i else ''}": norm for i, norm in enumerate(seam.norms) if norm is not None}
+        values |= self._counted(pl_module.device)
+        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._seam is not None:
+            self._seam.sync()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._seam is not None:
+            self._seam.sync()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._seam is not None:
+            self._seam.sync()
+        self._finish(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._finish(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._finish(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed fit needs of the guards: into every checkpoint of Lightning's."""
+        if self._seam is None:
+            return self._last
+        schedules = self._seam.schedules
+        return {"guards": [g.state_dict() for g in self.guards], "taken": 0 if schedules is None else schedules.taken}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lightning calls this before the optimizers are there: what is in it waits for the start."""
+        self._loaded = state_dict
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def _make_guards(self, count: int, folder: Path | None) -> None:
+        if count > 1 and self._settings["checkpoints"] is not None:
+            raise UnsupportedError(
+                "nanproof: Checkpoints(...) holds one optimizer, and this module has several: leave `checkpoints` out and use "
+                "Lightning's own ModelCheckpoint"
+            )
+        self.guard.run_dir = folder
+        del self.guards[max(count, 1) :]
+        while len(self.guards) < count:
+            own = None if folder is None else folder / f"optimizer_{len(self.guards)}"
+            shared = self.guard.incidents
+            self.guards.append(ProtectedRun(policy=self._settings["policy"], run_dir=own, incidents=shared))
+
+    def _folder(self, trainer: Any) -> Path | None:
+        folder = self._settings["run_dir"]
+        if folder == "auto":
+            folder = Path(trainer.log_dir or trainer.default_root_dir) / "nanproof"
+        return None if folder is None else Path(folder)
+
+    def _load(self, seam: Seam) -> None:
+        if not self._loaded:
+            return
+        saved = self._loaded["guards"]
+        if len(saved) != len(self.guards):
+            raise UsageError(
+                f"nanproof: the checkpoint is of a run with {len(saved)} optimizers, and this one has {len(self.guards)}"
+            )
+        for guard, state in zip(self.guards, saved, strict=True):
+            guard.load_state_dict(state)
+        if seam.schedules is not None:
+            seam.schedules.taken = self._loaded["taken"]
+        self._loaded = {}
+
+    def _counted(self, device: torch.device) -> dict[str, Tensor]:
+        """The counts as tensors on the device, made only when they change: making one waits for the device."""
+        names: tuple[str, ...] = ("nanproof/skipped", "nanproof/incidents")
+        counts: tuple[int, ...] = (sum(guard.refused_in_all for guard in self.guards), len(self.guard.incidents))
+        if self.guard.observe is not None:
+            names, counts = (*names, "nanproof/forecasts"), (*counts, len(self.guard.forecasts))
+        if self._counts is None or self._counts[0] != counts:
+            self._counts = counts, {n: torch.tensor(float(c), device=device) for n, c in zip(names, counts, strict=True)}
+        return self._counts[1]
+
+    def _finish(self, error: BaseException | None) -> None:
+        """The fit is over: Lightning gets its methods back, and the guards let go of the model."""
+        if self._seam is None:
+            return
+        if error is None:
+            self._last = self.state_dict()
+        elif self._seam.trainer.world_size == 1:  # other ranks may not be coming
+            with suppress(Exception):
+                self._last = self.state_dict()
+        seam, self._seam = self._seam, None
+        seam.let_go()
+        for guard in self.guards:
+            guard.leave(error)
+
+
+@functools.cache
+def _callback_class(bases: tuple[type, ...]) -> Any:
+    return type(bases[0].__name__, bases, {"__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__})
+
+
+def _warn_of_gradient_hooks(module: Any, guard: ProtectedRun) -> None:
+    """What the module does to gradients in hooks of its own is not done again where a step is."""
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    home = next((k for k in type(module).__mro__ if k.__name__ == "LightningModule"), None)
+    own = [name for name in hooks if getattr(type(module), name, None) is not getattr(home, name, None)]
+    if own and guard.on_device and guard.policy.lag != 0 and module.device.type == "cuda":
+        log.warning(
+            "nanproof: steps held behind a bad one are run again without %s.%s; if that writes to gradients, use Policy(lag=0)",
+            type(module).__name__,
+            " and ".join(own),
+        )

@@ -1,0 +1,293 @@
+"""What `nanproof run` changes in torch while a script runs, and takes back afterwards.
+
+A hook of torch can look at an optimizer's step but not refuse it, so `Optimizer.profile_hook_step`, which wraps the `step` of
+every optimizer class when the first of its kind is made, is wrapped itself. Clipping is done as torch does it, to the last bit,
+except that the norms of before are kept, and that a norm that is no number clips nothing: the evidence stays. A GradScaler goes
+on unscaling, looking and adjusting its scale itself; the guard judges what it lets through, and hears of what it leaves out.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from nanproof._errors import TrainingHalted
+from nanproof.core.judge._parameters import is_dtensor
+from nanproof.integrations._patches import Patches
+from nanproof.integrations.script._script_run import ScriptRun
+from nanproof.integrations.script._session import Session
+
+
+def install(session: Session) -> Patches:
+    """Change torch; what is returned changes it back."""
+    patches = Patches()
+    _optimizers(session, patches)
+    for place, name, made in (
+        (torch.autograd, "backward", _backward),
+        (torch.nn.utils, "clip_grad_norm_", _clip_grad_norm),
+        (clip_grad, "clip_grad_norm_", _clip_grad_norm),
+        (torch.amp.GradScaler, "scale", _scale),
+        (torch.amp.GradScaler, "step", _scaler_step),
+    ):
+        patches.set(place, name, made(session, getattr(place, name)))
+    return patches
+
+
+def _optimizers(session: Session, patches: Patches) -> None:
+    hook, patch = Optimizer.profile_hook_step, Optimizer._patch_step_function
+
+    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        return _guarded_step(session, hook(step))
+
+    def patch_step_function(self: Optimizer) -> None:
+        patch(self)
+        session.see(self)
+
+    patches.set(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))
+    patches.set(Optimizer, "_patch_step_function", patch_step_function)
+    for kind in _classes(Optimizer):  # of which there are objects already
+        step = vars(kind).get("step")
+        if getattr(step, "hooked", False):
+            guarded: Any = _guarded_step(session, step)
+            guarded.hooked = True
+            patches.set(kind, "step", guarded)
+
+
+def _classes(kind: type[Any]) -> Iterable[type[Any]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _classes(below)
+
+
+def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def guarded_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if session.taking is not None and session.taking.optimizer is self:
+            return session.taking.really(step, self)
+        watched = session.watched(self)
+        if watched is None:
+            return step(self, *args, **kwargs)
+        began = time.perf_counter()
+        taking = Taking(self, args, kwargs)
+        taking.evaluate()
+        starting = time.perf_counter()
+        session.start(watched, at_step=True)
+        taking.others += time.perf_counter() - starting
+        if watched.guard is None or not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            return taking.really(step, self)
+        others = [other for other in session.guarded() if other is not watched]
+        session.taking = taking
+        try:
+            with ExitStack() as stack:
+                for other in others:
+                    stack.enter_context(other.unconcerned())
+                watched.take()
+        finally:
+            session.taking = None
+            watched.reached = session.backwards
+            watched.stepped(began, taking.others)
+        return taking.result
+
+    return guarded_step
+
+
+class Taking:
+    """A step on its way from the script to the optimizer, past the guard."""
+
+    def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], void: bool = False) -> None:
+        """`void`: it is known already that the optimizer must not be called."""
+        self.optimizer, self._void = optimizer, void
+        self._args, self._kwargs = args, kwargs
+        self._closure: Any = kwargs.get("closure", args[0] if args else None)
+        self.result: Any = None
+        self.others = 0.0
+        """Seconds in the closure, in the optimizer, and in looking for the model."""
+        self._seen: list[tuple[Any, int]] = []
+        self._stepped = False
+        """Once it has: what comes then are steps that were held, whose gradients are there."""
+
+    def evaluate(self) -> None:
+        """Run the closure, so that there are gradients to judge."""
+        if not callable(self._closure):
+            return
+        began = time.perf_counter()
+        with torch.enable_grad():
+            self.result = self._closure()
+        self._seen = self._versions()
+        self.others += time.perf_counter() - began
+
+    def really(self, step: Callable[..., Any], optimizer: Optimizer) -> Any:
+        """The optimizer's own step, with what the script passed to it."""
+        if self._void:
+            return None
+        began = time.perf_counter()
+        args, kwargs = self._args, self._kwargs
+        if callable(self._closure):
+            args = (self._again, *args[1:]) if args else args
+            kwargs = {**kwargs, "closure": self._again} if "closure" in kwargs else kwargs
+        try:
+            self.result = step(optimizer, *args, **kwargs)
+        finally:
+            self._stepped = True
+            self.others += time.perf_counter() - began
+        return self.result
+
+    def _again(self) -> Any:
+        """What the optimizer calls as its closure: evaluated already, unless weights have moved since, as in SAM."""
+        return self.result if self._stepped or self._versions() == self._seen else self._closure()
+
+    def _versions(self) -> list[tuple[Any, int]]:
+        p = self.optimizer.param_groups[0]["params"][0]
+        return [(id(x), x._version) for x in (p, p.grad) if x is not None]
+
+
+def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        watching = session.at_backward()
+        loss = _loss(tensors, grad_tensors) if watching else None
+        if loss is None:
+            if session.guarding and isinstance(tensors, Tensor) and tensors.numel() == 1:
+                session.last_loss = tensors.detach()
+            return original(tensors, grad_tensors, *args, **kwargs)
+        began = time.perf_counter()
+        active, dormant = session.sorted_out(watching)
+        alone = len(active) == 1
+        seed = None
+        for watched in active:
+            try:
+                seed = watched.before_backward(loss, alone)
+            except TrainingHalted:
+                raise
+            except Exception as error:
+                watched.leave_alone(f"{type(error).__name__}: {error}")
+        if seed is not None and isinstance(tensors, Tensor):
+            seed = seed.to(tensors.dtype).reshape(tensors.shape if grad_tensors is None else ())
+            grad_tensors = seed if grad_tensors is None else grad_tensors * seed
+        # Not before: noting the loss may show that gradients were cleared, and forget the backwards they came from.
+        before = [watched.backwards for watched in (*active, *dormant)]
+        middle = time.perf_counter()
+        with session.in_backward():
+            original(tensors, grad_tensors, *args, **kwargs)
+        began += time.perf_counter() - middle
+        for watched, count in zip((*active, *dormant), before, strict=True):
+            if watched.backwards != count:
+                watched.reached = session.backwards
+            watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
+        active[0].tally.own += time.perf_counter() - began
+        return None
+
+    return backward
+
+
+def _loss(tensors: Any, gradients: Any) -> Tensor | None:
+    """The number that backward starts from; of several, or of a tensor with a gradient given, what they come to."""
+    if isinstance(tensors, Tensor) and tensors.numel() == 1 and gradients is None:
+        loss = getattr(tensors, "_nanproof_loss", tensors)
+        return loss if isinstance(loss, Tensor) else None
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [gradients] * len(several) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    with torch.no_grad():
+        parts = [(t if g is None else t * g).sum() for t, g in zip(several, given, strict=True)]
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+def _clip_grad_norm(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        watching = session.guarded()
+        many = [parameters] if isinstance(parameters, Tensor) else parameters
+        if isinstance(many, types.GeneratorType):
+            many = list(many) or many
+        if not watching or not many or isinstance(many, types.GeneratorType):
+            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        many = list(many)
+        owned = [p for p in many if p.grad is not None]
+        gradients: list[Any] = [p.grad for p in owned]
+        if not owned:
+            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        if float(norm_type) != 2.0 or any(g.layout is not torch.strided or is_dtensor(g) for g in gradients):
+            session.say_once(
+                "gradients are clipped in a way that nanproof does not follow (no 2-norm, or sparse or sharded gradients): norms "
+                "are read after clipping"
+            )
+            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        return _clip(watching, owned, float(max_norm), foreach)
+
+    return clip_grad_norm_
+
+
+@torch.no_grad()
+def _clip(watching: list[ScriptRun], parameters: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor:
+    """As `clip_grad_norm_`, step by step: the same kernels in the same order."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for p in parameters:
+        assert p.grad is not None
+        groups.setdefault((p.grad.device, p.grad.dtype), []).append(p)
+    parameters = [p for group in groups.values() for p in group]
+    norms: list[Tensor] = []
+    for group in groups.values():
+        gradients = [p.grad for p in group if p.grad is not None]
+        if foreach is False:
+            norms += [torch.linalg.vector_norm(g, 2.0) for g in gradients]
+        else:
+            norms += torch._foreach_norm(gradients, 2.0)
+    first = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
+    before = [watched.before_clipping() for watched in watching]
+    # A total of 0 clips nothing.
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(torch.isfinite(total), total, 0.0), foreach)
+    kept = {id(p): (p.grad, p.grad._version, norm) for p, norm in zip(parameters, norms, strict=True) if p.grad is not None}
+    for watched, found in zip(watching, before, strict=True):
+        watched.clipped(kept, max_norm, found)
+    return total
+
+
+def _scale(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if isinstance(outputs, Tensor) and outputs.requires_grad and scaled is not outputs and session.guarding:
+            scaled._nanproof_loss = outputs
+        return scaled
+
+    return scale
+
+
+def _scaler_step(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        watched = session.watched(optimizer) if isinstance(optimizer, Optimizer) else None
+        if watched is None or watched.guard is None or not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        # A fused optimizer would unscale and leave out by itself, behind the guard's back.
+        fused = optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        if fused is not None:
+            optimizer._step_supports_amp_scaling = False
+        steps = watched.tally.calls
+        try:
+            out = original(self, optimizer, *args, **kwargs)
+        finally:
+            if fused is not None:
+                optimizer._step_supports_amp_scaling = fused
+        if watched.tally.calls == steps:
+            began, session.taking = time.perf_counter(), Taking(optimizer, (), {}, void=True)
+            try:
+                watched.left_out(float(self.get_scale()))
+            finally:
+                session.taking = None
+                watched.stepped(began, 0.0)
+        return out
+
+    return step

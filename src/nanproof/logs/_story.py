@@ -1,0 +1,229 @@
+"""Story: what a log tells of a run, taken in a point at a time in bounded memory, so that a log of any length can be judged.
+
+A log may hold several runs, or one that was resumed. Each is a segment of its own: its steps begin again where the last one's
+had been before, and that is no jump of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from nanproof.logs._curve import Curve, Place, finite
+from nanproof.logs._points import METRICS, Note, Point
+
+SEGMENTS = 64
+NOTES_KEPT = 8
+
+
+@dataclass(slots=True)
+class Streak:
+    """How often something was so: first, last, how many times, and since when without a break."""
+
+    count: int = 0
+    first: Place | None = None
+    last: Place | None = None
+    since: Place | None = None
+    """Begin of the stretch that reaches to the last point looked at; None if the last point was not so."""
+    unbroken: int = 0
+    looked: int = 0
+    """Points that could have been so."""
+
+    def look(self, so: bool, place: Place) -> None:
+        self.looked += 1
+        if not so:
+            self.since, self.unbroken = None, 0
+            return
+        self.count += 1
+        self.unbroken += 1
+        self.first = self.first or place
+        self.since = self.since or place
+        self.last = place
+
+
+@dataclass(slots=True)
+class Track:
+    """One metric."""
+
+    curve: Curve = field(default_factory=Curve)
+    bad: Streak = field(default_factory=Streak)
+    """Values that are NaN or Inf."""
+    zero: Streak = field(default_factory=Streak)
+    first_bad: float = 0.0
+    last_finite: tuple[Place, float] | None = None
+    first_finite: tuple[Place, float] | None = None
+    low: float = math.inf
+    high: float = -math.inf
+    least: float = math.inf
+    """The lowest but for values of exactly 0."""
+
+    def add(self, value: float, place: Place) -> None:
+        good = finite(value)
+        if not good and not self.bad.count:
+            self.first_bad = value
+        self.bad.look(not good, place)
+        self.zero.look(value == 0, place)
+        if good:
+            self.last_finite = (place, value)
+            self.first_finite = self.first_finite or (place, value)
+            self.low, self.high = min(self.low, value), max(self.high, value)
+            self.least = min(self.least, value) if value else self.least
+        self.curve.add(value, place)
+
+    @property
+    def count(self) -> int:
+        return self.bad.looked
+
+
+TOGETHER: dict[str, Callable[[float, float], bool]] = {
+    "hidden": lambda loss, norm: loss == 0 and not finite(norm),
+    "nothing": lambda loss, norm: loss == 0 and norm == 0,
+    "gradient": lambda loss, norm: finite(loss) and loss != 0 and not finite(norm),
+    "still": lambda loss, norm: finite(loss) and loss != 0 and norm == 0,
+}
+"""What a loss and the norm of the gradient on the same line say together."""
+
+
+@dataclass(slots=True)
+class Noted:
+    """Notes of one kind: how many, and the first and last few of them."""
+
+    count: int = 0
+    first: list[Note] = field(default_factory=list)
+    last: Note | None = None
+    place: Place = field(default_factory=Place)
+    """Of the first, with the step and epoch of the point before it if it names none."""
+    last_order: int = 0
+    """How many points came before the last."""
+
+    def add(self, note: Note, order: int, before: Place | None) -> None:
+        if not self.count:
+            step, epoch = (before.step, before.epoch) if before is not None else (None, None)
+            self.place = Place(order, step if note.step is None else note.step, epoch if note.step is None else None, note.line)
+        self.count += 1
+        self.last, self.last_order = note, order
+        if len(self.first) < NOTES_KEPT:
+            self.first.append(note)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run, or the part of it from one start to the next."""
+
+    number: int = 0
+    resumed: bool = False
+    """It goes on from where an earlier one was, not from the start."""
+    points: int = 0
+    tracks: dict[str, Track] = field(default_factory=dict)
+    together: dict[str, Streak] = field(default_factory=lambda: {name: Streak() for name in TOGETHER})
+    notes: dict[str, Noted] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
+    first: Place | None = None
+    last: Place | None = None
+    skipped_in_all: bool = True
+    skipped_sum: float = 0.0
+    offset: float = 0.0
+    """Steps of the epochs before, in logs that count from 0 in each."""
+    step_of_epoch: bool = False
+
+    def add(self, point: Point) -> None:
+        step = None if point.step is None else point.step + self.offset
+        place = Place(self.points, step, point.epoch, point.line)
+        self.points += 1
+        self.settings.update(point.settings)
+        if not point.values:
+            return
+        self.first, self.last = self.first or place, place
+        for name, value in point.values.items():
+            if name in METRICS:
+                if name not in self.tracks:
+                    self.tracks[name] = Track()
+                self.tracks[name].add(float(value), place)
+        if "loss" in point.values and "grad_norm" in point.values:
+            for name, so in TOGETHER.items():
+                self.together[name].look(so(point.values["loss"], point.values["grad_norm"]), place)
+        if "skipped" in point.values and finite(point.values["skipped"]):
+            self.skipped_in_all = point.skipped_in_all
+            self.skipped_sum = point.values["skipped"] + (0 if point.skipped_in_all else self.skipped_sum)
+
+    def note(self, note: Note) -> None:
+        self.notes.setdefault(note.kind, Noted()).add(note, self.points, self.last)
+
+    def track(self, name: str) -> Track:
+        return self.tracks.get(name) or Track()
+
+
+COUNTED = 1e12
+
+
+def _sound(point: Point) -> Point:
+    """Steps and settings that count nothing are as good as not there."""
+    settings = {name: value for name, value in point.settings.items() if abs(value) < COUNTED}
+    step, epoch = _count(point.step), _count(point.epoch)
+    if step == point.step and epoch == point.epoch and len(settings) == len(point.settings):
+        return point
+    return replace(point, step=step, epoch=epoch, settings=settings)
+
+
+def _count(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < COUNTED else None
+
+
+class Story:
+    """Everything that a log says, in order."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = [Segment()]
+        self.points = 0
+        self.dropped = 0
+        """Segments that were left out of a log with too many."""
+        self._step: float | None = None
+        self._epoch: float | None = None
+        self._stride = 1.0
+        self._resume_said = False
+
+    @property
+    def now(self) -> Segment:
+        return self.segments[-1]
+
+    def add(self, item: Point | Note) -> None:
+        """Points and notes in the order of the log."""
+        if isinstance(item, Note):
+            if item.kind == "resumed":
+                self._resume_said = True
+            self.now.note(replace(item, step=_count(item.step)))
+            return
+        item = _sound(item)
+        if item.values:
+            self._place(item)
+            self.points += 1
+        self.now.add(item)
+
+    def _place(self, point: Point) -> None:
+        """Find out whether this point belongs to the same run as the last one."""
+        step, epoch = point.step, point.epoch
+        back = step is not None and self._step is not None and step < self._step - 2 * self._stride
+        if back and epoch is not None and self._epoch is not None and epoch > self._epoch:
+            # The log counts its steps from 0 in every epoch.
+            assert self._step is not None
+            self.now.offset += self._step + 1
+            self.now.step_of_epoch = True
+            back = False
+        if step is None and epoch is not None and self._epoch is not None:
+            back = epoch < self._epoch - 2 * self._stride_of_epochs
+        if back or (self._resume_said and self.now.tracks and step is not None and self._step is not None and step < self._step):
+            start = (step is None or step <= 2 * self._stride) and not self._resume_said
+            if len(self.segments) >= SEGMENTS:
+                del self.segments[1]
+                self.dropped += 1
+            self.segments.append(Segment(self.now.number + 1, resumed=not start, settings=dict(self.now.settings)))
+        elif step is not None and self._step is not None and step > self._step:
+            self._stride = step - self._step
+        if epoch is not None and self._epoch is not None and epoch > self._epoch:
+            self._stride_of_epochs = epoch - self._epoch
+        self._resume_said = False
+        self._step = step if step is not None else self._step
+        self._epoch = epoch if epoch is not None else self._epoch
+
+    _stride_of_epochs = 0.0

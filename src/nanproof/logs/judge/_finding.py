@@ -1,0 +1,90 @@
+"""Finding: something that a log shows, where it began, what it likely comes from, and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanproof.logs._curve import Place
+
+SEVERITIES = ("failure", "warning", "note")
+KINDS = {
+    "hidden-nan": "A NaN loss that is logged as 0.0",
+    "nan": "The loss is NaN",
+    "inf": "The loss is Inf",
+    "nan-warnings": "The run's own code reports NaN",
+    "scaler-skipping": "The loss scaler leaves steps out",
+    "scale-collapse": "The loss scale has collapsed",
+    "nan-gradient": "The gradient is NaN or Inf",
+    "bad-probabilities": "Sampling was given NaN or Inf",
+    "device-assert": "A device-side assertion",
+    "unscale-fp16": "GradScaler was given fp16 gradients",
+    "no-targets": "Nothing to learn from: loss 0 and gradient 0",
+    "learning-rate-zero": "The learning rate is 0",
+    "zero-gradient": "The gradient is 0",
+    "divergence": "The loss rises and stays up",
+    "eval-nan": "The evaluation loss is NaN or Inf while the training loss is not",
+    "exploding-gradient": "The gradient norm explodes",
+    "out-of-memory": "Out of memory",
+    "crash": "The program ended with an error",
+    "plateau": "The loss is where it began",
+    "overfit": "The evaluation loss rises while the training loss falls",
+    "spike": "A spike of the loss that went away",
+}
+"""Worst first, each with its headline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """A cause that would explain a finding."""
+
+    reason: str
+    slug: str | None = None
+    """In the catalogue (docs/causes.md), where it has an entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a log shows."""
+
+    kind: str
+    severity: str
+    place: Place
+    """Where it began, as exactly as the log allows."""
+    said: str
+    causes: tuple[Likely, ...] = ()
+    commands: tuple[str, ...] = ()
+    """What to run or to add next, the most useful first."""
+
+    @property
+    def headline(self) -> str:
+        return KINDS[self.kind]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """For sorting: worst first."""
+        return SEVERITIES.index(self.severity), list(KINDS).index(self.kind)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "step": self.place.step,
+            "epoch": self.place.epoch,
+            "line": self.place.line or None,
+            "headline": self.headline,
+            "said": self.said,
+            "causes": [{"slug": cause.slug, "reason": cause.reason} for cause in self.causes],
+            "commands": list(self.commands),
+        }
+
+
+SCAN = "nanproof scan CHECKPOINTS    # which checkpoint is the last without NaN"
+PROTECT = "protect(trainer)    # or: nanproof run train.py. Refuses the bad step, and says where it came from"
+RUN = "nanproof run train.py    # refuses the bad step, and says where it came from"
+SLOWER = "a tenth of the learning rate, or a longer warm-up    # the first thing to try"
+OBSERVE = "nanproof run --observe train.py    # which layer grows, and when it will overflow"
+CHECK = "nanproof check train:build    # the first step, looked at before training"
+REPLAY = "nanproof replay {run}/incidents/step-... --entry train:build    # the bad step again, as the guard has recorded it"
+REPORT = "nanproof report {run}    # the whole run as one page: what was refused, and what it came from"
+UNFILTER = "TrainingArguments(logging_nan_inf_filter=False)    # so that the log shows NaN as NaN"

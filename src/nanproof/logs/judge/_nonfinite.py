@@ -1,0 +1,212 @@
+"""NaN and Inf in a log, shown or hidden: in the loss, in the gradient norm, behind a loss of 0.0, in the run's own warnings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from nanproof.logs._curve import Place, number
+from nanproof.logs._story import Segment, Streak
+from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
+from nanproof.logs.judge._hidden import hidden
+from nanproof.logs.judge._schedule import skipping
+from nanproof.logs.judge._skipped import left_out, skipped_only
+
+OFTEN = 0.3
+"""Above this share of the lines, it is no matter that the last ones are good."""
+FEW = 0.1
+"""Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
+
+START = 8
+"""Lines at the start in which a loss scaler may look for its scale."""
+_ENDS = re.compile(r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting)\b", re.I)
+"""A warning in whose words the program gave up."""
+
+
+def nonfinite(segment: Segment) -> Iterator[Finding]:
+    """At most one finding of the loss, one of the evaluation, and one of the warnings if nothing else says it."""
+    loss, norm = segment.track("loss"), segment.track("grad_norm")
+    found = hidden(segment) if not loss.bad.count else _shown(segment)
+    if found is None and norm.bad.count:
+        found = _gradient(segment)
+    if found is None:
+        found = skipped_only(segment)
+    if found is not None:
+        yield found
+    evaluated = segment.track("eval_loss")
+    if evaluated.bad.count and (found is None or found.severity != "failure"):
+        yield _evaluation(segment)
+    warned = segment.notes.get("nan-warning")
+    if warned is not None and (found is None or found.severity != "failure"):
+        yield _warnings(segment)
+
+
+def _since(streak: Streak) -> tuple[Place, str, str]:
+    """Where it began, how severe it is, and how much of the run it takes."""
+    assert streak.first is not None and streak.last is not None
+    if streak.since is not None:
+        lines = f"all {streak.unbroken} lines" if streak.unbroken > 1 else "the last line"
+        every = "on every line of the log" if streak.count == streak.looked else f"and so on {lines} from there to the end"
+        return streak.since, "failure", every
+    severity = "failure" if streak.count > OFTEN * streak.looked else "warning"
+    return streak.first, severity, f"on {streak.count} of {streak.looked} lines, not on the last ones"
+
+
+def _shown(segment: Segment) -> Finding:
+    loss = segment.track("loss")
+    first, severity, much = _since(loss.bad)
+    kind = "nan" if math.isnan(loss.first_bad) else "inf"
+    said = f"The loss is {number(loss.first_bad)} at {first}, {much}."
+    if loss.bad.first != first:
+        said += f" It was not finite before that, first at {loss.bad.first}, and came back."
+    before = loss.curve.finite(first.order)
+    rose = rising_before(segment, first)
+    backward = segment.track("grad_norm").bad.since if severity == "failure" else None
+    if backward is not None and backward.order < first.order:
+        said += f" grad_norm is not finite already at {backward}, while the loss there is: the backward pass went first."
+        first = backward
+    else:
+        backward = None
+    if before and severity == "failure":
+        said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
+    if rose:
+        said += f" {rose}"
+    if severity == "failure" and loss.count - first.order > 1:
+        said += " Once the weights are NaN every later step is lost."
+    return Finding(
+        kind=kind,
+        severity=severity,
+        place=first,
+        said=said,
+        causes=_of_backward(rose) if backward is not None else _of_loss(segment, kind, first, rose),
+        commands=(SCAN, RUN, CHECK),
+    )
+
+
+def rising_before(segment: Segment, place: Place) -> str:
+    """A sentence on a loss or a gradient norm that rose before it was lost; empty if both were calm."""
+    for name, shown in (("loss", "The loss"), ("grad_norm", "The gradient norm")):
+        before = segment.track(name).curve.finite(place.order)
+        if len(before) < 4:
+            continue
+        calm = sorted(b.mean for b in before[:-1])[len(before) // 3]
+        top = max(before[-4:], key=lambda b: b.high)
+        if calm > 0 and top.high > 5 * calm:
+            return f"{shown} had risen before: from {number(calm)} to {number(top.high)} at {top.place}."
+    return ""
+
+
+def _of_backward(rose: str) -> tuple[Likely, ...]:
+    """A gradient that is NaN while the loss is finite; the step that takes it makes the weights NaN."""
+    causes = [Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient")] if rose else []
+    causes.append(Likely("A root, a norm or a masked branch has no finite slope at 0", "sqrt-at-zero"))
+    causes.append(Likely("torch.where hides the value of a bad branch, not its gradient", "masked-branch-gradient"))
+    causes.append(Likely("The backward pass overflows while the forward is finite", "fp16-gradient-overflow"))
+    return tuple(causes)
+
+
+def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Likely, ...]:
+    early = place.order <= 1
+    half = bool(segment.track("scale").count or segment.notes.get("overflow"))
+    causes = []
+    if rose:
+        causes.append(Likely("It rose over several steps before it was lost", "learning-rate-too-high"))
+        causes.append(Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient"))
+    if early and not rose:
+        causes.append(Likely("It is so from the first lines: weights or data are bad already", "nonfinite-weights-at-start"))
+    if kind == "inf":
+        causes.append(Likely("Inf comes before NaN: something overflows, such as exp of a large number", "exp-overflow"))
+    if half:
+        causes.append(Likely("The run trains in fp16, where activations above 65504 are Inf", "fp16-activation-overflow"))
+    if not rose:
+        causes.append(Likely("It came from one step to the next, as a bad sample does", "nonfinite-batch"))
+        causes.append(Likely("A division by a count, a variance or a norm that is 0 in one batch", "zero-denominator"))
+    return tuple(causes)
+
+
+def _gradient(segment: Segment) -> Finding | None:
+    norm = segment.track("grad_norm")
+    moved = skipping(segment)
+    if moved is not None:
+        return left_out(segment, moved)
+    first, severity, much = _since(norm.bad)
+    if norm.bad.since is None:
+        severity = "warning"  # the loss is finite: whatever it was, the run outlived it
+    at_start = norm.bad.last is not None and norm.bad.last.order < START  # where a scaler finds its scale
+    if severity == "warning" and (norm.bad.count < FEW * norm.count or at_start):
+        severity = "note"
+    elif severity == "failure" and norm.bad.unbroken < 3 and norm.count > 10:
+        severity = "warning"  # a scaler meets one now and then; the log ends there by chance
+    loss = segment.track("loss")
+    unlogged = loss.last_finite is not None and loss.last_finite[0].order < first.order and norm.bad.since is not None
+    said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
+    said += "and no loss is logged there: Megatron leaves out a NaN." if unlogged else "while the logged loss is finite."
+    falls = _falls(segment)
+    if severity == "note":
+        said += " With a loss scaler those steps are skipped, and a few are normal; without one they were taken."
+    elif falls:
+        said += " The loss goes on falling, so the steps were probably skipped or the norm alone overflows."
+    elif loss.count:
+        said += " Either a scaler skips each of these steps and nothing is learned, or they are taken and the weights are NaN."
+    causes = (
+        Likely("The backward pass overflows while the forward is finite", "fp16-gradient-overflow"),
+        Likely("Every gradient is finite and their norm is not: the sum of squares overflows", "gradient-norm-overflow"),
+        Likely("A root, a norm or a masked branch has no finite slope at 0", "sqrt-at-zero"),
+    )
+    commands = (RUN, CHECK) if severity == "note" else (SCAN, PROTECT, CHECK)
+    return Finding(kind="nan-gradient", severity=severity, place=first, said=said, causes=causes, commands=commands)
+
+
+def _falls(segment: Segment) -> bool:
+    values = [b.mean for b in segment.track("loss").curve.finite()]
+    third = len(values) // 3
+    return third >= 2 and max(values[-third:]) < min(values[:third])
+
+
+def _evaluation(segment: Segment) -> Finding:
+    evaluated = segment.track("eval_loss")
+    first, severity, much = _since(evaluated.bad)
+    causes = (
+        Likely("Running statistics took in a bad batch: training does not use them, evaluation does", "poisoned-buffer"),
+        Likely("The evaluation data holds NaN or Inf", "nonfinite-batch"),
+        Likely("An evaluation batch without a supervised token is 0/0", "no-supervised-targets"),
+    )
+    said = f"The evaluation loss is {number(evaluated.first_bad)} at {first}, {much}, while the training loss is finite."
+    return Finding(
+        kind="eval-nan", severity=severity, place=first, said=said, causes=causes, commands=(SCAN, "nanproof check train:build")
+    )
+
+
+def _warnings(segment: Segment) -> Finding:
+    noted = segment.notes["nan-warning"]
+    first, last = noted.first[0], noted.last
+    assert last is not None
+    loss = segment.track("loss")
+    after = loss.last_finite is not None and loss.last_finite[0].order >= noted.last_order and loss.last_finite[1] != 0
+    ended = noted.last_order >= segment.points and _ENDS.search(last.text) is not None
+    lasting = ended or (not after and (noted.count > 2 or not loss.count))
+    where = noted.place
+    times = "once," if noted.count == 1 else f"{noted.count} times, first"
+    said = f'The run\'s own code warns of NaN or Inf {times} at {where}: "{first.text}"'
+    if last.line != first.line:
+        said += f", last at {Place(0, last.step, None, last.line)}"
+    said += "."
+    if ended:
+        said += " The run ended there."
+    elif lasting and noted.count > 2:
+        since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
+        said += f" It never stopped: the weights are NaN, and everything after {since} is lost."
+    causes = (
+        Likely("A guard that zeroes NaN gradients still lets the optimizer step on its moments, and an Inf passes isnan", None),
+        Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),
+        Likely("Weights in bf16 or fp16 drift until something overflows: keep fp32 weights", "fp16-activation-overflow"),
+    )
+    return Finding(
+        kind="nan-warnings",
+        severity="failure" if lasting else "warning",
+        place=where,
+        said=said,
+        causes=causes,
+        commands=(SCAN, RUN, "Guard(model, optimizer)    # refuses the step before the weights see it"),
+    )

@@ -1,0 +1,100 @@
+"""Loss scale and skipped steps as a log states them: a scale that falls without end, steps that are left out for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nanproof.logs._curve import number
+from nanproof.logs._story import Segment
+from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
+
+CAUSES = (
+    Likely("An output passes 65504 in fp16: the forward is Inf at any loss scale", "fp16-activation-overflow"),
+    Likely("The data or the weights hold NaN, so that no scale helps", "nonfinite-batch"),
+    Likely("The gradient grows with every layer or step until any scale is too high", "exploding-gradient"),
+)
+COMMANDS = (PROTECT, CHECK, SCAN)
+
+
+def scaling(segment: Segment) -> Iterator[Finding]:
+    """At most one."""
+    found = _collapse(segment) or _at_minimum(segment) or _overflows(segment) or _counted(segment)
+    if found is not None:
+        yield found
+
+
+def _collapse(segment: Segment) -> Finding | None:
+    scale = segment.track("scale")
+    values = scale.curve.finite()
+    if len(values) < 2 or scale.last_finite is None:
+        return None
+    last, high = scale.last_finite[1], scale.high
+    grew = any(b.last > a.last for a, b in zip(values[len(values) // 2 :], values[len(values) // 2 + 1 :], strict=False))
+    if last > 1.0 or high < 16 * max(last, 1e-30) or grew:
+        return None
+    top = max(i for i, b in enumerate(values) if b.high >= high)
+    began = values[min(top + 1, len(values) - 1)].place
+    said = (
+        f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving "
+        "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."
+    )
+    return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _at_minimum(segment: Segment) -> Finding | None:
+    noted = segment.notes.get("scale-at-minimum")
+    if noted is None:
+        return None
+    overflow = segment.notes.get("overflow")
+    place = overflow.place if overflow and overflow.place.line < noted.place.line else noted.place
+    more = f", after {overflow.count} overflows" if overflow else ""
+    said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}". Overflows began at {place}.'
+    return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _overflows(segment: Segment) -> Finding | None:
+    """Overflow after overflow in the words of a scaler, to the end of the log."""
+    noted = segment.notes.get("overflow")
+    if noted is None or noted.count < 8 or noted.last is None:
+        return None
+    loss = segment.track("loss")
+    span = max(loss.count - noted.place.order, 1)
+    ended = noted.last_order >= segment.points - max(2, 0.1 * segment.points)
+    if not ended or noted.count < 0.5 * span:
+        return None
+    place = noted.place
+    scale = segment.track("scale")
+    falls = scale.count > 1 and scale.last_finite is not None and scale.last_finite[1] < scale.high / 64
+    said = f"{noted.count} steps overflow and are left out, from {place} to the end of the log"
+    said += (
+        f": the loss scale falls from {number(scale.high)} to {number(scale.low)}." if falls else ". Nothing is learned any more."
+    )
+    kind = "scale-collapse" if falls else "scaler-skipping"
+    return Finding(kind=kind, severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _counted(segment: Segment) -> Finding | None:
+    """The log's own count of skipped steps."""
+    skipped = segment.track("skipped")
+    values = skipped.curve.finite()
+    if len(values) < 2 or segment.last is None or segment.last.step is None:
+        return None
+    if segment.skipped_in_all:
+        steps = segment.last.step
+        count = values[-1].last
+        half = values[len(values) // 2]
+        late, later = values[-1].last - half.last, segment.last.step - (half.place.step or 0)
+        began = next((b.place for b in values if b.last > 0), values[0].place)
+    else:
+        count, steps = segment.skipped_sum, segment.last.step - (segment.first.step or 0 if segment.first else 0)
+        tail = values[len(values) // 2 :]
+        late, later = sum(b.total for b in tail), segment.last.step - (tail[0].place.step or 0)
+        began = next((b.place for b in values if b.high > 0), values[0].place)
+    if count < 8 or later <= 0 or late < 0.25 * later:
+        return None
+    share = late / later
+    said = (
+        f"{number(count)} of {number(steps)} steps were left out by the loss scaler, {share:.0%} in the second half of the log. "
+        "A scale that is only too high costs a few steps at the start."
+    )
+    return Finding(kind="scaler-skipping", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)

@@ -1,0 +1,299 @@
+"""The shape of finite curves: a loss that diverges, spikes or never moves, an evaluation that turns, a gradient that explodes.
+
+All thresholds are relative to what the run itself has learned and to its own noise, so that a loss in other units is judged
+alike. Losses of reinforcement learning hover about 0 and have no direction: of them only an explosion is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from nanproof.logs._curve import Bucket, number
+from nanproof.logs._story import Segment
+from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
+from nanproof.logs.judge._numbers import level, noise, smooth
+
+ENOUGH = 8
+"""Points below which a curve has no shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A loss curve before anything in it is NaN."""
+
+    buckets: list[Bucket]
+    values: list[float]
+    smoothed: list[float]
+    sigma: float
+    start: float
+    best: float
+    best_at: int
+    end: float
+
+    @property
+    def learned(self) -> float:
+        return max(self.start - self.best, 0.0)
+
+    @property
+    def directionless(self) -> bool:
+        """As a policy's loss is: below 0 now and then, or 0 at the first step."""
+        return min(b.low for b in self.buckets) < 0 or self.buckets[0].low == 0
+
+
+def form(segment: Segment, before: int | None = None) -> Form | None:
+    buckets = segment.track("loss").curve.finite(before)
+    if segment.together["hidden"].count or segment.together["nothing"].count:
+        buckets = [b for b in buckets if b.low != 0 or b.high != 0]  # not a loss, but that there was none
+    if len(buckets) < ENOUGH:
+        return None
+    values = [b.mean for b in buckets]
+    window = max(5, len(values) // 25) | 1
+    smoothed = smooth(values, window)
+    edge = max(2, min(len(values) // 10, 50))
+    best = min(smoothed)
+    best_at = smoothed.index(best)
+    return Form(
+        buckets=buckets,
+        values=values,
+        smoothed=smoothed,
+        sigma=noise(values[: best_at + 1] if best_at >= 10 else values),
+        start=level(values[: max(edge // 2, 2)]),
+        best=best,
+        best_at=best_at,
+        end=level(values[-max(edge, 3) :]),
+    )
+
+
+def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
+    """Findings about finite values up to the place where they end."""
+    found = form(segment, before)
+    diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
+    if diverged is not None:
+        yield diverged
+    if diverged is None:
+        exploded = _explosion(segment, before)
+        if exploded is not None:
+            yield exploded
+        if found is not None:
+            spiked = _spike(found)
+            if spiked is not None:
+                yield spiked
+        flat = _plateau(segment, found)
+        if flat is not None:
+            yield flat
+        turned = _overfit(segment)
+        if turned is not None:
+            yield turned
+
+
+def _divergence(segment: Segment, f: Form) -> Finding | None:
+    rise = f.end - f.best
+    if f.directionless:
+        size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
+        diverged = f.end > 100 * max(size, 1e-12) and _lasts(f.values, f.best, f.best_at)
+    elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
+        diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
+    else:
+        diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
+    if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10) or _swings(f, rise):
+        return None
+    began = _begin(f, rise)
+    place = f.buckets[min(began + 1, len(f.buckets) - 1)].place
+    said = (
+        f"The loss rises at {place} and stays up: {number(f.end)} at the end of the log, against {number(f.best)} at its best "
+        f"({f.buckets[f.best_at].place})."
+    )
+    norm = segment.track("grad_norm")
+    if norm.count and norm.low > 0 and norm.high > 20 * norm.low:
+        said += f" The gradient norm goes from {number(norm.low)} up to {number(norm.high)}."
+    causes = [
+        Likely("Loss and gradient rise together over many steps", "learning-rate-too-high"),
+        Likely("Adam's second moment lags behind gradients that grew", "stale-second-moment"),
+    ]
+    if segment.resumed and began < 0.1 * len(f.values):
+        causes.insert(
+            0, Likely("It begins where the run was resumed: the optimizer's state was not restored", "optimizer-state-reset")
+        )
+    causes.append(Likely("A bad stretch of data, from which the run did not come back", "outlier-batch"))
+    return Finding(
+        kind="divergence",
+        severity="failure",
+        place=place,
+        said=said,
+        causes=tuple(causes),
+        commands=(SLOWER, OBSERVE, "Guard(model, optimizer, checkpoints=...)    # goes back before the rise"),
+    )
+
+
+def _swings(f: Form, rise: float) -> bool:
+    """Whether the loss was as high as at its end before, after having been low, and came back, as two players do it."""
+    low, high = f.best + 0.35 * rise, f.best + 0.85 * rise
+    was_low, turns = False, 0
+    for value in f.smoothed:
+        if (value <= low) != was_low and not low < value < high:
+            was_low = value <= low
+            turns += was_low
+    return turns >= 2
+
+
+def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
+    """A few lines, each far above the one before."""
+    buckets = segment.track("loss").curve.finite(before)
+    values = [b.mean for b in buckets]
+    if len(values) < 4 or min(values) <= 0 or values[-1] < 10 * min(values) or not values[-3] < values[-2] < values[-1]:
+        return None
+    low = max(i for i, v in enumerate(values) if v == min(values))
+    place = buckets[low + 1].place
+    said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
+    causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
+    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE))
+
+
+def _beyond_noise(f: Form, above: float) -> bool:
+    """Whether the end is up by more than noise makes it: in the loss itself or, where noise grows with it, in its logarithm."""
+    if _lasts(f.values, above, f.best_at):
+        return True
+    if above <= 0 or min(f.values) <= 0:
+        return False
+    return _lasts([math.log(v) for v in f.values], math.log(above), f.best_at)
+
+
+def _lasts(values: Sequence[float], above: float, best_at: int) -> bool:
+    last = sorted(values[-max(4, len(values) // 10) :])
+    rise = last[len(last) // 2] - above
+    sigma = noise(values[: best_at + 1] if best_at >= 10 else values)
+    return rise > sigma * max(3.0, 8.0 / len(last) ** 0.5) and last[len(last) // 4] > above + 0.4 * rise
+
+
+def _begin(f: Form, rise: float) -> int:
+    """The last point before the loss leaves its best for good: first in the smoothed curve, then exactly."""
+    near = f.best + max(0.1 * rise, min(f.sigma, 0.4 * rise))
+    calm = max((i for i, v in enumerate(f.smoothed) if v <= near), default=0)
+    reach = range(min(calm + 8, len(f.values) - 1), max(calm - 8, -1), -1)
+    return next((i for i in reach if f.values[i] <= near), calm)
+
+
+def _spike(f: Form) -> Finding | None:
+    """The highest point, if nothing else in the run stands as far above its neighbours, and those on both sides are alike."""
+    if f.directionless or len(f.values) < 16:
+        return None
+    reach = max(4, len(f.values) // 40)
+    heights = [
+        bucket.high - max(level(f.values[max(0, i - reach) : i]), level(f.values[i + 1 : i + 1 + reach]))
+        for i, bucket in enumerate(f.buckets[:-2])
+    ]
+    i = max(range(reach, len(heights)), key=heights.__getitem__)
+    others = max((h for j, h in enumerate(heights) if abs(j - i) > reach), default=0.0)
+    around, height = f.buckets[i].high - heights[i], heights[i]
+    if height < max(around, 8 * f.sigma, 4 * others, 0.3 * f.learned):
+        return None
+    if level(f.values[-max(3, len(f.values) // 10) :]) > around + 0.25 * height:
+        return None
+    place = f.buckets[i].place
+    said = f"The loss jumps to {number(f.buckets[i].high)} at {place}, from about {number(around)}, and comes back."
+    causes = (
+        Likely("One unusual batch; the next ones are normal again", "outlier-batch"),
+        Likely("Adam's second moment lagged behind a gradient that grew", "stale-second-moment"),
+    )
+    return Finding(
+        kind="spike",
+        severity="note",
+        place=place,
+        said=said,
+        causes=causes,
+        commands=('Policy(on_spike="skip")    # with the guard: such a step is not taken',),
+    )
+
+
+def _plateau(segment: Segment, f: Form | None) -> Finding | None:
+    """The loss is as high as at the start, and that can be said to within a percent."""
+    if f is None or f.directionless:
+        return None
+    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
+    if (segment.resumed or _late_start(segment)) and not same:
+        return None
+    if len(f.values) < 40 and not same:
+        return None  # too few to tell, unless every one is the same
+    third = len(f.values) // 3
+    parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
+    size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
+    if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
+        return None
+    if parts[0] - parts[2] > 2 * unsure or abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
+        return None  # slow, but it learns; or it had learned before the first line was a third
+    lr = segment.track("lr")
+    if lr.count and lr.last_finite is not None and lr.last_finite[1] == lr.high > lr.low:
+        return None  # still warming up
+    said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
+    if lr.count and lr.high > 0:
+        said += f" The learning rate is up to {number(lr.high)}."
+    causes = (
+        Likely("The path from the loss to the parameters is cut (detach, no_grad), or they are frozen", "no-gradient-path"),
+        Likely("The optimizer holds other tensors than the model", "optimizer-foreign-parameters"),
+        Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
+        Likely("Every unit of a ReLU is off", "dead-units"),
+    )
+    return Finding(kind="plateau", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN))
+
+
+def _late_start(segment: Segment) -> bool:
+    """The log begins in the middle of a run, which may have learned what it can."""
+    first, last = segment.first, segment.last
+    return bool(first and last and first.step and last.step and first.step > 0.2 * last.step)
+
+
+def _overfit(segment: Segment) -> Finding | None:
+    evaluated = [b for b in segment.track("eval_loss").curve.finite() if b.finite == b.count]
+    train = segment.track("loss").curve.finite()
+    if len(evaluated) < 5 or len(train) < 4:
+        return None
+    values = [b.mean for b in evaluated]
+    low = min(range(len(values)), key=values.__getitem__)
+    after = values[low + 1 :]
+    if len(after) < 3 or values[low] < 0:
+        return None
+    rise = level(after[-2:]) - values[low]
+    jumps = sorted(abs(b - a) for a, b in zip(values[low:], values[low + 1 :], strict=False))
+    monotone = sum(b > a for a, b in zip(values[low:], after, strict=False)) >= 0.6 * len(after)
+    big = rise > 0.1 * values[low] and rise > 0.2 * max(values[0] - values[low], 0) and rise > 1.5 * jumps[len(jumps) // 2]
+    turn = evaluated[low].place
+    then = level([b.mean for b in train if b.place.order <= turn.order][-3:] or [train[0].mean])
+    now = level([b.mean for b in train][-3:])
+    if not (big and monotone and now < then and then - now > 0.05 * abs(then)):
+        return None
+    said = (
+        f"The evaluation loss is lowest at {turn} ({number(values[low])}) and rises to {number(values[-1])}, while the training "
+        f"loss falls from {number(then)} to {number(now)}. The checkpoint of that moment is the best."
+    )
+    causes = (Likely("The model learns the training samples by heart: too few of them, or too many epochs"),)
+    return Finding(
+        kind="overfit",
+        severity="warning",
+        place=turn,
+        said=said,
+        causes=causes,
+        commands=("load_best_model_at_end=True, EarlyStoppingCallback    # or keep the checkpoint of that step",),
+    )
+
+
+def _explosion(segment: Segment, before: int | None) -> Finding | None:
+    buckets = segment.track("grad_norm").curve.finite(before)
+    if len(buckets) < 12:
+        return None
+    values = [b.mean for b in buckets]
+    half = values[len(values) // 10 : len(values) // 2 + 1]
+    usual, top = level(half), sorted(half)[int(0.95 * (len(half) - 1))]
+    end = values[-max(3, len(values) // 12) :]
+    if usual <= 0 or level(end) < 50 * usual or min(end) < 10 * top:
+        return None
+    began = max((i for i, v in enumerate(values) if v <= 3 * top), default=0)
+    place = buckets[min(began + 1, len(buckets) - 1)].place
+    said = f"The gradient norm leaves its usual {number(usual)} at {place} and is {number(level(end))} at the end of the log."
+    causes = (
+        Likely("The gradient grows with every layer or time step", "exploding-gradient"),
+        Likely("Loss and norms rise over many steps", "learning-rate-too-high"),
+    )
+    return Finding(kind="exploding-gradient", severity="warning", place=place, said=said, causes=causes, commands=(RUN, CHECK))

@@ -1,0 +1,114 @@
+"""Runs that do not learn because nothing reaches the weights: no targets, no gradient, a learning rate of 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nanproof.logs._curve import number
+from nanproof.logs._story import Segment
+from nanproof.logs.judge._finding import CHECK, RUN, Finding, Likely
+from nanproof.logs.judge._numbers import level
+
+
+def standstill(segment: Segment) -> Iterator[Finding]:
+    """At most one: the first that explains the others."""
+    found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment)
+    if found is not None:
+        yield found
+
+
+def _no_targets(segment: Segment) -> Finding | None:
+    streak, loss = segment.together["nothing"], segment.track("loss")
+    if not streak.count or streak.first is None:
+        return None
+    share = streak.count / streak.looked
+    policy = loss.low < 0
+    lasting = streak.since is not None and streak.unbroken >= 3
+    if not lasting and (share < 0.5 if policy else streak.count < 2):
+        return None
+    whole = share == 1 or lasting
+    if whole and loss.count < 2:
+        return None
+    place = (streak.since if lasting else None) or streak.first
+    said = f"Loss and grad_norm are both exactly 0.0 on {streak.count} of {streak.looked} lines, first at {place}. "
+    said += "Nothing is learned from such a step: there is nothing in it to learn." + (
+        " A NaN would show in grad_norm." if not policy else ""
+    )
+    targets = Likely(
+        "Every label is ignored (-100): the answer was cut off by max_length, or the template of the answer was not found",
+        "no-supervised-targets",
+    )
+    equal = Likely("In reinforcement learning: all rewards of a group are equal, so every advantage is 0", "zero-advantage")
+    return Finding(
+        kind="no-targets",
+        severity="failure" if whole or share >= 0.9 else "warning",
+        place=place,
+        said=said,
+        causes=(equal, targets) if policy else (targets, equal),
+        commands=(CHECK, "print((batch['labels'] != -100).sum(1))    # supervised tokens of each sample"),
+    )
+
+
+def _moves(segment: Segment) -> bool:
+    """The loss falls all the same: a rate or a norm of 0.0 is then only how the log rounds."""
+    values = [b.mean for b in segment.track("loss").curve.finite()]
+    third = len(values) // 3
+    if third < 2:
+        return False
+    spread = max(values[-third:]) - min(values[-third:])
+    return level(values[:third]) - level(values[-third:]) > max(0.02 * abs(level(values[:third])), 0.5 * spread)
+
+
+def _rate_zero(segment: Segment) -> Finding | None:
+    lr = segment.track("lr")
+    if lr.count < 3 or not lr.zero.count or lr.zero.first is None:
+        return None
+    all_zero = lr.zero.count == lr.count
+    ended = lr.zero.since is not None and lr.zero.unbroken >= max(5, 0.1 * lr.count)
+    if not (all_zero or ended) or (_moves(segment) and all_zero):
+        return None
+    place = lr.zero.first if all_zero else lr.zero.since
+    assert place is not None
+    said = (
+        f"The learning rate is 0 on all {lr.count} lines: no weight moves."
+        if all_zero
+        else f"The learning rate is 0 from {place} to the end, {lr.zero.unbroken} of {lr.count} lines: nothing is learned there."
+    )
+    return Finding(
+        kind="learning-rate-zero",
+        severity="failure" if all_zero else "warning",
+        place=place,
+        said=said,
+        causes=(Likely("The schedule's total number of steps, its warm-up or its last value is wrong", "learning-rate-zero"),),
+        commands=("print(scheduler.get_last_lr())    # and compare its number of steps with that of the loop", RUN),
+    )
+
+
+def _gradient_zero(segment: Segment) -> Finding | None:
+    norm, still = segment.track("grad_norm"), segment.together["still"]
+    if norm.count < 3 or still.since is None or still.first is None:
+        return None
+    whole = still.count == still.looked
+    if not whole and (still.unbroken < 5 or still.unbroken < 0.1 * still.looked):
+        return None
+    if _moves(segment) and whole:
+        return None
+    place = still.since
+    loss = segment.track("loss")
+    said = f"grad_norm is exactly 0.0 from {place} on, {still.unbroken} of {still.looked} lines, while the loss is not 0"
+    said += f" ({number(loss.last_finite[1])})" if loss.last_finite else ""
+    causes = (
+        Likely(
+            "The path from the loss to the parameters is cut (detach, no_grad, argmax), or they are frozen", "no-gradient-path"
+        ),
+        Likely("Every unit of a ReLU is off: nothing behind it gets a gradient", "dead-units"),
+        Likely("All rewards of a group are equal, so every advantage is 0", "zero-advantage"),
+    )
+    return Finding(
+        kind="zero-gradient",
+        severity="failure",
+        place=place,
+        said=said + ": no weight moves.",
+        causes=causes,
+        commands=(CHECK, RUN),
+    )

@@ -1,0 +1,136 @@
+"""Logs that are one JSON document: `trainer_state.json` of transformers, a list of dictionaries, or a dictionary of lists.
+
+Records are decoded one after another from a sliding piece of text, so a document of any size needs little memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanproof._errors import UsageError
+from nanproof.logs._points import Point
+from nanproof.logs.read._files import BLOCK
+from nanproof.logs.text._names import Collector
+
+SMALL = 16 << 20
+"""A document up to this size is decoded at once."""
+LARGEST_RECORD = 16 << 20
+LARGEST_NOTEBOOK = 64 << 20
+_CELL = re.compile(r"</t[dh]>\s{0,99}")
+_TAG = re.compile(r"<[^<>]{0,2000}>")
+_SETTINGS = {
+    "max_steps": "steps",
+    "logging_steps": "logging_steps",
+    "num_train_epochs": "epochs",
+}
+_SETTING = re.compile(r'"(max_steps|logging_steps|num_train_epochs)"\s*:\s*([\d.eE+-]+)')
+_START = re.compile(r"[\s,]*")
+
+
+def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Point]:
+    """`tail` is the end of the file where that is known: transformers writes what was planned after what was logged."""
+    start = stream.read(SMALL)
+    if len(start) < SMALL:
+        try:
+            data = json.loads(start.decode("utf-8-sig", "replace"))
+        except (ValueError, RecursionError):
+            pass  # cut short: what is whole in it counts
+        else:
+            yield from _of_value(data)
+            return
+    text = start.decode("utf-8-sig", "replace")
+    settings = _settings(text[:BLOCK]) | _settings(tail.decode("utf-8", "replace"))
+    names = Collector()
+    for index, record in enumerate(_records(text, stream), 1):
+        point = names.of_mapping(record, index)
+        if point is not None:
+            yield replace(point, settings=settings) if settings else point
+
+
+def notebook(stream: io.BufferedReader) -> Iterator[bytes]:
+    """What the cells of a Jupyter notebook printed. A table that a callback drew is a row a line, with tabs."""
+    text = stream.read(LARGEST_NOTEBOOK)
+    try:
+        cells = json.loads(text.decode("utf-8-sig", "replace"))["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", ())]
+        said = [
+            output.get("text") or output.get("data", {}).get("text/html") or output.get("traceback") or "" for output in outputs
+        ]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError("this notebook is not whole, or has more than 64 MiB: save what it printed as text") from error
+    for piece in said:
+        printed = piece if isinstance(piece, str) else "".join(str(line) for line in piece)
+        if "<td" in printed:
+            printed = _TAG.sub("", _CELL.sub("\t", re.sub(r"\s*\n\s*", "", printed)).replace("\t</tr>", "\n"))
+        yield printed.encode("utf-8", "replace") + b"\n"
+
+
+def _of_value(data: Any) -> Iterator[Point]:
+    settings: dict[str, float] = {}
+    if isinstance(data, dict) and "log_history" not in data:
+        data = _transposed(data)
+    elif isinstance(data, dict):
+        settings = {
+            _SETTINGS[key]: float(data[key]) for key in _SETTINGS if isinstance(data.get(key), (int, float)) and data[key] > 0
+        }
+        data = data["log_history"]
+    names = Collector()
+    for index, record in enumerate(data if isinstance(data, list) else (), 1):
+        point = names.of_mapping(record, index) if isinstance(record, Mapping) else None
+        if point is not None:
+            yield replace(point, settings=settings) if settings else point
+
+
+def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`{"loss": [2.1, 2.0], "val_loss": [...]}`, as Keras keeps its history."""
+    columns = {key: value for key, value in data.items() if isinstance(value, list) and value}
+    if not columns:
+        return [dict(data)]
+    return [{key: value[i] for key, value in columns.items() if i < len(value)} for i in range(max(map(len, columns.values())))]
+
+
+def _settings(text: str) -> dict[str, float]:
+    found = {}
+    for name, value in _SETTING.findall(text):
+        try:
+            found[_SETTINGS[name]] = float(value)
+        except ValueError:
+            continue
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _records(text: str, stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
+    """The dictionaries of `log_history`, or of the list that the document is."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decode = json.JSONDecoder().raw_decode
+    at = text.find('"log_history"') if text.lstrip()[:1] == "{" else 0
+    at = text.find("[", at) + 1 if at >= 0 else 0
+    if not at:
+        raise UsageError(
+            "this JSON document has no list of records that a reader knows: give the log_history of a trainer_state.json, "
+            "a list of dictionaries, or JSON lines"
+        )
+    while True:
+        start = _START.match(text, at)
+        at = start.end() if start is not None else at
+        if text[at : at + 1] == "]":
+            return
+        try:
+            record, at = decode(text, at) if at < len(text) else (None, at)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            yield record
+            continue
+        if record is not None:
+            continue
+        more = stream.read(BLOCK)
+        if not more or len(text) - at > LARGEST_RECORD:
+            return
+        text, at = text[at:] + decoder.decode(more), 0

@@ -1,0 +1,128 @@
+"""Logs of one record a line: JSON lines, nanproof's own among them, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from nanproof.logs._points import METRICS, Note, Point
+from nanproof.logs.text._names import Collector, Found, meaning, number
+from nanproof.logs.text._text import TextReader
+
+DELIMITERS = (",", "\t", ";", "|")
+_decode = json.JSONDecoder().decode
+_NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
+
+
+def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
+    """A line that is no JSON object is text: the traceback that ended the run may stand there. One cut short says nothing."""
+    names = Collector()
+    others = TextReader()
+    skipped = 0
+    for line, text in lines:
+        if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
+            yield from others.feed(text + b"\n", line)
+            continue
+        data = _object(text)
+        if data is None:
+            continue
+        if "v" in data and "kind" in data:  # nanproof's own
+            if data["kind"] != "step":
+                continue
+            skipped += data.get("action") == "skipped"
+            data["skipped"] = skipped
+        point = names.of_mapping(data, line)
+        if point is not None:
+            yield point
+    yield from others.finish()
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    if text.startswith((b'{"v":1,"kind":"step"', b'{"v":2,"kind":"step"')):
+        cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
+        text = text[:cut] + b"}" if cut > 0 else text
+    try:
+        data = _decode(text.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def csv_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
+    """Lightning writes the loss and the learning rate of one step into two rows: they are one point."""
+    return merged(_rows(lines))
+
+
+def merged(points: Iterable[Point]) -> Iterator[Point]:
+    """Points that follow each other with the same step and have no value in common are made one."""
+    last: Point | None = None
+    for point in points:
+        if last is not None and point.step is not None and point.step == last.step and not point.values.keys() & last.values:
+            epoch = last.epoch if point.epoch is None else point.epoch
+            last = replace(last, values={**last.values, **point.values}, epoch=epoch)
+            continue
+        if last is not None:
+            yield last
+        last = point
+    if last is not None:
+        yield last
+
+
+def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
+    """The first line has the names. A cell that is empty was not logged."""
+    rows = iter(lines)
+    first = next(rows, None)
+    if first is None:
+        return
+    delimiter = delimiter_of(first[1]) or ","
+    header = _cells(first[1], delimiter)
+    columns: list[tuple[int, Found]] = [
+        (i, found) for i, name in enumerate(header) if (found := meaning(name.strip())) is not None
+    ]
+    names = Collector()
+    for line, text in rows:
+        cells = _cells(text, delimiter)
+        count = len(cells)
+        pairs = [(found, value) for i, found in columns if i < count and cells[i] and (value := number(cells[i])) is not None]
+        point = names.point(pairs, line)
+        if point is not None:
+            yield point
+
+
+def _cells(text: bytes, delimiter: str) -> list[str]:
+    said = text.decode("utf-8", "replace").rstrip("\r").replace("\x00", "")
+    if '"' not in said:
+        return said.split(delimiter)
+    try:
+        return next(csv.reader(io.StringIO(said), delimiter=delimiter), [])
+    except csv.Error:
+        return []
+
+
+def delimiter_of(first: bytes) -> str | None:
+    """The delimiter of a header, None if the line is none: it needs two names or more, one of them a metric's."""
+    for delimiter in DELIMITERS:
+        names = [name.strip() for name in _cells(first, delimiter)]
+        if len(names) >= 2 and all(_NAME.fullmatch(name) for name in names) and any(_is_metric(name) for name in names):
+            return delimiter
+    return None
+
+
+def is_table(first: bytes, second: bytes) -> bool:
+    """Whether the second line has numbers, or nothing, under the names that are known."""
+    delimiter = delimiter_of(first)
+    if delimiter is None:
+        return False
+    names, cells = _cells(first, delimiter), _cells(second, delimiter)
+    under = [cell.strip() for name, cell in zip(names, cells, strict=False) if meaning(name.strip()) is not None]
+    return len(cells) == len(names) and any(under) and all(not cell or number(cell) is not None for cell in under)
+
+
+def _is_metric(name: str) -> bool:
+    found = meaning(name)
+    return found is not None and found[0] in METRICS

@@ -1,0 +1,199 @@
+"""What other programs call a loss, a gradient norm, a learning rate: one table for all readers.
+
+A name is cut into words ("train/CE loss" is train, ce, loss), words that only say "of training" or "of validation" are taken
+off, and what is left is looked up. `rank` says how good a name is: a line that has `loss` and `aux_loss` has one loss.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from nanproof.logs._points import Point
+
+COARSE = 10
+"""Ranks of one ten may stand for each other from line to line. Once a better ten was seen, the others are left out: an epoch's
+mean is not one more step, and W&B's own counter is not the trainer's."""
+
+_BASE: dict[str, dict[str, int]] = {
+    "loss": {
+        **dict.fromkeys(("loss", "lm loss", "losses"), 0),
+        **dict.fromkeys(("total loss", "loss total", "step loss", "loss step", "batch loss", "loss value", "lm loss value"), 1),
+        **dict.fromkeys(("ce loss", "cross entropy loss", "crossentropyloss", "cross entropy", "mlm loss", "closs", "xent"), 2),
+        **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
+        **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
+        **dict.fromkeys(("loss epoch", "epoch loss"), COARSE),
+    },
+    "grad_norm": {
+        **dict.fromkeys(("grad norm", "gradnorm", "gnorm", "gradient norm", "gradients norm", "norm grad"), 0),
+        **dict.fromkeys(("total grad norm", "global grad norm", "global gradient norm", "total gradient norm"), 0),
+        **dict.fromkeys(("grad norm total", "grad norm l2", "l2 grad norm", "l2 norm grad global", "grad l2 norm"), 0),
+        "norm": 5,
+        **dict.fromkeys(("grad 2 0 norm total", "grad norm 2 total", "grad 2 norm total", "grad norm mean"), 0),
+    },
+    "lr": {
+        **dict.fromkeys(("lr", "learning rate", "learningrate"), 0),
+        **dict.fromkeys(("lr 0", "lr group 0", "lr group0", "lr pg0", "lr pg1", "learning rate group0"), 1),
+    },
+    "scale": {
+        **dict.fromkeys(("loss scale", "lossscale", "loss scaling", "grad scale", "scaler scale", "grad scaler scale"), 0),
+        **dict.fromkeys(("amp scale", "fp16 scale", "scale", "scaler"), 1),
+    },
+    "skipped": {
+        **dict.fromkeys(("skipped", "skipped steps", "steps skipped", "num skipped", "skipped updates"), 0),
+        **dict.fromkeys(("number of skipped iterations", "skipped iterations"), 0),
+    },
+    "nan_count": {"number of nan iterations": 0},
+    "step": {
+        **dict.fromkeys(("global step", "num updates", "globalstep"), 0),
+        **dict.fromkeys(("iter", "iteration", "iters"), COARSE),
+        **dict.fromkeys(("step", "steps", "train step", "optimizer step", "update step", "cur step"), COARSE + 1),
+        **dict.fromkeys(("_step",), 2 * COARSE),
+        **dict.fromkeys(("update", "batch", "batch idx"), 2 * COARSE + 1),
+    },
+    "epoch": {"epoch": 0, "ep": 1},
+}
+_TABLE = {name: (role, rank) for role, names in _BASE.items() for name, rank in names.items()}
+_TRAINING = {"train", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
+_EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
+_OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
+"""What a setting or a summary is called, not a step."""
+_AUXILIARY = set(
+    "aux kl z balance balancing router reg penalty entropy d g value vf scale scaler py fn function weight weights coef ratio"
+    " type mask at window tokens ppl perplexity".split()
+)
+"""With one of these a name that has "loss" in it is not the loss."""
+
+Found = tuple[str, int]
+
+
+def meaning(name: str) -> Found | None:
+    """(one of METRICS, "step", "epoch" or "nan_count"; rank), or None."""
+    return _meaning(name) if len(name) <= 80 else None
+
+
+@lru_cache(maxsize=4096)
+def _meaning(name: str) -> Found | None:
+    if name == "_step":
+        return "step", 2 * COARSE
+    words = re.sub(r"\([^()]*\)|[\W_]+", " ", re.sub(r"([a-z])([A-Z][a-z])", r"\1 \2", name)).lower().split()
+    if "dataloader" in words:
+        words = words[: words.index("dataloader")]
+    evaluation = any(word in _EVALUATION for word in words)
+    twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
+    words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
+    if not words or any(word in _OTHER for word in words):
+        return None
+    found = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words))
+    if found is None:
+        found = _similar(words)
+    if found is not None and twice:
+        found = found[0], found[1] + COARSE
+    if found is None or not evaluation:
+        return found
+    role, rank = found
+    return ("eval_loss", rank % COARSE) if role == "loss" else None
+
+
+def _similar(words: list[str]) -> Found | None:
+    if words[0] == "lr" and len(words) <= 3 and re.fullmatch(r"[a-z]*(adam|sgd|lion|muon|adafactor|opt)[a-z]*", words[1]):
+        return "lr", 2 + words.count("pg2")
+    if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words) and not any(word.isdigit() for word in words):
+        return "loss", 2 * COARSE
+    return None
+
+
+def number(value: Any) -> float | None:
+    """A value as a log may hold it: a number, its text, or a list that starts with it (a learning rate for each group)."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, (int, float, str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def finite(place: float | None) -> float | None:
+    """A step or an epoch; NaN is none."""
+    return place if place is None or math.isfinite(place) else None
+
+
+class Collector:
+    """Makes points of (name, value) pairs, and remembers which names this log uses."""
+
+    def __init__(self) -> None:
+        self.best: dict[str, int] = {}
+        """The best rank seen, by role."""
+        self._chosen: dict[tuple[Found, ...], dict[str, int]] = {}
+        self._plans: dict[tuple[str, ...], list[tuple[str, Found]]] = {}
+
+    def chosen(self, names: tuple[Found, ...]) -> dict[str, int]:
+        """By role, the index of the name that counts."""
+        known = self._chosen.get(names)
+        if known is not None:
+            return known
+        found: dict[str, int] = {}
+        for index, (role, rank) in enumerate(names):
+            if role not in found or rank < names[found[role]][1]:
+                found[role] = index
+        for role, index in list(found.items()):
+            rank, best = names[index][1], self.best.get(role)
+            if best is None or rank < best:
+                self.best[role] = rank
+                self._chosen.clear()
+            elif rank // COARSE > best // COARSE:
+                del found[role]
+        if len(self._chosen) > 1024:
+            self._chosen.clear()
+        self._chosen[names] = found
+        return found
+
+    def point(self, pairs: Sequence[tuple[Found, float]], line: int) -> Point | None:
+        """None if nothing in it is a metric."""
+        values = {role: pairs[index][1] for role, index in self.chosen(tuple([found for found, _ in pairs])).items()}
+        step, epoch = values.pop("step", None), values.pop("epoch", None)
+        values.pop("nan_count", None)
+        return Point(values, finite(step), finite(epoch), line) if values else None
+
+    def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:
+        """A point from a dictionary, one level of nesting deep. The closing summary of a transformers run is no step."""
+        if dict in map(type, data.values()):
+            data = _flat(data)
+        keys = tuple(data)
+        plan = self._plans.get(keys)
+        if plan is None:
+            plan = [] if is_summary(keys) else [(key, found) for key in keys if (found := meaning(str(key))) is not None]
+            if len(self._plans) > 64:
+                self._plans.clear()
+            if len(keys) <= 1000:
+                self._plans[keys] = plan
+        pairs = [(found, worth) for key, found in plan if (worth := number(data[key])) is not None]
+        point = self.point(pairs, line) if pairs else None
+        return point if point is not None and is_step(point) else None
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}/{inner}": inside for inner, inside in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def is_summary(names: Iterable[str]) -> bool:
+    return any(name in ("train_runtime", "train/train_runtime", "train_samples_per_second") for name in names)
+
+
+def is_step(point: Point) -> bool:
+    """Whether a point tells of the course of training. A learning rate alone may be a setting that was printed."""
+    values = point.values
+    return "loss" in values or "eval_loss" in values or "grad_norm" in values or point.step is not None

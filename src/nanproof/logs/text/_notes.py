@@ -1,0 +1,176 @@
+"""Lines of words that matter: a skipped step, a warning of NaN, the exception that ended the program.
+
+Strict on purpose. A log may hold prose and source code that speak of NaN; only the message of a known tool, a line that starts
+like a log's, or one that names a step is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nanproof.logs._points import Note, Point
+
+LONGEST = 300
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+_SIGNS = rb"\xe2\x9a\xa0(?:\xef\xb8\x8f)?|\xe2\x9d\x8c|\xf0\x9f\x9a\xa8"  # a warning sign, a cross, a light
+_PREFIX = re.compile(
+    rb"(?:\s|"
+    + _SIGNS
+    + rb"|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
+    rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
+    rb"|\w{1,30}Warning: |[\w.]{1,40} - "
+    rb"|(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
+)
+_LEVEL = re.compile(rb"\b(?:WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4}\b|\w{1,30}Warning: ")
+_EXCEPTION = re.compile(
+    rb"(?:[A-Za-z_]\w{0,60}\.){0,8}(?:[A-Z]\w{0,60}(?:Error|Exception|Interrupt|Exit|Failure)|Exception)(?=: |:?\s*$)"
+)
+_CODE = re.compile(
+    rb"\s*(?:if|elif|def|for|while|return|assert|print|raise|import|from|logger|log|self|with|class|warnings)\b[ (.:]"
+    rb"|.*(?:torch\.|math\.|np\.|==|isnan|isinf|isfinite|\.any\(|%[sdf]\b|\{\w+[:}])"
+)
+_MARKUP = re.compile(rb"\s*(?:#|\*|-\s|>|\||\d{1,3}[.)]\s|`|<)")
+_LAUNCHER = re.compile(rb"\S*ChildFailedError|subprocess\.CalledProcessError: ")
+"""Only says that another process failed, which said why itself."""
+_PROGRAM = re.compile(rb"[\w-]{1,30}: error: ")
+_STEP = re.compile(rb"(?:global[_ ]step|step|iteration|iter|update|batch|@)\W{0,3}(\d{1,15})\b", re.I)
+
+_OVERFLOW = re.compile(
+    rb"OVERFLOW!|Gradient overflow\.|(?<!No )(?<!no )Grad overflow on iteration|gradient overflow detected, "
+    rb"|overflow detected, setting"
+)
+_NEW_SCALE = re.compile(
+    rb"(?:reducing|reducing loss scale|setting loss scale) to:?\s*([\d.eE+-]+)|dynamic loss scale from \S+ to (\S+)"
+)
+_TRIED_SCALE = re.compile(rb"Attempted loss scale: ([\d.eE+-]+)")
+
+_KNOWN = (
+    ("scale-at-minimum", re.compile(rb"Current loss scale already at minimum|Minimum loss scale reached")),
+    ("unscale-fp16", re.compile(rb"Attempting to unscale FP16 gradients")),
+    ("bad-probabilities", re.compile(rb"probability tensor contains either `?inf`?, `?nan`? or element < 0")),
+    ("device-assert", re.compile(rb"device-side assert triggered")),
+    (
+        "out-of-memory",
+        re.compile(rb"CUDA out of memory|OutOfMemoryError|out of memory\. Tried|oom_kill event|Out of memory: Killed"),
+    ),
+    (
+        "error",
+        re.compile(rb"Fatal Python error: |terminate called after throwing an instance of|\*\*\* \S+ \S+ ON .* CANCELLED AT "),
+    ),
+    (
+        "nan-warning",
+        re.compile(
+            rb"Loss is -?(?:nan|inf)\b|The loss returned in `training_step` is|Detected nan and/or inf values in"
+            rb"|returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
+            rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
+            rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
+            rb"|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
+        ),
+    ),
+)
+_RESUMED = re.compile(
+    rb"resum(?:ing|ed) (?:training |run )?(?:from|at)\b|continuing training from global step"
+    rb"|restored all states from the checkpoint"
+    rb"|successfully loaded checkpoint .* at iteration [1-9]"
+    rb"|loaded checkpoint .* @ [1-9]\d* updates|loading the checkpoint at step [1-9]",
+    re.I,
+)
+_NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|non-?finite|not finite)(?![\w(])", re.I)
+_THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation", re.I)
+
+
+_MESSAGES = (
+    *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
+    *(b"outofmemory", b"oom_kill", b"invalid loss", b"fatal python error", b"terminate called", b" cancelled at "),
+)
+_MARKS = (*_MESSAGES, b"nan", b"inf", b"finite", b"resum", b"loaded checkpoint", b"the checkpoint", b"continuing t")
+"""In small letters: outside of a traceback, a line without any of these is no note."""
+_ONCE = {"error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "scale-at-minimum"}
+
+
+class Notes:
+    """Judges one line after another; remembers whether a traceback is being printed."""
+
+    def __init__(self) -> None:
+        self._until = 0  # the traceback that is being printed ends before this line
+        self._ranks: dict[str, bytes | None] = {}
+        self._said: set[str] = set()
+
+    def in_traceback(self, text: bytes, line: int) -> bool:
+        """Whether this line is source code that a traceback shows."""
+        return line < self._until and text[:2].isspace()
+
+    def of(self, text: bytes, low: bytes, line: int, rank: bytes | None) -> Iterator[Note | Point]:
+        """A note, and a point if the message names a new loss scale."""
+        if b"raceback (most recent call last)" in text:
+            self._until = line + 400
+            return
+        if line >= self._until and not any(mark in low for mark in _MARKS):
+            return
+        kind = self._kind(text, low, line)
+        if kind is None:
+            return
+        if kind in _ONCE:
+            self._until = 0
+            if (said := clean(text)) not in self._said and len(self._said) < 100:  # each rank says the same
+                self._said.add(said)
+                yield Note(kind, said, line)
+            return
+        if self._ranks.setdefault(kind, rank) not in (rank, None):
+            return
+        scale = _NEW_SCALE.search(text) or _TRIED_SCALE.search(text) if kind in ("overflow", "scale") else None
+        step = _STEP.search(text) if kind in ("overflow", "nan-warning", "resumed") else None
+        at = float(step[1]) if step is not None else None
+        if kind != "scale":
+            yield Note(kind, clean(text), line, at)
+        value = next((group for group in scale.groups() if group), None) if scale is not None else None
+        if value is not None:
+            try:
+                yield Point({"scale": float(value.rstrip(b".,"))}, at, None, line)
+            except ValueError:
+                return
+
+    def _kind(self, text: bytes, low: bytes, line: int) -> str | None:
+        resumed = _RESUMED.search(text) is not None if b"checkpoint" in low or b"resum" in low or b"continuing" in low else False
+        finite = _NOT_FINITE.search(text) is None
+        if finite and not resumed and line >= self._until and not any(mark in low for mark in _MESSAGES):
+            return None  # the prefix is not worth a look
+        message = without_prefix(text)
+        prefix = len(text) - len(message)
+        if b"overflow" in low and (_OVERFLOW.match(message) or b"OVERFLOW! " in message[:60]):
+            return "overflow"
+        if b"dynamic loss scale from" in low and _NEW_SCALE.search(message) is not None and prefix:
+            return "scale"
+        exception = _EXCEPTION.match(message)
+        level = _LEVEL.search(text, 0, min(prefix + 1, 400)) is not None
+        for kind, pattern in _KNOWN:
+            found = pattern.search(message, 0, 1200)
+            if found is not None and (exception is not None or level or found.start() == 0 or _PROGRAM.match(message)):
+                return kind
+        if exception is not None and line < self._until and not _LAUNCHER.match(message):
+            return "error"
+        if resumed and _RESUMED.match(message):
+            return "resumed"
+        return "nan-warning" if not finite and self._warns(text, message, level) else None
+
+    @staticmethod
+    def _warns(text: bytes, message: bytes, level: bool) -> bool:
+        if len(message) > LONGEST or message[:1] == b"{" or not _NOT_FINITE.search(message) or not _THINGS.search(message):
+            return False
+        if _CODE.match(message) or (_MARKUP.match(text) and not level) or text[:4] == b"    ":
+            return False
+        return level or (_STEP.search(message) is not None and len(message.split()) <= 20)
+
+
+def without_prefix(text: bytes) -> bytes:
+    """A line without what a logger put before the message: time, level, name, rank."""
+    prefix = _PREFIX.match(text)
+    return text if prefix is None else text[prefix.end() :]
+
+
+def clean(text: bytes) -> str:
+    """A line as it may be shown: no colours, no control characters, not too long."""
+    said = _CONTROL.sub(" ", text[: 8 * LONGEST].decode("utf-8", "replace"))
+    return " ".join(said.split())[:LONGEST]

@@ -1,0 +1,420 @@
+"""Points and notes in plain text: whatever a training loop, a progress bar or a launcher printed.
+
+Most lines of a log say nothing about the run. So a block of bytes is first searched for a few words; only the lines that have
+one are looked at. Of those, each `name: number` whose name is known counts (see `names`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from nanproof.logs._points import Note, Point
+from nanproof.logs.text._columns import Columns
+from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
+from nanproof.logs.text._names import COARSE, Collector, Found, finite, is_step, meaning
+from nanproof.logs.text._notes import Notes, clean, without_prefix
+from nanproof.logs.text._places import BAR, Places, first_bar, last_bar
+
+WORDS = (b"loss", b"grad", b"xent", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
+"""A line without one of these, in any case, is not looked at."""
+LONGEST = 1 << 15
+"""Of a longer line only the start is looked at."""
+MOST_PAIRS = 100
+"""Of a line that has more names and values, the rest is left."""
+NEAR = 800
+"""How far from a line a progress bar may stand that belongs to it."""
+
+_NUMBER = (
+    rb"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
+    rb"|[nN]a[nN]|NAN|[iI]nf(?:inity)?|INF)"
+)
+_PAIR = re.compile(
+    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\()?[\"'\[(]{0,2}\s{0,4}"
+    rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
+)
+_BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
+_RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
+_EVALUATION = re.compile(
+    rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
+)
+_BEFORE_ALONE = re.compile(
+    rb"\s*\{[\"']|(?:[\s\d:|,\[\]-]|\b(?:train|training|val|validation|eval|test|set|average|avg|mean|running|current|total|batch|end)\b)*",
+    re.I,
+)
+_SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
+_LAST_WORDS = frozenset(
+    b"loss losses norm lr rate scale iterations skipped step iter iteration epoch ep updates train curr value update".split()
+)
+
+
+class TextReader:
+    """Reads one log from its start to its end."""
+
+    def __init__(self) -> None:
+        self._names = Collector()
+        self._places = Places()
+        self._notes = Notes()
+        self._found: dict[bytes, Found | None] = {}
+        self._matches: list[tuple[Found, re.Match[bytes]]] = []
+        self._layouts: list[Layout] = []
+        self._known: dict[str, int] = {}
+        self._tries = 0
+        self._line = 1
+        self._rank: bytes | None = None
+        self._last: Point | None = None
+        self._after = b""
+        """What stands after the last point, in part."""
+        self._before = b""
+        """The end of what was read, in part."""
+        self._held: Point | None = None
+        """Not given out yet: a progress bar that follows may say which step it was."""
+        self._held_total = 0
+        """Steps of the bar before it."""
+        self._inline: tuple[int, int] | None = None
+        """The bar in its own line, before it."""
+        self._drawn: Point | None = None
+        """From a progress bar, which may be drawn again with newer values before it moves on."""
+        self._is_drawn = False
+        self._total: int | None = None
+        """Steps of the run, from its bar."""
+        self._block: Point | None = None
+        """Of a log that puts "[step=10/500]" above, and names and values in the lines below."""
+        self._columns: Columns | None = None
+        """Of a table whose rows are being read."""
+        self._table_end = 0
+
+    def read(self, blocks: Iterable[bytes]) -> Iterator[Point | Note]:
+        for data in blocks:
+            yield from self.feed(data.replace(b"\r\n", b"\n") if b"\r\n" in data else data)
+        yield from self.finish()
+
+    def finish(self) -> Iterator[Point | Note]:
+        return self._release()
+
+    def feed(self, data: bytes, line: int | None = None) -> Iterator[Point | Note]:
+        """Goes through whole lines; the first is `line`, or the one after what was read before."""
+        self._line = self._line if line is None else line
+        low = data.lower()
+        size = len(data)
+        bare_returns = b"\r" in data
+        counted = 0
+        done = self._below(data, 0)
+        if self._columns is not None:
+            yield from self._table(data, done, counted)
+            done = self._table_end
+        places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
+        while (at := min(places)) < size:
+            newline = data.rfind(b"\n", done, at)
+            start = newline + 1 if newline >= 0 else done
+            end = data.find(b"\n", at)
+            end = size if end < 0 else end
+            self._line += data.count(b"\n", counted, start)
+            counted = start
+            if bare_returns:
+                start = max(start, data.rfind(b"\r", start, at) + 1)
+                back = data.find(b"\r", at, end)
+                end = end if back < 0 else back
+            self._pass_over(data, done, start)
+            after = start
+            for point, match in self._repeated(data, start):
+                if after == start or self._is_drawn or self._drawn is not None or self._held is not None:
+                    yield from self._give(point, match[0]) if point is not None else ()
+                elif point is not None and not self._again(point):
+                    yield point
+                counted = after = match.end()
+            if after == start:
+                stop = min(end, start + LONGEST)
+                yield from self._one(data[start:stop], low[start:stop])
+                if self._block is not None and data[end : end + 1] == b"\n":
+                    end = max(end, self._below(data, end + 1) - 1)
+                if self._columns is not None and data[end : end + 1] == b"\n":
+                    yield from self._table(data, end + 1, counted)
+                    end = max(end, self._table_end - 1)
+            else:
+                end = after - 1
+            done = end
+            for index, place in enumerate(places):
+                if place < end:
+                    place = low.find(WORDS[index], end)
+                    places[index] = size if place < 0 else place
+        self._pass_over(data, done, size)
+        self._line += data.count(b"\n", counted)
+
+    def _repeated(self, data: bytes, at: int) -> Iterator[tuple[Point | None, re.Match[bytes]]]:
+        """Lines from here on that are like one that was understood before."""
+        layouts = self._layouts
+        match: re.Match[bytes] | None = None
+        while True:
+            for layout in layouts:
+                match = layout.match(data, at)
+                if match is not None:
+                    break
+            if match is None:
+                return
+            if layout is not layouts[0]:
+                layouts.remove(layout)
+                layouts.insert(0, layout)
+            point: Point | None
+            point = layout.point(match, self._line)
+            self._is_drawn = layout.total is not None
+            if layout.total is not None:
+                point = self._places.in_bar(layout.count(match), layout.total, point, dict(layout.settings))
+            else:
+                point = self._places.going_on(point)
+            self._line += data[match.end() - 1] == 10
+            yield point, match
+            at = match.end()
+            match = None
+
+    def _below(self, data: bytes, at: int) -> int:
+        """Goes through the lines of a block, from the start of one; gives the place after them."""
+        while self._block is not None and data[at : at + 1] in (b" ", b"\t"):
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            point = self._point(data[at : min(end, at + LONGEST)], b"", True)
+            if point is not None:
+                self._block = replace(self._block, values={**self._block.values, **point.values})
+            at = end + 1
+        return min(at, len(data))
+
+    def _table(self, data: bytes, at: int, counted: int) -> Iterator[Point | Note]:
+        """The rows of a table, from the start of one; `_table_end` is the place after them. A row that was drawn again and again
+        counts once, as it was at last."""
+        line = self._line + data.count(b"\n", counted, at)
+        while self._columns is not None and at < len(data):
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            text = _ESCAPES.sub(b"", data[max(at, end - LONGEST) : end].rstrip(b"\r").rpartition(b"\r")[2])
+            pairs = self._columns.row(text)
+            if pairs is None:
+                self._columns = None
+                break
+            point = self._names.point(pairs, line) if pairs else None
+            if point is not None and is_step(point) and not self._again(point):
+                yield point
+            at, line = end + 1, line + 1
+        self._table_end = min(at, len(data))
+
+    def _pass_over(self, data: bytes, start: int, end: int) -> None:
+        """Keeps both ends of what says nothing: bars stand there."""
+        if len(self._after) < NEAR:
+            self._after += data[start : min(end, start + NEAR)]
+        self._before = (self._before + data[max(start, end - NEAR) : end])[-NEAR:]
+
+    def _one(self, text: bytes, low: bytes) -> Iterator[Point | Note]:
+        rank = _RANK.match(text)
+        raw = text
+        if rank is not None:
+            text, low = text[rank.end() :], low[rank.end() :]
+        others = rank is not None and self._rank is not None and rank[1] != self._rank
+        if b"\x1b" in text or b"\x08" in text or b"\x00" in text:
+            text = _ESCAPES.sub(b"", text)
+            low = text.lower()
+        line = self._line
+        point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
+        if point is None:
+            if self._held is not None:
+                self._after += text[:NEAR]  # a traceback may start where the bar ends
+            noted = False
+            for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
+                yield from self._release()
+                yield found
+                noted = True
+            self._columns = None if noted or others or b"loss" not in low else Columns.of(text)
+            return
+        if rank is not None:
+            self._rank = rank[1]
+        if not point.values:
+            yield from self._release()
+            self._block = point
+        else:
+            if raw.endswith(text):
+                self._learn(raw, text, point)
+            yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
+
+    # -- one line ----------------------------------------------------------------------------------------------------------
+
+    def _point(self, text: bytes, low: bytes, inside: bool = False) -> Point | None:
+        """What the line says, None if that is nothing. The line above a block has a step and no values."""
+        self._matches = []
+        self._is_drawn = False
+        if not (inside or b"loss" in low or b"grad" in low or b"gnorm" in low or b"xent" in low or b"step=" in low):
+            return None
+        pairs, settings, strong = self._pairs(text, low)
+        if not pairs or b"train_runtime" in low:
+            return None
+        if b"[step=" in low and all(role in ("step", "epoch") for (role, _), _ in pairs):
+            at = {role: value for (role, _), value in pairs}
+            return Point({}, finite(at.get("step")), finite(at.get("epoch")), self._line, settings=settings)
+        point = self._names.point(pairs, self._line)
+        if (
+            point is not None
+            and point.values.get("lr") == 0
+            and any(role == "lr" and rounded_away(match[3]) for (role, _), match in self._matches)
+        ):
+            point = replace(point, values={name: value for name, value in point.values.items() if name != "lr"})
+        if point is None or inside:
+            return point
+        if point.step is None:
+            placed, self._is_drawn = self._places.of(text, self._before, point, settings)
+            if placed is None:
+                return None
+            point = placed
+        if b"skipped iterations" in low:
+            point = replace(point, skipped_in_all=False)
+        scale_alone = "scale" in point.values and b"[Rank " in text  # DeepSpeed's
+        headed = point.epoch is not None and all(role != "epoch" for (role, _), _ in pairs)
+        if not (is_step(point) or scale_alone) or (len(pairs) == 1 and point.step is None and not _alone(text, strong or headed)):
+            return None
+        if not strong and point.step is None and point.epoch is None:
+            return None
+        return replace(point, settings=settings) if settings else point
+
+    def _pairs(self, text: bytes, low: bytes) -> tuple[list[tuple[Found, float]], dict[str, float], bool]:
+        """Names and values; what was planned; whether one of them has more than a space between name and value."""
+        pairs: list[tuple[Found, float]] = []
+        settings: dict[str, float] = {}
+        strong = False
+        evaluation: int | None = None  # where a word says that this is of an evaluation
+        for match in _PAIR.finditer(text):
+            word, separator, value, total = match.groups()
+            found = self._meaning(word)
+            start = match.start()
+            if text[start - 1 : start] == b" " and text[start - 2 : start - 1].isalpha() and word.lower() in _LAST_WORDS:
+                found = self._phrase(word, text[max(0, start - 32) : start], found, separator)
+            if found is None:
+                if word != b"val" or b"loss train" not in low:
+                    continue
+                found = ("eval_loss", 0)
+            role, rank = found
+            if role == "step" and text[match.end() : match.end() + 1] == b"%":
+                continue  # a bar: "Steps:   4%|"
+            if role == "loss" and word.lower() in (b"loss", b"value"):
+                if evaluation is None:
+                    said = _EVALUATION.search(text)
+                    evaluation = len(text) if said is None else said.start()
+                found = ("eval_loss" if evaluation < start else "loss", rank)
+            elif total is not None and role in ("step", "epoch"):
+                settings["steps" if role == "step" else "epochs"] = float(total)
+            strong = strong or not separator.isspace()
+            pairs.append((found, float(value.replace(b",", b""))))
+            self._matches.append((found, match))
+            if len(pairs) == MOST_PAIRS:
+                break
+        return pairs, settings, strong
+
+    def _learn(self, raw: bytes, text: bytes, point: Point) -> None:
+        """Makes a layout of a line that was understood from its names alone."""
+        if self._known != self._names.best:
+            self._known = dict(self._names.best)
+            self._layouts.clear()
+        chosen = self._names.chosen(tuple(found for found, _ in self._matches))
+        if any(role == "nan_count" and float(match[3]) for (role, _), match in self._matches):
+            return  # a note goes with it
+        bar = BAR.search(raw) if self._is_drawn else None
+        if bar is None and b"%|" in raw:
+            return
+        if self._tries == TRIES or len(raw) > 2000 or (bar is None and _from_above(point, chosen)):
+            return
+        self._tries += 1
+        offset = len(raw) - len(text)
+        counted = {role: self._matches[index][1] for role, index in chosen.items() if role != "nan_count"}
+        spans = [Span(offset + match.start(3), offset + match.end(3), role) for role, match in counted.items()]
+        fixed = [(0, offset)]
+        for (role, _), match in self._matches:
+            fixed += [(offset + match.start(), offset + match.start(3)), (offset + match.start(4), offset + match.end(4))]
+            fixed += [(offset + match.start(3), offset + match.end(3))] if role == "nan_count" else []
+        self._layouts = [Layout(raw, spans, fixed, point, bar), *self._layouts[: MOST - 1]]
+
+    def _meaning(self, name: bytes) -> Found | None:
+        try:
+            return self._found[name]
+        except KeyError:
+            if len(name) > 80:
+                return None
+            if len(self._found) > 4096:
+                self._found.clear()
+            found = self._found[name] = meaning(name.decode("utf-8", "replace"))
+            return found
+
+    def _phrase(self, word: bytes, before: bytes, found: Found | None, separator: bytes) -> Found | None:
+        """A name of several words, the longest that is known. A word before it that belongs to no name makes it prose, unless
+        a colon follows."""
+        match = _BEFORE.search(before)
+        if match is None:
+            return found
+        words = match[1].split(b" ")
+        if any(other.lower() in _SETTINGS for other in words):
+            return None
+        if found is not None and found[0] in ("step", "epoch"):
+            return found
+        for count in range(len(words)):
+            longer = self._meaning(b" ".join([*words[count:], word]))
+            if longer is not None and longer[1] < 2 * COARSE:
+                return longer
+        return None if separator.isspace() or word.lower() in (b"norm", b"scale") else found
+
+    # -- giving out --------------------------------------------------------------------------------------------------------
+
+    def _give(self, point: Point, text: bytes) -> Iterator[Point | Note]:
+        waits = point.step is None and b"{" in text
+        inline = last_bar(text[: text.find(b"{")]) if waits else None
+        bar = inline or (last_bar(self._before) if waits else None)
+        if self._is_drawn and self._drawn is not None and self._drawn.step == point.step:
+            self._drawn = point
+            return
+        yield from self._release(crowded=waits and bar is None)
+        self._after = self._before = b""
+        if self._is_drawn:
+            self._drawn = point
+            return
+        if self._again(point):
+            return
+        if bar is not None:
+            self._held, self._held_total, self._inline = point, bar[1], inline
+            return
+        yield point
+        if b"number of nan iterations:" in text and not re.search(rb"number of nan iterations:\s+0\b", text):
+            yield Note("nan-warning", clean(text), point.line, point.step)
+
+    def _again(self, point: Point) -> bool:
+        """Whether this is the last point once more: a bar that was drawn again, or another rank."""
+        last, self._last = self._last, point
+        if last is None or point.step is None or point.step != last.step:
+            return False
+        return repr(point.values) == repr(last.values)  # NaN is the same as NaN here
+
+    def _release(self, crowded: bool = False) -> Iterator[Point | Note]:
+        """The point that was held back, with the step of the bar that was drawn anew after it, or of the one in its own line.
+        Where output was buffered there is no bar before or none after, and the step stays unknown."""
+        held, block, drawn = self._held, self._block, self._drawn
+        self._held = self._block = self._drawn = None
+        if drawn is not None and not self._again(drawn):
+            yield drawn
+        if held is not None:
+            bar = first_bar(self._after, self._total or ("loss" in held.values and self._held_total) or None)
+            if bar is None and not crowded and "loss" in held.values and self._total in (None, self._held_total):
+                bar = self._inline
+            if bar is not None:
+                self._total = bar[1]
+                held = replace(held, step=float(bar[0]), settings={**held.settings, "steps": float(bar[1])})
+            yield held
+        if block is not None and block.values:
+            yield block
+
+
+def _from_above(point: Point, chosen: dict[str, int]) -> bool:
+    """Whether the step or the epoch stands somewhere else than in a pair of the line itself."""
+    return ("step" not in chosen and point.step is not None) or ("epoch" not in chosen and point.epoch is not None)
+
+
+def _alone(text: bytes, strong: bool) -> bool:
+    """Whether one value without anything else may be a step: a line that starts with it, no code and no sentence."""
+    said = without_prefix(text)
+    pair = _PAIR.search(said)
+    if pair is None or not strong or len(said) > 200 or (text[:1].isspace() and b" = " in text):
+        return False
+    return _BEFORE_ALONE.fullmatch(said, 0, pair.start()) is not None and b"`" not in said

@@ -1,0 +1,319 @@
+"""All statistics of a tensor in one pass, on CUDA: a Triton kernel, one launch for up to 64 tensors.
+
+Launching costs the host more than reading an output costs the device, so outputs wait for each other. One that is written in
+place meanwhile is not what the module returned any more: it is left out, and its site looked at at once from then on.
+
+Every program of a launch keeps its part of the sums in a place of its own: there are no atomics, the result does not depend on
+the order, and a second call of the same site adds to it. One small launch a step puts the parts together. Whether a look is
+light or full is read from device memory, so a captured graph follows it. How many values are NaN, Inf or near the maximum is
+counted in a second pass that ordinary tensors do not take.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped, misc"
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nanproof.core._telemetry import Courier
+from nanproof.core.judge._parameters import fills_its_memory, local
+from nanproof.observe._tables import COLUMNS, NEAR, PlainTable, Rows, Table, add
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+log = logging.getLogger("nanproof")
+
+TOGETHER = 64
+"""Tensors in one launch."""
+HELD = 128
+"""Outputs that wait hold at most this part of the device's memory."""
+PROGRAMS = 256
+"""Programs for one tensor, at the most."""
+BLOCK, WARPS = 4096, 4
+WIDTH = 8
+"""Numbers a program keeps: the columns, and the squares of values above 2^48, scaled down so that they do not overflow."""
+
+if triton is not None:
+
+    @triton.jit
+    def _look(
+        waiting, full, table, near, odd, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, TOGETHER: tl.constexpr,
+        PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ):  # fmt: skip
+        tensor, program = tl.program_id(1), tl.program_id(0)
+        x = tl.load(waiting + tensor).to(tl.pointer_type(DTYPE))
+        size = tl.load(waiting + TOGETHER + tensor)
+        row = tl.load(waiting + 2 * TOGETHER + tensor)
+        if ALIGNED:
+            x = tl.multiple_of(x, 16)
+            size = tl.multiple_of(size, 16)
+        first, stride = program.to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
+        place = table + (row * PROGRAMS + program) * WIDTH
+        top = tl.zeros((BLOCK,), tl.int32)
+        if tl.load(full) == 0:
+            for start in range(first, size, stride):
+                i = start + tl.arange(0, BLOCK)
+                value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+                top = tl.maximum(top, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            largest = tl.max(top)
+        else:
+            squares, others = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+            for start in range(first, size, stride):
+                i = start + tl.arange(0, BLOCK)
+                value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+                bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                top = tl.maximum(top, bits)
+                squares += value * value
+                others += (bits != 0).to(tl.int32)
+            largest, seen, nonzero = tl.max(top), tl.sum(squares), tl.sum(others)
+            if largest >= odd:  # values near the maximum, squares that overflow (from 2^48 on), Inf, NaN
+                small, large = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+                nans, infs, nears = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+                for start in range(first, size, stride):
+                    i = start + tl.arange(0, BLOCK)
+                    value = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
+                    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                    big = bits >= 0x57800000
+                    below, above = tl.where(big, 0.0, value), tl.where(big, value, 0.0) * 8.271806125530277e-25  # 2^-80
+                    small += below * below
+                    large += above * above
+                    nans += (bits > 0x7F800000).to(tl.int32)
+                    infs += (bits == 0x7F800000).to(tl.int32)
+                    nears += ((bits >= near) & (bits < 0x7F800000)).to(tl.int32)
+                seen = tl.sum(small)
+                tl.store(place + 3, tl.load(place + 3) + tl.sum(nans).to(tl.float32))
+                tl.store(place + 4, tl.load(place + 4) + tl.sum(infs).to(tl.float32))
+                tl.store(place + 6, tl.load(place + 6) + tl.sum(nears).to(tl.float32))
+                tl.store(place + 7, tl.load(place + 7) + tl.sum(large))
+            mine = 0
+            for start in range(first, size, stride):
+                mine += tl.minimum(size - start, BLOCK).to(tl.int32)
+            tl.store(place + 2, tl.load(place + 2) + seen)
+            tl.store(place + 5, tl.load(place + 5) + (mine - nonzero).to(tl.float32))
+        before = tl.load(place).to(tl.int32, bitcast=True)
+        tl.store(place, tl.maximum(before, largest).to(tl.float32, bitcast=True))
+        if program == 0:
+            tl.store(place + 1, tl.load(place + 1) + size.to(tl.float32))
+
+    @triton.jit
+    def _gather(table, out, rows, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr):
+        """Put the parts of a row together, and leave the table empty."""
+        row = tl.program_id(0)
+        place = table + (row * PROGRAMS + tl.arange(0, PROGRAMS)) * WIDTH
+        top = tl.load(place).to(tl.int32, bitcast=True)
+        tl.store(out + row, tl.max(top).to(tl.float32, bitcast=True))
+        tl.store(place, 0.0)
+        for column in range(1, WIDTH):
+            tl.store(out + column * rows + row, tl.sum(tl.load(place + column)))
+            tl.store(place + column, 0.0)
+
+    @triton.jit
+    def _read(pointers, sizes, out, DTYPE: tl.constexpr, ELEMENTS: tl.constexpr):
+        tensor = tl.program_id(0)
+        size, i = tl.load(sizes + tensor), tl.arange(0, ELEMENTS)
+        place = i.to(tl.int64) * tl.cdiv(size, ELEMENTS)
+        x = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE))
+        value = tl.load(x + place, mask=place < size, other=0.0)
+        tl.store(out + tensor * ELEMENTS + i, value.to(tl.float32))
+
+    _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    _NEAR = {dtype: int(torch.tensor(torch.finfo(dtype).max / NEAR, dtype=torch.float32).view(torch.int32)) for dtype in _DTYPES}
+    """As the bits of a float32: those of positive numbers are in the same order as the numbers."""
+
+
+class TritonTable:
+    """The table on a CUDA device. What the kernel cannot take (float64, another device) goes to a plain one."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._table = torch.zeros(rows, PROGRAMS, WIDTH, device=device)
+        self._mode = torch.zeros(1, dtype=torch.int32, device=device)
+        self.dtypes: dict[int, torch.dtype] = {}
+        self._full = False
+        self._used = False
+        self._captured = False
+        """A graph writes to the table whenever it is replayed."""
+        self._courier = Courier(device)
+        self._plain = PlainTable(device)
+        self._waiting: list[tuple[Tensor, int, int]] = []
+        """Tensors that have not been looked at yet, their rows, and how often they had been written."""
+        self._bytes = 0
+        self._light: list[tuple[list[int], list[int], Sequence[Tensor]]] = []
+        """Rows, sizes and largest values of light looks."""
+        self._most = torch.cuda.get_device_properties(device).total_memory // HELD
+        self._written: set[int] = set()
+        """Rows whose tensors are written in place before they could be looked at."""
+
+    @property
+    def full(self) -> bool:
+        return self._full
+
+    @full.setter
+    def full(self, full: bool) -> None:
+        if full != self._full:
+            self._full = self._plain.full = full
+            self._mode.fill_(int(full))
+
+    def look(self, x: Tensor, row: int) -> None:
+        self._waiting.append((x, row, x._version))
+        self._bytes += x.nbytes
+        if len(self._waiting) >= TOGETHER or self._bytes > self._most or row in self._written:
+            self.flush()
+
+    def flush(self) -> None:
+        """Look at everything that waits."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        groups: dict[torch.dtype, tuple[list[Tensor], list[int], list[int]]] = {}
+        for x, row, version in waiting:
+            if x._version != version:
+                self._written.add(row)
+                continue
+            if type(x) is not Tensor:
+                x = local(x)
+            if x.dtype not in _DTYPES or x.device != self._device or x.layout is not torch.strided:
+                self.dtypes[row] = x.dtype
+                self._plain.look(x, row)
+            elif size := x.numel():
+                tensors, sizes, rows = groups.setdefault(x.dtype, ([], [], []))
+                tensors.append(x if x.is_contiguous() or fills_its_memory(x) else x.contiguous())
+                sizes.append(size)
+                rows.append(row)
+        for dtype, (tensors, sizes, rows) in groups.items():
+            self.dtypes.update(dict.fromkeys(rows, dtype))
+            if self._full or torch.cuda.is_current_stream_capturing():
+                self._look_once(dtype, tensors, sizes, rows)
+            else:  # torch's own takes the host less time
+                with torch.no_grad():
+                    self._light.append((rows, sizes, torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+
+    def _look_once(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
+        """One launch adds to a row once: where a module was called twice, it takes two."""
+        start, seen = 0, set[int]()
+        for i, row in enumerate(rows):
+            if row in seen:
+                self._look(dtype, tensors[start:i], sizes[start:i], rows[start:i])
+                start, seen = i, set()
+            seen.add(row)
+        self._look(dtype, tensors[start:], sizes[start:], rows[start:])
+
+    def _look(self, dtype: torch.dtype, tensors: list[Tensor], sizes: list[int], rows: list[int]) -> None:
+        self._used = True
+        count, pointers = len(rows), [x.data_ptr() for x in tensors]
+        aligned = not any(p % 16 for p in pointers) and not any(s % 16 for s in sizes)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+            # A copy would be repeated from host memory that is gone by then.
+            on_device = torch.zeros(3 * TOGETHER, dtype=torch.int64, device=self._device)
+            for first, numbers in zip((0, TOGETHER, 2 * TOGETHER), (pointers, sizes, rows), strict=True):
+                for i, number in enumerate(numbers):
+                    on_device[first + i].fill_(number)
+        else:
+            filler = [0] * (TOGETHER - count)
+            packed = torch.tensor([*pointers, *filler, *sizes, *filler, *rows, *filler], pin_memory=True)
+            on_device = packed.to(self._device, non_blocking=True)
+        programs = max(32, min(PROGRAMS, 1056 // count, triton.cdiv(max(sizes), BLOCK)))
+        with torch.cuda.device(self._device):
+            _look[(programs, count)](
+                on_device, self._mode, self._table, _NEAR[dtype], min(_NEAR[dtype], 0x57800000), _DTYPES[dtype], aligned,
+                TOGETHER, PROGRAMS, BLOCK, WIDTH, num_warps=WARPS,
+            )  # fmt: skip
+
+    def send(self) -> Callable[[], Rows]:
+        self.flush()
+        plain, light, table = self._plain.send(), self._send_light(), self._send_table()
+
+        def read() -> Rows:
+            rows = plain()
+            light(rows)
+            table(rows)
+            return rows
+
+        return read
+
+    def _send_light(self) -> Callable[[Rows], None]:
+        looks, self._light = self._light, []
+        if not looks:
+            return lambda rows: None
+        parcel = self._courier.send(torch.stack([top for _, _, tops in looks for top in tops]))
+
+        def read(rows: Rows) -> None:
+            arrived = iter(parcel())
+            for places, sizes, _ in looks:
+                for row, size in zip(places, sizes, strict=True):
+                    add(rows, row, [next(arrived), float(size)])
+
+        return read
+
+    def _send_table(self) -> Callable[[Rows], None]:
+        if not self._used and not self._captured:
+            return lambda rows: None
+        self._used = False
+        out = torch.empty(WIDTH, self._rows, device=self._device)
+        with torch.cuda.device(self._device):
+            _gather[(self._rows,)](self._table, out, self._rows, PROGRAMS, WIDTH)
+        full = self._full
+        parcel = self._courier.send((out if full else out[:2]).flatten())
+
+        def read(rows: Rows) -> None:
+            values, n = parcel(), self._rows
+            columns = [values[i : i + n] for i in range(0, len(values), n)]
+            for row in range(n):
+                if not columns[1][row]:
+                    continue
+                seen = [c[row] for c in columns[: len(COLUMNS)]]
+                if full:
+                    seen[2] += columns[-1][row] * 2.0**160
+                add(rows, row, seen)
+
+        return read
+
+    def clear(self) -> None:
+        self._plain.clear()
+        self._waiting, self._bytes = [], 0
+        self._light.clear()
+        if self._used or self._captured:
+            self._table.zero_()
+            self._used = False
+
+
+class ElementReader:
+    """A few elements of each of many tensors, spread over it, in one launch. The tensors stay where they are."""
+
+    def __init__(self, tensors: list[Tensor], elements: int) -> None:
+        self._elements, self._device, self._dtype = elements, tensors[0].device, tensors[0].dtype
+        self._pointers = torch.tensor([t.data_ptr() for t in tensors], device=self._device)
+        self._sizes = torch.tensor([t.numel() for t in tensors], device=self._device)
+
+    @staticmethod
+    def can_read(tensors: list[Tensor]) -> bool:
+        kinds = {(t.device, t.dtype) for t in tensors}
+        return triton is not None and len(kinds) == 1 and tensors[0].is_cuda and tensors[0].dtype in _DTYPES
+
+    def read(self, out: Tensor) -> None:
+        """Into the rows of a float32 tensor; what a small tensor does not fill is 0."""
+        with torch.cuda.device(self._device):
+            _read[(self._pointers.shape[0],)](self._pointers, self._sizes, out, _DTYPES[self._dtype], self._elements, num_warps=4)
+
+
+def make_table(rows: int, device: torch.device) -> Table:
+    """The fast one where it works: tried once, with the reason in the log where it does not."""
+    if triton is not None and device.type == "cuda":
+        try:
+            table = TritonTable(rows, device)
+            table.full = True
+            for dtype in _DTYPES:
+                table.look(torch.ones(32, dtype=dtype, device=device), 0)
+            table.send()
+            table.full = False
+        except Exception as error:  # no C compiler, an unknown device, ...: plain torch does the same
+            log.info("nanproof: Triton does not work here (%s); plain torch is used", str(error).splitlines()[0])
+        else:
+            return table
+    return PlainTable(device)

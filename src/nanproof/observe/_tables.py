@@ -1,0 +1,138 @@
+"""Where statistics are collected until the step's record leaves for the host: one row a site, and one for its gradient.
+
+`PlainTable` is plain torch and runs everywhere; it is what the Triton table in `kernels.py` is tested against, and takes what
+that one cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanproof.core._telemetry import Courier
+from nanproof.core.judge._parameters import local
+
+COLUMNS = ("absmax", "count", "squares", "nan", "inf", "zeros", "near")
+"""Of each row: the largest absolute value (NaN if there is one, else Inf if there is one) and how many values there are; of full
+looks also the sum of squares, and how many are NaN, Inf, 0, and finite but within a factor of 8 of the dtype's maximum."""
+NEAR = 8
+Rows = dict[int, list[float]]
+"""By row, what was seen: all columns after a full look, the first two after a light one. Rows not reached are not there."""
+
+
+class Table(Protocol):
+    """Takes tensors, gives a parcel."""
+
+    full: bool
+    """Whether looks are full ones."""
+    dtypes: dict[int, torch.dtype]
+    """By row, of what was seen last."""
+
+    def look(self, x: Tensor, row: int) -> None: ...
+    def flush(self) -> None: ...
+    def send(self) -> Callable[[], Rows]: ...
+    def clear(self) -> None: ...
+
+
+def largest(a: float, b: float) -> float:
+    """NaN if one is NaN."""
+    return a if a != a or a > b else b
+
+
+def add(rows: Rows, row: int, seen: list[float]) -> None:
+    """Another call of the same site: a micro-batch, or a module used twice."""
+    before = rows.get(row)
+    rows[row] = (
+        seen if before is None else [largest(before[0], seen[0]), *(a + b for a, b in zip(before[1:], seen[1:], strict=True))]
+    )
+
+
+class PlainTable:
+    """Looks with torch's own operations. Nothing is read back before the parcel is opened; on a CPU there is no waiting."""
+
+    KEPT = 1 << 14
+    """Looks on a device between two steps; of more (an evaluation between steps, say) the oldest are dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.full = False
+        self.dtypes: dict[int, torch.dtype] = {}
+        self._device = device
+        self._courier = Courier(device)
+        self._seen: deque[tuple[int, int, Sequence[Tensor]]] = deque(maxlen=self.KEPT)
+        self._rows = Rows()
+        """Of tensors on the host, whose numbers are known at once."""
+
+    def look(self, x: Tensor, row: int) -> None:
+        x = local(x.detach())
+        count = x.numel()
+        if not count or not x.is_floating_point():
+            return
+        self.dtypes[row] = x.dtype
+        low, high = torch.aminmax(x)
+        if x.device.type == "cpu":
+            top = largest(-low.item(), high.item())
+            add(self._rows, row, [top, float(count), *(_rest_on_host(x, top) if self.full else ())])
+        else:
+            self._seen.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def send(self) -> Callable[[], Rows]:
+        seen, rows = list(self._seen), self._rows
+        self.clear()
+        if not seen:
+            return lambda: rows
+        waiting = [v for _, _, values in seen for v in values]
+        wide = torch.float64 if any(v.dtype == torch.float64 for v in waiting) else torch.float32
+        parcel = self._courier.send(torch.stack([v.to(self._device, wide, non_blocking=True) for v in waiting]))
+
+        def read() -> Rows:
+            arrived = iter(parcel())
+            for row, count, values in seen:
+                top, *rest = (next(arrived) for _ in values)
+                add(rows, row, [top, float(count), *_squared(rest)])
+            return rows
+
+        return read
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._rows = Rows()
+
+
+def _squared(rest: list[float]) -> list[float]:
+    """With the square of the norm; as a product, which may be Inf. A power would raise."""
+    return [rest[0] * rest[0], *rest[1:]] if rest else []
+
+
+def _norm(x: Tensor, wide: bool) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64 if wide or x.dtype == torch.float64 else torch.float32)
+    return norm
+
+
+def _rest(x: Tensor) -> list[Tensor]:
+    """Norm, and how many are NaN, Inf, 0 and near the maximum."""
+    finite_and_near = x.isfinite() & (x.abs() >= torch.finfo(x.dtype).max / NEAR)
+    return [_norm(x, x.device.type != "mps"), x.isnan().sum(), x.isinf().sum(), (x == 0).sum(), finite_and_near.sum()]
+
+
+def _rest_on_host(x: Tensor, top: float) -> list[float]:
+    """The same with the square of the norm, without the passes that `top` makes needless."""
+    if not math.isfinite(top):
+        return _squared([float(t) for t in _rest(x)])
+    near = float((x.abs() >= torch.finfo(x.dtype).max / NEAR).sum()) if top >= torch.finfo(x.dtype).max / NEAR else 0.0
+    return _squared([_norm_on_host(x, top), 0.0, 0.0, float(x.numel() - int(x.count_nonzero())), near])
+
+
+def _norm_on_host(x: Tensor, top: float) -> float:
+    """In double where squares leave single's range. Else by rows first: one sum over millions is wrong by a percent."""
+    if not 1e-16 < top < 1e16 or x.dtype == torch.float64:
+        return float(_norm(x, True))
+    rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) if x.dim() > 1 else x
+    return float(_norm(rows, True))

@@ -1,0 +1,100 @@
+"""Saver: writes checkpoints in a thread of its own while training goes on. Trouble with the disk is a warning, never the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from nanproof.core.support._files import finish, reason
+from nanproof.recover.state._snapshots import Snapshot
+from nanproof.recover.state._store import Store
+
+log = logging.getLogger("nanproof")
+
+Jobs: TypeAlias = "queue.Queue[Callable[[], None] | None]"
+
+
+class Saver:
+    """Does what it is told in order: save, promote. Every rank tells its own the same."""
+
+    def __init__(self, store: Store, background: bool, together: bool) -> None:
+        self._store, self._background, self._together = store, background, together
+        self._jobs: Jobs = queue.Queue()
+        self._end: Callable[[], Any] | None = None
+        self._slow = False
+        self.failed: set[int] = set()
+        """Steps whose checkpoint could not be written."""
+
+    def save(self, snapshot: Snapshot, written: Callable[[Snapshot], None]) -> None:
+        """Write a snapshot to the disk; `written` is told afterwards, whether it worked or not."""
+        if self._jobs.unfinished_tasks and not self._slow:
+            self._slow = True
+            log.warning("nanproof: the checkpoint before is still being written: training waits. Raise Checkpoints(every=...)")
+        self.wait()
+
+        snapshot.saving = True
+
+        def job() -> None:
+            try:
+                snapshot.wait()
+                self._store.write(snapshot.step, snapshot.tensors(), snapshot.host, snapshot.own)
+                self.failed.discard(snapshot.step)  # a run that went back comes here a second time
+            except Exception as error:
+                self.failed.add(snapshot.step)
+                log.warning(
+                    "nanproof: the checkpoint of step %d was not written: %s. Training goes on; earlier ones are untouched",
+                    snapshot.step,
+                    reason(error),
+                )
+            finally:
+                snapshot.saving = False
+                written(snapshot)
+
+        self._do(job)
+
+    def promote(self, step: int, healthy: int) -> None:
+        def job() -> None:
+            try:
+                if step not in self.failed:
+                    self._store.promote(step, healthy)
+            except Exception as error:
+                log.warning("nanproof: the checkpoint of step %d stays a candidate: %s", step, reason(error))
+
+        self._do(job)
+
+    def wait(self) -> None:
+        """Until everything is on the disk."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end()
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if not self._background:
+            job()
+            return
+        if self._end is None:
+            worker = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="nanproof-checkpoints")
+            worker.start()
+            # Also when the program ends without close. Not with several ranks: another one may never come to write its part.
+            self._end = weakref.finalize(self, finish, self._jobs, worker, os.getpid())
+            self._end.atexit = not self._together
+        self._jobs.put(job)
+
+
+def _work(jobs: Jobs) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            if job is None:
+                return
+            job()
+        finally:
+            job = None  # its snapshot is not kept until the next one comes
+            jobs.task_done()

@@ -1,0 +1,39 @@
+"""Writing a report: all of it or nothing, and never over what the run itself has written."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from nanproof._errors import UsageError
+
+
+def put(path: Path, text: str, run: Path) -> None:
+    """There with all of its text, or as it was before; never one of the run's records."""
+    path = Path(os.path.realpath(path))
+    if _evidence(path, Path(os.path.realpath(run))):
+        raise UsageError(f"{path} belongs to the run: a report is not written over its records. Name another file with --out")
+    replace(path, text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Another text in place of what is there, all of it or none. A link is followed; a device or a pipe is written to."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_text(text, encoding="utf-8", newline="\n")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _evidence(path: Path, run: Path) -> bool:
+    """Records, bundles and checkpoints: every file of the run's folder that is not a report."""
+    report = path.suffix.lower() in (".html", ".md", ".txt") or path.stem == "report"
+    return path.is_relative_to(run) and path.is_file() and not report

@@ -1,0 +1,359 @@
+"""Run: a run's folder, read as far as it is written, and again when there is more. For the report and for watching. No torch.
+
+Nothing here trusts the files: a line that is cut or is no record is counted in `broken` and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanproof._errors import UsageError
+from nanproof._records import Forecast, Incident, StepRecord, decode
+from nanproof.core.support._files import LOCK
+from nanproof.report.folder._series import MOST_TERMS, Curves, Heat
+from nanproof.report.folder._sound import check_action, check_forecast, check_incident, check_step
+
+STEPS = "steps.jsonl"
+LONGEST_NAME = 200
+"""Characters of the name of a term."""
+NEAR = 50
+"""Steps on either side of an incident that are kept one by one."""
+MOST_NEAR = 200
+"""Incidents of which that is done."""
+PORTION = 32 << 20
+"""Bytes of steps that one `poll` reads."""
+LONGEST = 256 << 20
+"""Bytes of the longest line that is read."""
+
+_NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What making a record of something else raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """A step without its norms."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float | None
+    scale: float | None
+    action: str
+    terms: tuple[tuple[str, float], ...] = ()
+    """Of the loss, as many as are shown."""
+
+
+class Run:
+    """What is known of a run so far. `poll` reads on."""
+
+    def __init__(self, folder: str | Path, *, buckets: int = 2000) -> None:
+        self.folder = Path(folder)
+        self.name = Path(os.path.abspath(self.folder)).name or str(self.folder)
+        self._buckets = buckets
+        self._reset()
+
+    def _reset(self) -> None:
+        self.earlier = 0
+        """Runs that were begun in this folder before the one that is shown, which was not resumed but started from step 0."""
+        self.about: dict[str, Any] = {}
+        """Versions, device, optimizer, settings, as of the last time the run was opened; empty for runs of older versions."""
+        self.opened: float | None = None
+        """When it was opened first, in seconds since 1970."""
+        self.closed: float | None = None
+        """When it was closed; None while it is open, or if it was killed."""
+        self.incidents: list[Incident] = []
+        self.forecasts: list[Forecast] = []
+        self.broken = 0
+        """Lines that are no record."""
+        self._when: dict[int, float] = {}
+        """When an incident or a forecast, by its identity, was written."""
+        self._names: tuple[str, ...] = ()
+        self._sites: tuple[str, ...] = ()
+        self._reopened: float | None = None
+        self._tails = {name: _Tail(self.folder / f"{name}.jsonl") for name in ("incidents", "forecasts", "steps")}
+        self._no_steps()
+
+    def _no_steps(self) -> None:
+        self.curves = Curves(self._buckets)
+        self.norms = Heat()
+        """Gradient norms of the parameters."""
+        self.absmax = Heat()
+        """Largest outputs of modules, where the guard observes."""
+        self.turns: list[tuple[int, int]] = []
+        """(from, to): every time the run went back, or was resumed from an earlier step."""
+        self.near: dict[int, Brief] = {}
+        """Every step that is close to an incident; taken again, as it was the last time."""
+        self.given_up: dict[int, Brief] = {}
+        """Of those that were taken again, how it was the first time."""
+        self.counts: Counter[str] = Counter()
+        """Steps by action; those that were given up and taken again count twice."""
+        self.steps = 0
+        """Steps that were recorded."""
+        self.seconds = 0.0
+        """How long it has been training, without the time between a kill and a resume."""
+        self._wanted: set[int] = set()
+        self._recent: deque[Brief] = deque(maxlen=NEAR)
+        self._times: deque[float] = deque(maxlen=NEAR)
+        self._last: dict[str, Any] | None = None
+        self._next: int | None = None
+
+    def poll(self, portion: int = PORTION) -> bool:
+        """Read what is new, at most about so many bytes of it; True if there was anything. A folder that was emptied and written
+        anew is read from the start."""
+        if any(tail.replaced() for tail in self._tails.values()):
+            self._reset()
+        new = False
+        for name, take in (("incidents", self._incident), ("forecasts", self._forecast), ("steps", self._line)):
+            for data in self._tails[name].lines(portion):
+                self._take(take, data)
+                new = True
+        return new
+
+    def read(self) -> Run:
+        """Read all of it."""
+        while self.poll():
+            pass
+        return self
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The newest step, if all of it can be read."""
+        try:
+            return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
+        except _NOT_A_RECORD:
+            return None
+
+    @property
+    def newest(self) -> Brief | None:
+        """The newest step without its norms, which costs nothing."""
+        return self._recent[-1] if self._recent else None
+
+    @property
+    def rate(self) -> float | None:
+        """Steps a second, over the last fifty."""
+        times = self._times
+        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else None
+
+    @property
+    def state(self) -> str:
+        """ "running", "ended" (closed), "stopped" (the process ended without closing), "waiting" (nothing is written yet) or
+        "unknown" (written on another machine, and not lately)."""
+        if self.closed is not None:
+            return "ended"
+        if not self.steps and self.opened is None:
+            return "waiting"
+        alive = _writer_lives(self.folder)
+        if alive is None:
+            return "running" if _age(self.folder / STEPS) < 120 else "unknown"
+        return "running" if alive else "stopped"
+
+    def _take(self, take: Callable[[dict[str, Any]], None], data: Any) -> None:
+        """Take in a line, or count it as broken."""
+        try:
+            if data is None:
+                raise ValueError("not JSON")
+            take(data)
+        except _NOT_A_RECORD:
+            self.broken += 1
+
+    def _line(self, data: dict[str, Any]) -> None:
+        kind = data["kind"]
+        if kind == "step":
+            self._step(data)
+        elif kind == "header":
+            self._names, self._sites = tuple(map(str, data["names"])), tuple(map(str, data.get("sites", ())))
+        elif kind == "opened":
+            self.about, self.closed = dict(data["about"]), None
+            self._reopened = float(data["time"])
+            self.opened = self._reopened if self.opened is None else self.opened
+            self._times.clear()
+        elif kind == "closed":
+            self.closed = float(data["time"])
+
+    def _step(self, data: dict[str, Any]) -> None:
+        step, action = data["step"], data["action"]
+        check_step(step)
+        check_action(action)
+        lr = decode(data["lr"][0]) if data["lr"] else None
+        scale = None if data["scale"] is None else decode(data["scale"])
+        brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action, _terms(data.get("terms")))
+        if self._reopened is not None and step == 0 and self.steps:
+            self._begin_anew(self._reopened)
+        self._reopened = None
+        if self._next is not None and step < self._next:
+            self.turns.append((self._next - 1, step))
+            for series in (self.curves, self.norms, self.absmax):
+                series.go_back(step)
+        self._next = step + 1
+        self.steps += 1
+        self.counts[action] += 1
+        self.curves.add(step, (brief.loss, brief.grad_norm, lr, scale), action, brief.terms)
+        self.norms.add(step, self._names, data["norms"])
+        if "observed" in data:
+            self.absmax.add(step, self._sites, data["observed"]["absmax"])
+        self._recent.append(brief)
+        if step in self._wanted:
+            self._keep(brief)
+        moment = data.get("time")
+        if moment is not None and math.isfinite(moment):
+            if self._times:
+                self.seconds += max(0.0, moment - self._times[-1])
+            self._times.append(moment)
+        self._last = data
+
+    def _begin_anew(self, opened: float) -> None:
+        """A run that was opened again and was not resumed is another one: what came before it is not shown."""
+        self.earlier += 1
+        self.opened = opened
+        self.incidents = [one for one in self.incidents if self._when.get(id(one), opened) >= opened]
+        self.forecasts = [one for one in self.forecasts if self._when.get(id(one), opened) >= opened]
+        self._when = {id(one): self._when[id(one)] for one in (*self.incidents, *self.forecasts) if id(one) in self._when}
+        self._no_steps()
+        for incident in self.incidents[:MOST_NEAR]:
+            self._look_near(incident)
+
+    def _note_when(self, one: Incident | Forecast, data: dict[str, Any]) -> None:
+        moment = data.get("time")
+        if isinstance(moment, (int, float)) and math.isfinite(moment):
+            self._when[id(one)] = moment
+
+    def _forecast(self, data: dict[str, Any]) -> None:
+        forecast = Forecast.from_json(data)
+        check_forecast(forecast)
+        self.forecasts.append(forecast)
+        self._note_when(forecast, data)
+
+    def _incident(self, data: dict[str, Any]) -> None:
+        incident = Incident.from_json(data)
+        check_incident(incident)
+        self.incidents.append(incident)
+        self._note_when(incident, data)
+        if len(self.incidents) <= MOST_NEAR:
+            self._look_near(incident)
+
+    def _look_near(self, incident: Incident) -> None:
+        """Keep the steps around it one by one."""
+        self._wanted.update(range(incident.step - NEAR, incident.step + NEAR + 1))
+        for brief in self._recent:
+            if brief.step in self._wanted and brief is not self.near.get(brief.step):
+                self._keep(brief)
+
+    def _keep(self, brief: Brief) -> None:
+        """A step that is taken again after an incident does not hide how it was."""
+        before = self.near.get(brief.step)
+        if before is not None:
+            self.given_up.setdefault(brief.step, before)
+        self.near[brief.step] = brief
+
+
+class _Tail:
+    """Reads the lines that were appended to a file since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._file: int | None = None
+
+    def replaced(self) -> bool:
+        """Whether there is another file in its place, or less in it than was read."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return False
+        before, self._file = self._file, found.st_ino
+        return (before is not None and before != found.st_ino) or found.st_size < self._offset
+
+    def lines(self, most: int) -> Iterator[Any]:
+        """Whole lines as data; None for one that is not JSON. Stops after about `most` bytes."""
+        end = self._offset + most
+        if not self._path.is_file():  # a pipe of that name would keep everybody waiting
+            return
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while self._offset < end:
+                    text = file.readline(LONGEST)
+                    if not text.endswith(b"\n"):
+                        return
+                    self._offset += len(text)
+                    yield _json(text)
+        except OSError:
+            return
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """The run in a folder, or all runs up to three levels below it, newest first."""
+    folder = Path(folder)
+    if (folder / STEPS).is_file():
+        return [folder]
+    found: list[Path] = []
+    for pattern in (f"*/{STEPS}", f"*/*/{STEPS}", f"*/*/*/{STEPS}"):
+        found += [path.parent for path in folder.glob(pattern) if path.is_file()]
+    return sorted(found, key=lambda run: (_age(run / STEPS), str(run)))
+
+
+def one_run(folder: str | Path) -> Path:
+    """The only run in a folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {what}. Give the run_dir of a guard, the folder with {STEPS}; a log is for nanproof doctor")
+    runs = runs_in(folder)
+    if not runs:
+        raise UsageError(f"{folder}: no {STEPS} in it, nor in folders below it. Give the run_dir of a guard")
+    if len(runs) > 1:
+        named = ", ".join(str(run) for run in runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
+        raise UsageError(f"{folder} holds {len(runs)} runs: {named}. Name one of them")
+    return runs[0]
+
+
+def _terms(found: Any) -> tuple[tuple[str, float], ...]:
+    """The terms of a loss as a line has them. One too many is kept, so that it can be told that there are more."""
+    if found is None:
+        return ()
+    return tuple((name[:LONGEST_NAME], decode(x)) for name, x in list(found.items())[: MOST_TERMS + 1])
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _age(path: Path) -> float:
+    """Seconds since it was written to."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _writer_lives(folder: Path) -> bool | None:
+    """Whether the process that holds the folder's lock file lives; None if that cannot be told here."""
+    try:
+        if not (folder / LOCK).is_file():
+            return None
+        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
+            words = file.read(1000).split()
+        process, host = int(words[1]), words[3]
+    except (OSError, ValueError, IndexError):
+        return None
+    if os.name != "posix" or host != socket.gethostname() or process <= 0:
+        return None
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

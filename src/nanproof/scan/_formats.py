@@ -1,0 +1,171 @@
+"""What lies in a checkpoint's files: the name, type and place of every tensor, found without executing anything.
+
+Each reader returns `Stored` tensors and raises `RefusedFile` for a file that is not what it says or could execute code, or
+`UnreadableFile` for one that is damaged. No reader takes a size on trust: what a file declares must lie inside the file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanproof._errors import NanproofError, RefusedFile
+from nanproof.scan._inside import UnreadableFile, first_line
+from nanproof.scan._measure import FileSpan, has_fractions
+
+MOST_HEADER = 100_000_000  # what the safetensors library allows as well
+ZIP = b"PK\x03\x04"
+_SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),
+}
+_WHOLE = {"BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "F4", "F6_E2M3", "F6_E3M2"}
+"""Types in which nothing can be NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    where: Sequence[FileSpan] | Tensor | None
+    """Its numbers; nothing where they are whole numbers, which cannot be bad."""
+
+
+def read_file(path: Path) -> list[Stored]:
+    """The tensors of one file, whatever its name ends in."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise UnreadableFile(error.strerror or str(error)) from error
+    if path.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(ZIP)):
+        return read_safetensors(path)
+    return read_torch(path)
+
+
+def read_safetensors(path: Path) -> list[Stored]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(str(path), framework="pt"):  # the library's own checks: header, types, offsets, no gaps
+            pass
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MOST_HEADER:
+                raise UnreadableFile(f"a header of {length} bytes")
+            header = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
+    except NanproofError:
+        raise
+    except Exception as error:  # the library has an exception of its own, torch others
+        raise UnreadableFile(f"no whole safetensors file ({first_line(error)})") from error
+    header.pop("__metadata__", None)
+    size = path.stat().st_size
+    stored = []
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        kind, shape = entry["dtype"], tuple(entry["shape"])
+        offset = 8 + length + begin
+        if not 0 <= begin <= end <= size - 8 - length:
+            raise UnreadableFile(f"{name!r} lies beyond the end of the file")
+        dtype = _SAFETENSORS.get(kind)
+        if dtype is None:
+            if kind not in _WHOLE:
+                raise UnreadableFile(f"{name!r} is of type {kind}, which this torch does not have")
+            stored.append(Stored(name, kind, shape, None))
+            continue
+        stored.append(Stored(name, short_name(dtype), shape, (FileSpan(path, offset, end - begin, dtype),)))
+    return sorted(stored, key=lambda s: s.where[0].offset if isinstance(s.where, tuple) else 0)
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise UnreadableFile("the header has a name twice")
+    return made
+
+
+def read_torch(path: Path) -> list[Stored]:
+    """A file of torch.save, mapped into memory if it is of the zip format (torch 1.6 and later)."""
+    try:
+        with open(path, "rb") as file:
+            begins = file.read(4)
+            zipped = begins == ZIP
+            if not zipped and begins[:1] != b"\x80":  # how every pickle of torch.save begins
+                raise UnreadableFile("the file is empty" if not begins else "neither safetensors nor a file of torch.save")
+            if zipped:
+                check_zip(zipfile.ZipFile(file), path, path.stat().st_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old ways of saving, which are not the reader's business
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except NanproofError:
+        raise
+    except Exception as error:
+        if "weights_only" in str(error) or "GLOBAL" in str(error):
+            raise RefusedFile(path, f"it is more than tensors and plain values ({first_line(error)})") from error
+        raise UnreadableFile(f"no whole file of torch.save ({first_line(error)})") from error
+    return [in_memory(name, tensor) for name, tensor in named_tensors(loaded)]
+
+
+def check_zip(archive: zipfile.ZipFile, path: Path, size: int) -> None:
+    """torch stores its records as they are. One that is packed, or larger than the file, is there to fill the memory."""
+    total = 0
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise RefusedFile(path, f"its record {record.filename!r} is compressed, which torch.save never does")
+        total += record.file_size
+    if total > size:
+        raise RefusedFile(path, f"its records claim {total} bytes, and the file has {size}")
+
+
+def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in nested dictionaries, lists and tuples, by its way there: 'optimizer.state.0.exp_avg'."""
+    parents: set[int] = set()
+
+    def walk(value: Any, way: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(value, Tensor):
+            yield way or "(the file itself)", value
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in parents:
+            parents.add(id(value))
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from walk(inner, f"{way}.{key}" if way else str(key))
+            parents.discard(id(value))
+
+    return walk(value, prefix)
+
+
+def in_memory(name: str, tensor: Tensor) -> Stored:
+    """A tensor that is at hand, of any layout."""
+    shape, dtype = tuple(tensor.shape), short_name(tensor.dtype)
+    numbers: Tensor = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor's part of this rank
+    if numbers.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        numbers = numbers._values() if numbers.layout == torch.sparse_coo else numbers.values()
+    elif numbers.layout != torch.strided:
+        numbers = numbers.to_dense()
+    whole = not has_fractions(numbers.dtype) or numbers.is_meta
+    return Stored(name, dtype, shape, None if whole else numbers)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """float32 rather than torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,174 @@
+"""`nanproof run` on scripts that do what scripts do: losses of their own, copies, pickles, sweeps, recomputed activations."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import forked
+from nanproof import read_steps
+
+SWEEP = """
+import gc, math, weakref
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 12), nn.Linear(12, 1)
+
+    def forward(self, x, y):
+        hidden = checkpoint(lambda x: torch.tanh(self.body(x)), x, use_reentrant=True)
+        return (self.head(hidden) - y).square().mean()
+
+
+alive = []
+for run in range(3):
+    torch.manual_seed(run)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    alive += [weakref.ref(model), weakref.ref(optimizer)]
+    for step in range(70):
+        x = torch.randn(8, 6)
+        y = x.sum(dim=1, keepdim=True)
+        if step == 65:
+            x[2] = math.nan
+        optimizer.zero_grad()
+        loss = model(x.requires_grad_(), y)
+        loss.backward()
+        optimizer.step()
+del model, optimizer, loss
+gc.collect()
+print(sum(reference() is not None for reference in alive))
+"""
+
+
+def protected(*args: str, cwd: Path) -> tuple[str, list[dict]]:
+    done = forked.python("-W", "error", "-m", "nanproof", "run", "--json", *args, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
+
+
+def test_a_sweep_leaves_nothing_behind(tmp_path):
+    """One model after the other: each has its guard, its records and its explanation, and goes when the script lets go of it. The
+    backward inside a recomputed block is part of the one around it."""
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    said, guarded = protected("--run-dir", "records", "sweep.py", cwd=tmp_path)
+    assert said == "0\n"
+    assert [(one["steps"], one["refused"]) for one in guarded] == [(70, 1)] * 3
+    for one in guarded:
+        incident = next(i for i in one["incidents"] if i["kind"] == "nonfinite-loss")
+        assert incident["step"] == 65 and incident["micro_batch"] is None
+        assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [2]
+    folders = [tmp_path / "records", *(tmp_path / "records" / f"optimizer-{i}" for i in (2, 3))]
+    assert all(len(list(read_steps(folder))) == 70 for folder in folders)
+
+
+def test_a_loss_of_the_scripts_own(tmp_path):
+    """Outside of the model it cannot be computed again; what the model was called with is looked at instead. And the script may
+    copy and pickle what it likes."""
+    script = tmp_path / "own_loss.py"
+    script.write_text(
+        "import copy, math, torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for step in range(6):\n"
+        "    x, y = torch.randn(4, 3), torch.randn(4, 1)\n"
+        "    if step == 2: x[1, 0] = math.inf\n"
+        "    if step == 4: y[3] = math.nan\n"
+        "    optimizer.zero_grad()\n"
+        "    torch.nn.functional.mse_loss(model(x), y).backward()\n"
+        "    optimizer.step()\n"
+        "    twin, other = copy.deepcopy(model), copy.deepcopy(optimizer)\n"
+        "    torch.save(model, 'model.pt')\n"
+        "    twin(x).sum().backward()\n"
+        "print(bool(torch.isfinite(model.weight).all()))\n"
+    )
+    said, (one, *copies) = protected(str(script), cwd=tmp_path)
+    assert all(copy["steps"] == 0 for copy in copies)
+    assert said == "True\n" and [i["step"] for i in one["incidents"]] == [2, 4]
+    first, second = (i["diagnosis"] for i in one["incidents"])
+    assert (first["cause"], first["where"], first["samples"], first["verified"]) == ("nonfinite-batch", "args[0]", [1], False)
+    assert first["confidence"] == 0.7
+    assert first["evidence"][0].startswith("the model was called with non-finite numbers: args[0] holds inf at [1, 0]")
+    assert second["cause"] == "unknown" and second["samples"] == []
+    assert second["fix"].startswith("Not explained: the model was called with finite numbers only, and the loss is made outside")
+
+
+ACCUMULATED = """
+import math, torch
+class Encoder(torch.nn.Linear): pass
+class Decoder(torch.nn.Linear): pass
+encoder, decoder = Encoder(3, 4), Decoder(4, 1)
+optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], 0.01)
+other = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), 0.01)
+for step in range(14):
+    optimizer.zero_grad()
+    for part in range(3):
+        x = torch.randn(4, 3)
+        if 2 <= step < 8 and part == 1: x[3, 2] = math.nan
+        decoder(encoder(x)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_summary_tells_what_is_the_same_once(tmp_path):
+    """Six refused steps of one cause are one entry, with the sample of the micro-batch that was bad; what one model gives to the
+    next is no data. Lines are no longer than the terminal is wide."""
+    (tmp_path / "accumulated.py").write_text(ACCUMULATED)
+    run = ["-m", "nanproof", "run", "--run-dir", "r1", "accumulated.py"]
+    done = forked.python(*run, cwd=tmp_path, env={**os.environ, "COLUMNS": "90"})
+    assert done.returncode == 0, done.stderr
+    live = [line for line in done.stderr.splitlines() if line.startswith("nanproof: step ")]
+    assert [line.split(":")[1] for line in live] == [f" step {i}" for i in range(2, 8)]
+    assert "micro-batch 1. cause: nonfinite-batch" in live[0] and "in args[0] of Encoder, sample 3" in live[0]
+    bad = "not finite: sample 3 of the batch"
+    more = ["once more", *(f"{i} more times" for i in range(2, 6))]
+    assert live[1:] == [
+        f"nanproof: step {3 + i}: nonfinite-loss, skipped: as at step 2, {text}; {bad}" for i, text in enumerate(more)
+    ]
+    told = done.stderr.split("nanproof: SGD of Encoder and Decoder: ")[1]
+    assert all(len(line) <= 90 for line in told.splitlines())
+    words = " ".join(told.replace("nanproof: ", " ").split())
+    expected = (
+        "14 steps, 6 refused (verdicts read on the host: its own form is kept)",
+        "step 2: nonfinite-loss, skipped. the loss is nan",
+        "cause: nonfinite-batch (confidence 0.70, fix not verified), in args[0] of Encoder, sample 3.",
+        "as at step 2, 5 more times: steps 3-7",
+        "ms a step, which hardly grows with the model (here ",
+        "records: r1",
+    )
+    places = [words.find(text) for text in expected]
+    assert -1 not in places and places == sorted(places), words
+    assert words.count("nonfinite-loss") == words.count("cause:") == 1 and "bundle" not in words
+
+
+GAN = """
+import math, torch
+class Generator(torch.nn.Linear): pass
+class Critic(torch.nn.Linear): pass
+generator, critic = Generator(4, 6), Critic(6, 1)
+og, od = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+for step in range(12):
+    real, fake = torch.randn(8, 6), generator(torch.randn(8, 4))
+    if step == 7: real[5, 1] = math.nan
+    od.zero_grad(); (critic(fake.detach()).mean() - critic(real).mean()).backward(); od.step()
+    og.zero_grad(); (-critic(fake).mean()).backward(); og.step()
+"""
+
+
+def test_two_optimizers_are_told_apart(tmp_path):
+    """By their models. The NaN is found in what the critic was called with, not in the gradients it was left."""
+    (tmp_path / "gan.py").write_text(GAN)
+    _, guarded = protected("gan.py", cwd=tmp_path)
+    by_model = {one["model"]: one for one in guarded}
+    assert by_model.keys() == {"Generator", "Critic"} and {one["name"] for one in guarded} == {"Adam"}
+    assert by_model["Generator"]["incidents"] == []
+    (incident,) = by_model["Critic"]["incidents"]
+    assert (incident["step"], incident["micro_batch"]) == (7, None)
+    assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [5]
+    assert incident["diagnosis"]["where"] == "args[0] of call 1"
