@@ -152,7 +152,7 @@ def main() -> None:
     names = [name for name, case in CASES.items() if case.cause != "benign"]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         done = dict(pool.imap_unordered(one, names))
-    [(_, second)] = two_ranks(("said:one_rank", (), {}))
+    [(_, second)] = two_ranks(("tools.said:one_rank", (), {}))
     results = {
         "date": date.today().isoformat(),
         "versions": {module: __import__(module).__version__ for module in ("torch", "transformers")},

@@ -6,5 +6,5 @@
 - `forecast/`: runs that fail slowly. `kills/`: a training that is killed, and whose checkpoints are damaged.
 - `llama` is the model of the benchmarks; `two_ranks` runs functions on two ranks of this machine.
 
-`python -m zoo.faults`, `zoo.healing`, `zoo.healthy` and `zoo.kills.campaign` run whole campaigns.
+`python -m zoo.faults`, `zoo.healing`, `zoo.healthy` and `zoo.kills` run whole campaigns.
 """

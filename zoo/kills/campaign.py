@@ -1,6 +1,6 @@
 """Kill a training hundreds of times, damage its checkpoints, fill its disk: is a good checkpoint ever lost, or a bad one loaded?
 
-python -m zoo.kills.campaign --kills 300 --damaged 100 --ranks 10
+python -m zoo.kills --kills 300 --damaged 100 --ranks 10
 
 A small run (dropout, BatchNorm, AdamW, a schedule, shuffled data, bad batches that are skipped, trouble that sends it back) is
 killed with SIGKILL again and again and started anew each time, until it is through. Some kills come at random moments, the
@@ -338,8 +338,3 @@ def main() -> None:
 
         save("kills", cpu_name(), {"seconds": round(seconds), "parts": facts})
     raise SystemExit(0 if all(tally.fine for tally in parts.values()) else 1)
-
-
-if __name__ == "__main__":
-    sys.modules["kills"] = sys.modules["__main__"]  # for the other parts, which take from here what they need
-    main()

@@ -29,7 +29,10 @@ class Recipes(TyperGroup):
             return typer.main.get_command(next(iter(found)).load())
         if ctx.resilient_parsing:  # the shell asks for completions
             return None
-        typer.echo("error: the recipes are a package of their own: pip install nanproof-recipes", err=True)
+        typer.echo(
+            "error: the recipes are a separate package: pip install nanproof-recipes (in a clone: pip install ./recipes)",
+            err=True,
+        )
         raise typer.Exit(2)
 
 

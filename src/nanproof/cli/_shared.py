@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ class Commands(TyperGroup):
         **extra: Any,
     ) -> Any:
         tolerate_poor_consoles()
+        warnings.filterwarnings(
+            "ignore", "Failed to initialize NumPy"
+        )  # torch says so where it is not installed; nobody needs it
         called = (args, prog_name, complete_var, False, windows_expand_args)
         if not standalone_mode:
             return super().main(*called, **extra)

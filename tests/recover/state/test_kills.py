@@ -21,7 +21,7 @@ def test_no_kill_loses_a_good_checkpoint_and_no_damaged_one_is_loaded(tmp_path):
         "-W",
         "ignore",
         "-m",
-        "zoo.kills.campaign",
+        "zoo.kills",
         "--kills",
         "12",
         "--damaged",
