@@ -34,9 +34,8 @@ class Commands(TyperGroup):
         **extra: Any,
     ) -> Any:
         tolerate_poor_consoles()
-        warnings.filterwarnings(
-            "ignore", "Failed to initialize NumPy"
-        )  # torch says so where it is not installed; nobody needs it
+        # torch says so where NumPy is not installed; nothing here needs it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         called = (args, prog_name, complete_var, False, windows_expand_args)
         if not standalone_mode:
             return super().main(*called, **extra)
