@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanproof import UsageError
-from nanproof.core.support._files import FolderLock, write_whole
-from nanproof.logs._story import Story
-from nanproof.logs.judge._findings import judge
-from nanproof.logs.read._sources import find, read
+from nanproof_recipes.library import FolderLock, findings, write_whole
 
 BEGUN = "setting.json"
 """The settings of an arm, there from its beginning."""
@@ -31,11 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def doctors_word(log: Path) -> list[str]:
     """What `nanproof doctor` says about the log of an arm."""
-    story = Story()
-    for item in (item for source in find([log]) for item in read(source)):
-        story.add(item)
-    found = judge(story)
-    return [f"doctor on its log: {f.kind}. {f.said}" for f in found[:2]] or ["doctor on its log: nothing wrong"]
+    return [f"doctor on its log: {found}" for found in findings(log)[:2] or ["nothing wrong"]]
 
 
 def begin(folder: Path, told: Mapping[str, Any]) -> Path:

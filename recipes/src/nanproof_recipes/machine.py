@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanproof import UsageError
-from nanproof.core.support._environment import device_name
+from nanproof_recipes.library import device_name
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Without it cuBLAS gives other digits from one call to the next."""
@@ -25,10 +26,19 @@ def device() -> torch.device:
 
 
 def needs(*packages: str) -> None:
-    """A clear word about what is not installed, before anything was begun."""
+    """Raise UsageError if a package is missing. All are dependencies of nanproof-recipes, so the installation is broken."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"this recipe needs {', '.join(missing)}. pip install 'nanproof[recipes]'")
+        raise UsageError(
+            f"this installation of nanproof-recipes is broken: {', '.join(missing)} not found. "
+            "Repair it: pip install nanproof-recipes"
+        )
+
+
+def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
+    """Return how many trainable tensors hold a NaN or an Inf, and how many there are."""
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)
 
 
 def ran_on() -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from nanproof import UsageError
-from nanproof._records import decode
-from nanproof.core.support._files import strict_json, write_whole
+from nanproof_recipes.library import decode, strict_json, write_whole
 
 FILE = "result.json"
 Own = TypeVar("Own", bound="Saved")

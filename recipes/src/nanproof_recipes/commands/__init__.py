@@ -1,7 +1,8 @@
-"""The commands of the recipes. The entry point in `pyproject.toml` joins `recipe` to `nanproof recipe`.
+"""The command line of the recipes. The entry point in `pyproject.toml` adds it as `nanproof recipe`.
 
-- `units`, `latent` and `vlm` have one recipe's commands each; `shared` has what they share.
-- `quiet` keeps what other packages print about every load and every sample from the terminal.
+- `units`, `latent` and `vlm` define the commands of one recipe each.
+- `shared` holds their common options, reports errors, and prints results and comparisons.
+- `quiet` silences what other packages print on every load and every sample.
 """
 
 from __future__ import annotations

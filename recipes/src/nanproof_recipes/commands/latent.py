@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanproof._text import shown
 from nanproof_recipes.commands.shared import Again, AsJson, Out, compared, first, show, told
+from nanproof_recipes.library import shown
 
 if TYPE_CHECKING:
     from nanproof_recipes.latent_dlm.running import Studio

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from nanproof import NanproofError, UsageError
-from nanproof._text import shown
-from nanproof.cli._shared import could_not_run
-from nanproof.core.support._files import reason
+from nanproof_recipes.library import could_not_run, reason, shown
 
 if TYPE_CHECKING:
     from nanproof_recipes.comparison.comparison import Comparison
@@ -67,8 +65,8 @@ def show(result: Told, as_json: bool) -> None:
 def compared(found: Comparison, out: Path, as_json: bool) -> None:
     """Write the page, with the report of every run that a guard has watched, and show the table; exit status 1 where a claim does
     not hold."""
-    from nanproof.cli._report import write as write_report
     from nanproof_recipes.comparison.comparison import rich_table, write
+    from nanproof_recipes.library import write_report
 
     for arm in found.arms:
         if arm.run is not None:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanproof import UsageError
-from nanproof._text import printable
 from nanproof_recipes.latent_dlm.config import Config
+from nanproof_recipes.library import printable
 
 DAMAGED_AT = 0.4
 """The part of the run after which the damaged sample is met; earlier where the first epoch is shorter."""

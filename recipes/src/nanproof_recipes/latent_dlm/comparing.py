@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nanproof._records import decode
-from nanproof.core.support._environment import device_name, versions_now
 from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
 from nanproof_recipes.latent_dlm.arms import SETTINGS, setting
 from nanproof_recipes.latent_dlm.results import Result
 from nanproof_recipes.latent_dlm.running import Studio
 from nanproof_recipes.latent_dlm.train.training import RECORDS
+from nanproof_recipes.library import decode, environment
 from nanproof_recipes.results import few, shared
 
 FAR = 1.5
@@ -48,7 +47,6 @@ def compare(studio: Studio, seeds: int = 2) -> Comparison:
 
 def told(out: Path, results: Sequence[Result], studio: Studio) -> Comparison:
     """The comparison of results that are there."""
-    place = studio.team.place
     return Comparison(
         recipe="latent-dlm",
         title="latent-dlm: the diffusion language model that stayed NaN",
@@ -57,7 +55,7 @@ def told(out: Path, results: Sequence[Result], studio: Studio) -> Comparison:
         arms=tuple(_arm(out, result) for result in results),
         checks=tuple(checks({result.name: result for result in results})),
         settings=shared([result.setting for result in results]),
-        environment={"versions": versions_now(), "device": str(place), "device_name": device_name(place)},
+        environment=environment(studio.team.place),
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from nanproof import UsageError
-from nanproof._text import printable
 from nanproof_recipes.latent_dlm.values import Limit, nearest, read_change, read_yaml, seen, typed, yaml
+from nanproof_recipes.library import printable
 
 SIZES = ("tiny", "base")
 """The sizes that ship, each a file in configs/."""

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from nanproof import UsageError, scan
-from nanproof._records import decode
-from nanproof.core.support._files import reason
 from nanproof.numerics.precision import choose
 from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
 from nanproof_recipes.latent_dlm.arms import Setting, configured
@@ -30,6 +28,7 @@ from nanproof_recipes.latent_dlm.train.keeping import keep
 from nanproof_recipes.latent_dlm.train.stepping import LOG
 from nanproof_recipes.latent_dlm.train.team import Team
 from nanproof_recipes.latent_dlm.train.training import CHECKPOINTS, Trained, enough, train
+from nanproof_recipes.library import decode, reason
 from nanproof_recipes.machine import ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE

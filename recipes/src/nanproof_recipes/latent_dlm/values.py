@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from nanproof import UsageError
-from nanproof._text import printable
+from nanproof_recipes.library import printable
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanproof.core.support._environment import device_name, versions_now
 from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
+from nanproof_recipes.library import environment
 from nanproof_recipes.machine import device, reproducible
 from nanproof_recipes.results import shared
 from nanproof_recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting, changed
@@ -89,7 +89,7 @@ def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
         arms=tuple(_arm(workshop.out, result) for result in results),
         checks=tuple(checks({result.name: result for result in results}, real=workshop.model_name == REAL)),
         settings=shared([result.setting for result in results if result.tensors is not None]),
-        environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
+        environment=environment(device()),
     )
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from nanproof import UsageError
-from nanproof.core.support._files import write_whole
+from nanproof_recipes.library import write_whole
+from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.units_sft.arms import Setting
 from nanproof_recipes.units_sft.asking import replies
 from nanproof_recipes.units_sft.data import questions
 from nanproof_recipes.units_sft.data.questions import Question
 from nanproof_recipes.units_sft.data.samples import Example, example, examples, prompt
-from nanproof_recipes.units_sft.models import Language, nonfinite_tensors
+from nanproof_recipes.units_sft.models import Language
 from nanproof_recipes.units_sft.scoring import is_right, parse
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nanproof import UsageError
-from nanproof.core.support._files import write_whole
 from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
-from nanproof_recipes.machine import device, ran_on, reproducible
+from nanproof_recipes.library import write_whole
+from nanproof_recipes.machine import device, nonfinite_tensors, ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.units_sft.arms import Setting
 from nanproof_recipes.units_sft.asking import measured_loss, replies
@@ -24,7 +24,7 @@ from nanproof_recipes.units_sft.data import questions
 from nanproof_recipes.units_sft.data.questions import Question
 from nanproof_recipes.units_sft.data.samples import Example, examples, prompt
 from nanproof_recipes.units_sft.data.units import written
-from nanproof_recipes.units_sft.models import Language, load_language, nonfinite_tensors
+from nanproof_recipes.units_sft.models import Language, load_language
 from nanproof_recipes.units_sft.results import FILE, Result
 from nanproof_recipes.units_sft.scoring import is_right, parse, score
 from nanproof_recipes.units_sft.training import Trained, train

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanproof import UsageError
-from nanproof._text import printable
+from nanproof_recipes.library import printable
 
 WARM = "warm"
 """The folder of the warm start, which every arm begins with."""

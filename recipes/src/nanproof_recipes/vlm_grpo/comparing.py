@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanproof.core.support._environment import device_name, versions_now
 from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
+from nanproof_recipes.library import environment
 from nanproof_recipes.machine import device
 from nanproof_recipes.results import FILE, few, shared
 from nanproof_recipes.vlm_grpo.apart import train_apart
@@ -110,7 +110,7 @@ def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
         arms=tuple(_arm(workshop.out, result) for result in results),
         checks=_checks(results),
         settings=shared([result.setting for result in results if result.tensors is not None]),
-        environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
+        environment=environment(device()),
     )
 
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof._text import printable
-from nanproof.core.support._context import rehearsal
-from nanproof.integrations._patches import Patches
+from nanproof_recipes.library import Patches, printable, rehearsing
 from nanproof_recipes.vlm_grpo.train import grpo_loop
 
 NONE, LOGITS, GRADIENT, REWARD = "none", "logits", "gradient", "reward"
@@ -62,7 +60,7 @@ class Session:
         """A forward of sampling: no gradient, and logits of one position alone. The first of a generation has the prompt. One
         that is run again to find out where a row went bad is none."""
         logits = getattr(out, "logits", None)
-        if rehearsal or torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
+        if rehearsing() or torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
             return None
         self._tokens += 1
         if _length(kwargs) > 1:
@@ -83,7 +81,7 @@ class Session:
     def _trained(self, layer: Any, args: Any, out: Any) -> None:
         """A forward of training: its output gets a gradient, and that gradient an Inf."""
         hidden = out[0] if isinstance(out, tuple) else out
-        if rehearsal or not torch.is_grad_enabled() or not hidden.requires_grad:
+        if rehearsing() or not torch.is_grad_enabled() or not hidden.requires_grad:
             return
         if self._steps == AT and not self.fired:
             self.fired = True

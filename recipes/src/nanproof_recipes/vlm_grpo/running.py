@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from nanproof import UsageError
-from nanproof._text import printable
 from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
-from nanproof_recipes.machine import device, ran_on, reproducible
+from nanproof_recipes.library import printable
+from nanproof_recipes.machine import device, nonfinite_tensors, ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE
 from nanproof_recipes.vlm_grpo.arms import WARM, Setting
@@ -34,7 +34,6 @@ from nanproof_recipes.vlm_grpo.train.training import (
     Trained,
     chosen_precision,
     died_of_sampling,
-    nonfinite_tensors,
     write_log,
 )
 from nanproof_recipes.vlm_grpo.train.warm import Schooling, school, schooling_for

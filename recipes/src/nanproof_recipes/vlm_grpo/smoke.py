@@ -14,7 +14,7 @@ from typing import Any
 
 from nanproof import Incident
 from nanproof_recipes.folders import begin, clear, locked
-from nanproof_recipes.machine import reproducible
+from nanproof_recipes.machine import nonfinite_tensors, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE, few, plain
 from nanproof_recipes.vlm_grpo.arms import WARM, Setting
@@ -23,7 +23,7 @@ from nanproof_recipes.vlm_grpo.faults import NONE, Session, known
 from nanproof_recipes.vlm_grpo.results import Result
 from nanproof_recipes.vlm_grpo.running import KEYS, Workshop
 from nanproof_recipes.vlm_grpo.train import grpo_loop
-from nanproof_recipes.vlm_grpo.train.training import RECORDS, Trained, nonfinite_tensors
+from nanproof_recipes.vlm_grpo.train.training import RECORDS, Trained
 from nanproof_recipes.vlm_grpo.train.warm import Schooling, schooling_for
 
 HEALTHY, HANDLED, FAILED = "healthy", "handled", "failed"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof._text import printable
 from nanproof_recipes.latent_dlm.data.docstrings import SEPARATOR
+from nanproof_recipes.library import printable
 
 log = logging.getLogger("nanproof")
 

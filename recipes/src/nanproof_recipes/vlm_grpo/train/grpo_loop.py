@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanproof import Guard, GuardedSampling, Incident, Policy, TrainingHalted
 from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
-from nanproof_recipes.machine import device
+from nanproof_recipes.machine import device, nonfinite_tensors
 from nanproof_recipes.progress import Advance as Tick
 from nanproof_recipes.vlm_grpo.arms import LOWERED, Setting
 from nanproof_recipes.vlm_grpo.data.scenes import Scene
@@ -36,7 +36,6 @@ from nanproof_recipes.vlm_grpo.train.training import (
     chosen_precision,
     died,
     died_of_sampling,
-    nonfinite_tensors,
     said,
 )
 

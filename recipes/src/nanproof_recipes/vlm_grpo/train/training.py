@@ -9,14 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from nanproof import UsageError
-from nanproof._records import encode
-from nanproof._text import printable
-from nanproof.core.support._files import write_whole
 from nanproof.numerics.precision import Ask, Precision, choose
+from nanproof_recipes.library import encode, printable, write_whole
 from nanproof_recipes.machine import device
 from nanproof_recipes.vlm_grpo.arms import Setting
 
@@ -93,12 +90,6 @@ def write_log(folder: Path, log: Sequence[Mapping[str, float]]) -> Path:
     lines = [{k: encode(v) if isinstance(v, float) else v for k, v in line.items()} for line in log]
     write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
     return path
-
-
-def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
-    """Trainable tensors with a value that is not finite, of how many."""
-    tensors = [p for p in model.parameters() if p.requires_grad]
-    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)
 
 
 def said(line: Mapping[str, float]) -> str:
