@@ -14,6 +14,8 @@ from nanproof_recipes.library import FolderLock, findings, write_whole
 
 BEGUN = "setting.json"
 """The settings of an arm, there from its beginning."""
+RECORDS = "nanproof"
+"""Where the guard of an arm writes."""
 
 
 @contextmanager

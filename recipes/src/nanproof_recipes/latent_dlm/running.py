@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanproof import UsageError, scan
 from nanproof.numerics.precision import choose
-from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
+from nanproof_recipes.folders import begin, begun, doctors_word, locked
 from nanproof_recipes.latent_dlm.arms import Setting, configured
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.data.dataset import Prepared, make
@@ -76,7 +76,7 @@ class Studio:
             choose(device=self.team.place, ask=config.training.dtype)  # nor where the device has no such numbers
         told = self._told(setting, config)
         folder = self.out / setting.name
-        there = self._first(lambda: self._there(folder, told, again))
+        there = self._first(lambda: Result.done(folder, told, KEYS, again))
         if there is not None:
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
             return there
@@ -100,17 +100,6 @@ class Studio:
         result = self._result(name, told, trained, folder)
         result.save(folder)  # last of all: what has a result is done
         return result
-
-    def _there(self, folder: Path, told: Mapping[str, Any], again: bool) -> Result | None:
-        """The result of an arm that is done, with the same settings. `again` clears its folder."""
-        if again:
-            clear(folder, KEYS)
-        if (folder / FILE).exists():
-            there = Result.load(folder)
-            refuse_another(folder, there.setting, told)
-            return there
-        check(folder, told)
-        return None
 
     def _trained(self, setting: Setting, config: Config, folder: Path) -> Trained:
         """All processes."""

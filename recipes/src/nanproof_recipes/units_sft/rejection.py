@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nanproof import UsageError
+from nanproof_recipes.arms import check_least
 from nanproof_recipes.library import write_whole
 from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.units_sft.arms import Setting
@@ -37,9 +38,7 @@ class Sampling:
     """Different right answers that are kept of one question."""
 
     def __post_init__(self) -> None:
-        for name, least in (("more", 1), ("samples", 1), ("keep", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} {getattr(self, name)}: a number of at least {least} is needed")
+        check_least(asdict(self), more=1, samples=1, keep=1)
         if not 0 < self.temperature < 10:
             raise UsageError(f"--temperature {self.temperature}: a number above 0 is needed, such as 0.8")
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof_recipes.library import Patches, printable, rehearsing
+from nanproof_recipes.arms import check_choice
+from nanproof_recipes.library import Patches, rehearsing
 from nanproof_recipes.vlm_grpo.train import grpo_loop
 
 NONE, LOGITS, GRADIENT, REWARD = "none", "logits", "gradient", "reward"
@@ -25,8 +26,7 @@ TOKEN = 2
 
 def known(fault: str, steps: int) -> str:
     """The fault, if there is one of that name and a session of so many steps comes to it."""
-    if fault not in FAULTS:
-        raise UsageError(f"--fault {printable(fault)} is unknown. Choose {', '.join(FAULTS[:-1])} or {FAULTS[-1]}")
+    check_choice("fault", fault, FAULTS)
     if fault != NONE and steps < AT + 2:
         raise UsageError(
             f"--steps {steps}: a fault is put into the second step, and one has to come after it. Give at least {AT + 2}"

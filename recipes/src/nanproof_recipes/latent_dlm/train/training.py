@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from nanproof import Checkpoints, Guard, Policy, UsageError, read_incidents
 from nanproof.numerics.losses import weighted_sum
 from nanproof.numerics.precision import Precision, choose
+from nanproof_recipes.folders import RECORDS
 from nanproof_recipes.latent_dlm.arms import DAMAGED_AT, Setting
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.data.dataset import Pairs, Prepared
@@ -30,7 +31,7 @@ from nanproof_recipes.latent_dlm.train.loops import Batch, DocumentLoop, Guarded
 from nanproof_recipes.latent_dlm.train.stepping import Run, Tick, forever, rate
 from nanproof_recipes.latent_dlm.train.team import Team
 
-CHECKPOINTS, RECORDS = "checkpoints", "nanproof"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nanproof import Policy, TrainingHalted, UnsupportedError, protect
+from nanproof_recipes.folders import RECORDS
 from nanproof_recipes.library import Patches, check_version
 from nanproof_recipes.machine import device, needs, nonfinite_tensors
 from nanproof_recipes.progress import Advance as Tick
@@ -29,7 +30,6 @@ from nanproof_recipes.vlm_grpo.train.judge import lower, readable, verdict
 from nanproof_recipes.vlm_grpo.train.rewards import caption_reward, place_reward
 from nanproof_recipes.vlm_grpo.train.training import (
     LOGGED,
-    RECORDS,
     Trained,
     chosen_precision,
     died,
