@@ -52,10 +52,11 @@ def train(
     Exit status: 1 weights are not finite at the end, or training did not finish; 2 it could not run.
     """
     with reporting_errors():
-        with _studio(out, config, changes) as studio:
+        with working(*PACKAGES):
             from nanproof_recipes.latent_dlm.arms import setting
 
-            chosen = setting(arm)
+            chosen = setting(arm)  # before the processes connect
+        with _studio(out, config, changes) as studio:
             try:
                 result = studio.run(chosen, again=again)
             except KeyboardInterrupt:
