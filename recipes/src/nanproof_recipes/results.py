@@ -60,7 +60,10 @@ class BaseResult:
         return [f"{self.name}: {self.ending}", *self.measure_lines(), *self.incident_lines(), *notes]
 
     def to_json(self) -> dict[str, Any]:
-        return {"v": 1, **{name: plain(value) for name, value in asdict(self).items()}}
+        """Return all fields as strict JSON stores them, the long ones last."""
+        made = asdict(self)
+        names = sorted(made, key=("notes", "curves", "samples", "incidents").__contains__)
+        return {"v": 1, **{name: plain(made[name]) for name in names}}
 
     def save(self, folder: Path) -> None:
         write_whole(folder / FILE, strict_json(self.to_json()))

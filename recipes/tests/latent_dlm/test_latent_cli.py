@@ -152,7 +152,7 @@ def test_what_a_model_draws_does_not_steer_the_terminal(small_comparison, monkey
         (["train", "--arm", "fixed-seed-"], "error: --arm fixed-seed- is unknown"),
         (["train", "--arm", "\x1b[31mred"], "is unknown"),
         (["train", "--config", "huge"], "hint: Give the path of a YAML file, or one of tiny, base"),
-        (["train", "--set", "optimizer.lt=1"], "hint: The nearest that is: optimizer.lr"),
+        (["train", "--set", "optimizer.lt=1"], "hint: The nearest key: optimizer.lr"),
         (["compare", "--set", "training.steps"], "a change is written section.key=value"),
         (["compare", "--set", "data.text=not/there"], "error: data.text: not/there is not there"),
         (["compare", "--set", "training.train_batch_size=100000"], "error: training.train_batch_size=100000"),
