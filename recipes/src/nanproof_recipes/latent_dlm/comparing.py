@@ -1,4 +1,4 @@
-"""Every arm, one table: what was reported, what the document made of it, what nanproof makes of it, and how it is done."""
+"""Run every arm of latent-dlm, put them into one table, and check each claim against what was measured."""
 
 from __future__ import annotations
 

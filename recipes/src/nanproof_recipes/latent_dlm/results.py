@@ -1,4 +1,4 @@
-"""What one arm came to: measured on held-out windows, written beside its model, and read again instead of training twice."""
+"""The result of one arm of latent-dlm, measured on held-out windows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The arms: every way in which this model was, or should have been, trained, as plain settings.
+"""The arms of units-sft as plain settings.
 
-`broken` is the setting of the reports, but for the warm-up, which every arm has. `patched` differs from it by what one document
-changed, and by nothing else. `guarded` is `broken` again under nanproof with healing on. `fixed` is how it is done.
+`broken` is the reported setting, plus the warm-up that every arm has. `patched` changes only what one document changed.
+`guarded` is `broken` under nanproof with healing on. `fixed` is the right setting.
 """
 
 from __future__ import annotations

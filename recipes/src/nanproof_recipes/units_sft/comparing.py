@@ -1,4 +1,4 @@
-"""Every arm, one table: what was reported, what people tried, what nanproof makes of it, and how it is done."""
+"""Run every arm of units-sft, put them into one table, and check each claim against what was measured."""
 
 from __future__ import annotations
 

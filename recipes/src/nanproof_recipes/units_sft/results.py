@@ -1,4 +1,4 @@
-"""What one arm came to: written beside its model, and read again instead of training twice."""
+"""The result of one arm of units-sft."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Result(BaseResult):
 
     @property
     def standard_error(self) -> float:
-        """Of the accuracy, from the number of questions alone."""
+        """The standard error of the accuracy, from the number of questions alone."""
         return standard_error(self.accuracy, self.questions)
 
     def lines(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""The arms: the reinforcement learning as it died, as the document patched it, as it was under nanproof, and as it should be.
+"""The arms of vlm-grpo: reinforcement learning as reported, with the document's patch, under nanproof, and fixed.
 
-The judge of the place writes its verdict behind each reply, in tokens that do not count in the loss. The policy is kept from
-writing the judge's token itself. In `broken` that is done by lowering its logit in the policy and not in the reference: stock TRL
-takes exp of the difference before it masks it. The variant `group` is another death of the same report: groups of one reply,
-whose deviation is NaN. `patched` differs from `broken` by what the document changed and by nothing else.
+A judge appends its verdict to each reply, in tokens that do not count in the loss. The policy must not write the judge's token
+itself. `broken` lowers the logit of that token in the policy but not in the reference, and stock TRL takes exp of the difference
+before it masks it. The variant `group` is another failure from the same report: groups of one reply, whose standard deviation is
+NaN. `patched` changes only what the document changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Setting(BaseSetting):
 
     @property
     def name(self) -> str:
-        """Of its row and its folder."""
+        """The name of its row and its folder."""
         name = f"{self.arm}-{self.variant}" if self.variant else self.arm
         return f"{name}-seed-{self.seed}" if self.seed else name
 

@@ -1,4 +1,4 @@
-"""Every arm, one table: what was reported, what the document made of it, what nanproof makes of it, and how it is done."""
+"""Run every arm of vlm-grpo and put them into one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one arm came to: measured on held-out scenes, written beside its model, and read again instead of training twice."""
+"""The result of one arm of vlm-grpo, measured on held-out scenes."""
 
 from __future__ import annotations
 

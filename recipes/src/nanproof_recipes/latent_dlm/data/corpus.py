@@ -56,9 +56,7 @@ def _shipped() -> bytes:
     except (OSError, EOFError, zlib.error):
         text = b""
     if hashlib.sha256(text).hexdigest() != SHA256:
-        raise UsageError(
-            f"{SHIPPED}, the text that ships with this recipe, is missing or damaged. Install nanproof-recipes again"
-        )
+        raise UsageError(f"{SHIPPED}, the text of this recipe, is missing or damaged. Install nanproof-recipes again")
     return text
 
 
