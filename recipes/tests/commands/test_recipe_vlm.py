@@ -111,7 +111,8 @@ def test_without_trl_it_says_what_to_install_and_that_the_loop_needs_none(tmp_pa
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "trl" else real(name, *more))
     found = run(command, "--out", tmp_path, code=2)
-    assert found.stderr.startswith("error: this recipe needs trl\n") and "nanproof[recipes]" in found.stderr
+    assert found.stderr.startswith("error: this installation of nanproof-recipes is broken: trl not found\n")
+    assert "pip install nanproof-recipes" in found.stderr
     assert "--trainer loop" in found.stderr and list(tmp_path.iterdir()) == []
 
 

@@ -152,7 +152,7 @@ def test_what_a_model_draws_does_not_steer_the_terminal(small_comparison, monkey
         (["train", "--arm", "fixed-seed-"], "error: --arm fixed-seed- is unknown"),
         (["train", "--arm", "\x1b[31mred"], "is unknown"),
         (["train", "--config", "huge"], "hint: Give the path of a YAML file, or one of tiny, base"),
-        (["train", "--set", "optimizer.lt=1"], "hint: The nearest that is: optimizer.lr"),
+        (["train", "--set", "optimizer.lt=1"], "hint: The nearest key: optimizer.lr"),
         (["compare", "--set", "training.steps"], "a change is written section.key=value"),
         (["compare", "--set", "data.text=not/there"], "error: data.text: not/there is not there"),
         (["compare", "--set", "training.train_batch_size=100000"], "error: training.train_batch_size=100000"),
@@ -191,13 +191,18 @@ def test_a_file_in_the_place_of_the_folder(tmp_path, command):
     assert (tmp_path / "out").read_text(encoding="utf-8") == "not a folder"
 
 
-def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch):
+@pytest.mark.parametrize("gone", ["diffusers", "yaml", "msgspec"])
+def test_what_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch, gone):
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "diffusers" else real(name, *more))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == gone else real(name, *more))
     found = run("train", "--out", tmp_path, code=2)
-    assert found.stderr == "error: this recipe needs diffusers\nhint: pip install 'nanproof[recipes]'\n"
+    lines = [
+        f"error: this installation of nanproof-recipes is broken: {gone} not found",
+        "hint: Repair it: pip install nanproof-recipes",
+    ]
+    assert found.stderr.splitlines() == lines
     assert list(tmp_path.iterdir()) == []
 
 

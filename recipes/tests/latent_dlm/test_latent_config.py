@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
 from importlib.resources import files
 
 import pytest
@@ -95,15 +94,33 @@ def test_the_table_of_other_values_has_every_key():
         == set(KEYS)
         == set(flat(Config.load("tiny")))
     )
-    assert len(KEYS) == sum(len(fields(section)) for section in SECTIONS.values())
+    assert len(KEYS) == sum(len(section.__struct_fields__) for section in SECTIONS.values())
 
 
+def as_written(value):
+    """As a person writes it: 5e-05 is text to YAML 1.1."""
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def test_every_key_is_read_from_a_file_and_from_a_change(tmp_path):
+    """All at once, each in its type."""
+    before = flat(Config.load("tiny"))
+    lines = [f"  {key.partition('.')[2]}: {as_written(value)}" for key, value in OTHER.items()]
+    sections = {name: [line for key, line in zip(OTHER, lines, strict=True) if key.startswith(f"{name}.")] for name in SECTIONS}
+    text = "".join("\n".join([f"{name}:", *own, ""]) for name, own in sections.items())
+    by_change = Config.load("tiny", [f"{key}={as_written(value)}" for key, value in OTHER.items()])
+    for config in (Config.load(written(tmp_path, text)), by_change, Config.load("tiny").with_(**OTHER)):
+        now = flat(config)
+        assert {k for k in now if now[k] != before[k]} == set(OTHER)
+        assert {key: (now[key], type(now[key])) for key in OTHER} == {key: (value, type(value)) for key, value in OTHER.items()}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("key", OTHER)
-def test_every_key_is_read_from_a_file_and_from_a_change(key, tmp_path):
-    """It alone differs from the size afterwards, and in the type that it has there."""
+def test_a_key_changes_nothing_but_itself(key, tmp_path):
     before, value = flat(Config.load("tiny")), OTHER[key]
     section, _, name = key.partition(".")
-    plain = f"{value:g}" if isinstance(value, float) else json.dumps(value)  # 5e-05 is text to YAML 1.1
+    plain = as_written(value)
     by_file = Config.load(written(tmp_path, f"{section}:\n  {name}: {plain}\n"))
     by_change = Config.load("tiny", [f"{key}={plain}"])
     for config in (by_file, by_change, Config.load("tiny").with_(**{key: value})):
@@ -164,80 +181,77 @@ def test_what_is_written_is_read_back(tmp_path):
     del made["optimizer"]["beta1"]
     assert Config.from_json(made) == config
     del made["optimizer"]["lr"], made["loss"]["text_loss_weight"]
-    with pytest.raises(UsageError, match=r"optimizer.lr: not set"):
+    with pytest.raises(UsageError, match=r"optimizer.lr, loss.text_loss_weight: not set"):
         Config.from_json(made)
     for wrong in ([], {}, {"size": "huge"}, {"size": ["tiny"]}):
         with pytest.raises(UsageError, match=r"size|mapping"):
             Config.from_json(wrong)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("5e-5", 5e-5),
-        ("5E-5", 5e-5),
-        ("1e4", 1e4),
-        ("+1.e-3", 1e-3),
-        (".5e-3", 5e-4),
-        ("3", 3.0),
-        ("1.0e-4", 1e-4),
-        ("'2e-4'", 2e-4),
-    ],
-)
-def test_numbers_are_read_as_people_write_them(text, value, tmp_path):
+def test_numbers_are_read_as_people_write_them(tmp_path):
     """YAML 1.1 takes an exponent for a number only after a point and with a sign."""
-    assert Config.load("tiny", [f"optimizer.lr={text}"]).optimizer.lr == value
-    lr = Config.load(written(tmp_path, f"optimizer: {{lr: {text}}}")).optimizer.lr
-    assert lr == value and type(lr) is float
+    numbers = {"5e-5": 5e-5, "5E-5": 5e-5, "1e4": 1e4, "+1.e-3": 1e-3, ".5e-3": 5e-4, "3": 3.0, "1.0e-4": 1e-4, "'2e-4'": 2e-4}
+    for text, value in numbers.items():
+        assert Config.load("tiny", [f"optimizer.lr={text}"]).optimizer.lr == value
+        lr = Config.load(written(tmp_path, f"optimizer: {{lr: {text}}}")).optimizer.lr
+        assert lr == value and type(lr) is float
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("optimizer.lr=0", "above 0"),
-        ("optimizer.lr=-1e-4", "above 0"),
-        ("optimizer.lr=.nan", "above 0"),
-        ("optimizer.lr=.inf", "above 0"),
-        ("optimizer.lr=1e999", "above 0"),
-        ("optimizer.lr=0x" + "f" * 5000, "above 0"),
-        ("optimizer.lr=true", "true: must be a number"),
-        ("optimizer.lr=", "null: must be a number"),
-        ("optimizer.lr=fast", "'fast'"),
-        ("optimizer.lr=[1e-4]", "a list"),
-        ("optimizer.lr=&a [*a]", "a list"),
-        ("optimizer.grad_clip_norm=-1", "or null"),
-        ("optimizer.beta2=1", "below 1"),
-        ("optimizer.eps=0", "above 0"),
-        ("training.steps=0", "1 or more"),
-        ("training.steps=1.5", "whole number"),
-        ("training.steps=1e3", "whole number"),
-        ("training.steps=true", "whole number"),
-        ("training.warmup_steps=-1", "0 or more"),
-        ("training.dtype=float16", "one of auto, bf16, fp16, fp32"),
-        ("training.dtype=[bf16]", "one of auto"),
-        ("training.parallel=fsdp", "one of ddp, fsdp2"),
-        ("training.train_batch_size=0", "1 or more"),
-        ("training.seed=-1", "2**63"),
-        ("data.packed=1", "true or false"),
-        ("data.packed='true'", "true or false"),
-        ("data.valid_share=0", "below 1"),
-        ("data.valid_share=1", "below 1"),
-        ("data.text=''", "text, or null"),
-        ("model.heads=7", "divide model.width=64"),
-        ("model.mlp_ratio=0.001", "no hidden channel"),
-        ("model.latent_length=65", "model.text_length=64"),
-        ("loss.loss_scale=0", "above 0"),
-        ("loss.prediction=noise", "one of epsilon, v, x0"),
-        ("loss.normalize_latents=null", "true or false"),
-    ],
-)
-def test_a_value_that_cannot_be_right_is_refused_by_its_key(change, said, tmp_path):
+WRONG = [
+    ("optimizer.lr=0", "above 0"),
+    ("optimizer.lr=-1e-4", "above 0"),
+    ("optimizer.lr=.nan", "above 0"),
+    ("optimizer.lr=.inf", "above 0"),
+    ("optimizer.lr=1e999", "above 0"),
+    ("optimizer.lr=0x" + "f" * 5000, "above 0"),
+    ("optimizer.lr=true", "true: must be a number"),
+    ("optimizer.lr=", "null: must be a number"),
+    ("optimizer.lr=fast", "'fast'"),
+    ("optimizer.lr=[1e-4]", "a list"),
+    ("optimizer.lr=&a [*a]", "a list"),
+    ("optimizer.grad_clip_norm=-1", "or null"),
+    ("optimizer.beta2=1", "below 1"),
+    ("optimizer.eps=0", "above 0"),
+    ("training.steps=0", "1 or more"),
+    ("training.steps=1.5", "whole number"),
+    ("training.steps=1e3", "whole number"),
+    ("training.steps=true", "whole number"),
+    ("training.warmup_steps=-1", "0 or more"),
+    ("training.dtype=float16", "one of auto, bf16, fp16, fp32"),
+    ("training.dtype=[bf16]", "one of auto"),
+    ("training.parallel=fsdp", "one of ddp, fsdp2"),
+    ("training.train_batch_size=0", "1 or more"),
+    ("training.seed=-1", "2**63"),
+    ("data.packed=1", "true or false"),
+    ("data.packed='true'", "true or false"),
+    ("data.valid_share=0", "below 1"),
+    ("data.valid_share=1", "below 1"),
+    ("data.text=''", "text, or null"),
+    ("model.heads=7", "divide model.width=64"),
+    ("model.mlp_ratio=0.001", "no hidden channel"),
+    ("model.latent_length=65", "model.text_length=64"),
+    ("loss.loss_scale=0", "above 0"),
+    ("loss.prediction=noise", "one of epsilon, v, x0"),
+    ("loss.normalize_latents=null", "true or false"),
+]
+"""A change, and a part of its error."""
+
+
+def test_a_value_that_cannot_be_right_is_refused_by_its_key(tmp_path):
+    for change, said in WRONG:
+        message = refusal("tiny", [change])
+        assert message.startswith(change.partition("=")[0]) and said in message and len(message) < 200
+    path = written(tmp_path, "training:\n  steps: 0\n")
+    assert refusal(path) == f"{path}: {refusal('tiny', ['training.steps=0'])}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [change for change, _ in WRONG])
+def test_a_file_is_refused_as_a_change_is(change, tmp_path):
     key, _, text = change.partition("=")
-    message = refusal("tiny", [change])
-    assert message.startswith(key) and said in message and len(message) < 200
     section, _, name = key.partition(".")
     path = written(tmp_path, f"{section}:\n  {name}: {text}\n")
-    assert refusal(path) == f"{path}: {message}"
+    assert refusal(path) == f"{path}: {refusal('tiny', [change])}"
 
 
 def test_weights_of_the_loss_are_not_both_zero():
@@ -254,27 +268,27 @@ def test_no_clipping_is_null_or_zero():
     ("text", "key", "nearest"),
     [
         ("optimizer: {learning_rate: 1}", "optimizer.learning_rate", "optimizer."),
-        ("optimizer: {grad_clip: 1}", "optimizer.grad_clip", "optimizer.grad_clip_norm"),
+        pytest.param("optimizer: {grad_clip: 1}", "optimizer.grad_clip", "optimizer.grad_clip_norm", marks=pytest.mark.slow),
         ("optimiser: {lr: 1}", "optimiser", "optimizer"),
         ("training: {lr: 1}", "training.lr", "optimizer.lr"),
-        ("training: {batch_size: 1}", "training.batch_size", "training.train_batch_size"),
-        ("training: {wramup_steps: 1}", "training.wramup_steps", "training.warmup_steps"),
-        ("loss: {latent_weight: 1}", "loss.latent_weight", "loss.latent_loss_weight"),
+        pytest.param("training: {batch_size: 1}", "training.batch_size", "training.train_batch_size", marks=pytest.mark.slow),
+        pytest.param("training: {wramup_steps: 1}", "training.wramup_steps", "training.warmup_steps", marks=pytest.mark.slow),
+        pytest.param("loss: {latent_weight: 1}", "loss.latent_weight", "loss.latent_loss_weight", marks=pytest.mark.slow),
         ("lr: 1e-4", "lr", "optimizer.lr"),
         ("1: 2", "1", ""),
         ("optimizer: {true: 2}", "optimizer.true", "optimizer."),
-        ("optimizer: {lr: 1e-4, 'Lr': 1e-4}", "optimizer.Lr", "optimizer.lr"),
-        ("optimizer: {'lr.x': 1}", "optimizer.lr.x", "optimizer."),
+        pytest.param("optimizer: {lr: 1e-4, 'Lr': 1e-4}", "optimizer.Lr", "optimizer.lr", marks=pytest.mark.slow),
+        pytest.param("optimizer: {'lr.x': 1}", "optimizer.lr.x", "optimizer.", marks=pytest.mark.slow),
     ],
 )
 def test_an_unknown_key_is_named_with_the_file_and_the_nearest_known_one(text, key, nearest, tmp_path):
     path = written(tmp_path, text)
     message = refusal(path)
-    assert message.startswith(f"{path}: '{key}' is no key") and f"nearest that is: {nearest}" in message
+    assert message.startswith(f"{path}: '{key}' is not a key") and f"The nearest key: {nearest}" in message
 
 
 def test_an_unknown_key_of_a_change_is_named():
-    assert "'training.step' is no key of this recipe. The nearest that is: training.steps" in refusal("tiny", ["training.step=3"])
+    assert "'training.step' is not a key of this recipe. The nearest key: training.steps" in refusal("tiny", ["training.step=3"])
     assert "'size'" in refusal("tiny", ["size=base"])
     for change in ("optimizer.lr", "=3", ""):
         assert "section.key=value" in refusal("tiny", [change])
@@ -300,7 +314,7 @@ def test_an_unknown_key_of_a_change_is_named():
         ("[" * 5000, "not YAML"),
         ("optimizer: {lr: *a}\n", "line 1: not YAML"),
         ("? [a]\n: 1\n", "not YAML"),
-        ('optimizer: {"\\e[31mlr": 1}\n', "'optimizer.\\x1b[31mlr' is no key"),
+        ('optimizer: {"\\e[31mlr": 1}\n', "'optimizer.\\x1b[31mlr' is not a key"),
         ('optimizer: {lr: "\\e[31m"}\n', "optimizer.lr='\\x1b[31m'"),
         ("#" * 1_000_001, "more than 1000000 bytes"),
     ],
@@ -320,14 +334,9 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path):
     assert "a\\x00b: not UTF-8" in refusal("a\0b")
 
 
-def test_without_pyyaml_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    assert 'pip install "nanproof[recipes]"' in refusal("tiny")
-
-
 def test_settings_do_not_change_and_are_checked_however_they_are_made():
     config = Config.load("tiny")
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         config.optimizer.lr = 1.0
     with pytest.raises(UsageError, match=r"optimizer.lr=-1"):
         Optimizer(lr=-1, grad_clip_norm=None)
@@ -351,5 +360,5 @@ def test_what_a_person_has_set_is_known(tmp_path):
     config = Config.load(path)
     assert configured(config, setting("guarded"), Config.chosen(path)).optimizer.lr == 2e-4
     assert configured(config, setting("guarded")).optimizer.lr == 1e-4
-    with pytest.raises(UsageError, match="no key of this recipe"):
+    with pytest.raises(UsageError, match="not a key of this recipe"):
         Config.chosen(written(tmp_path, "optimizer:\n  rl: 1\n"))

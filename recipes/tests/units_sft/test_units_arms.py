@@ -74,7 +74,7 @@ def test_changes_are_taken_and_none_is_left_out():
         ("fixed", "", {"warmup": -1}, "--warmup -1: a number of at least 0 is needed"),
         ("fixed", "", {"seed": -1}, "--seed -1: a whole number from 0 to 2**32 - 1 is needed"),
         ("fixed", "", {"seed": 2**32}, "--seed 4294967296: a whole number from 0"),
-        ("fixed", "", {"form": "long"}, "--form long is unknown. Choose bare, factor, worked"),
+        ("fixed", "", {"form": "long"}, "--form long is unknown. Choose bare, factor or worked"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(arm, variant, changes, said):

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from nanproof import UsageError
-from nanproof_recipes.vlm_grpo.arms import ARMS, SETTINGS, changed, setting
+from nanproof_recipes.arms import ARMS
+from nanproof_recipes.machine import nonfinite_tensors
+from nanproof_recipes.vlm_grpo.arms import SETTINGS, changed, setting
 from nanproof_recipes.vlm_grpo.train import training
 from nanproof_recipes.vlm_grpo.train.training import (
     Trained,
     chosen_precision,
     died,
     died_of_sampling,
-    nonfinite_tensors,
     said,
     write_log,
 )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nanproof.numerics.generation import NumericalStabilityLogitsProcessor
+from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.vlm_grpo.arms import setting
 from nanproof_recipes.vlm_grpo.models import VERDICT
 from nanproof_recipes.vlm_grpo.train import grpo_loop
@@ -18,7 +19,6 @@ from nanproof_recipes.vlm_grpo.train.asking import Replies, prompts, reply
 from nanproof_recipes.vlm_grpo.train.grpo_loop import CLIP, Loss, Sampler, scored, train
 from nanproof_recipes.vlm_grpo.train.judge import lower
 from nanproof_recipes.vlm_grpo.train.rewards import reward
-from nanproof_recipes.vlm_grpo.train.training import nonfinite_tensors
 
 BETA, VOCABULARY = 0.3, 7
 ONE_IS_NO_DEVIATION = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")

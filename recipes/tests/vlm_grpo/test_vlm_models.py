@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nanproof import UsageError
+from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.vlm_grpo.arms import setting
 from nanproof_recipes.vlm_grpo.data.scenes import GRID
 from nanproof_recipes.vlm_grpo.models import IMAGE, VERDICT, Seeing, load, with_adapters
 from nanproof_recipes.vlm_grpo.train.asking import examine, never, prompts, reply
 from nanproof_recipes.vlm_grpo.train.grpo_loop import train
 from nanproof_recipes.vlm_grpo.train.judge import readable, verdict
-from nanproof_recipes.vlm_grpo.train.training import nonfinite_tensors
 from nanproof_recipes.vlm_grpo.train.warm import examples
 
 # -- made on the spot ------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from nanproof import UnsupportedError
+from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.vlm_grpo.arms import setting
 from nanproof_recipes.vlm_grpo.models import VERDICT
 from nanproof_recipes.vlm_grpo.train import grpo_trl
 from nanproof_recipes.vlm_grpo.train.grpo_trl import train, usable
 from nanproof_recipes.vlm_grpo.train.rewards import reward
-from nanproof_recipes.vlm_grpo.train.training import nonfinite_tensors
 
 
 def run(vlm, tmp_path, arm, **changes):

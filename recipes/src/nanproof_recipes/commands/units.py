@@ -1,21 +1,16 @@
-"""`nanproof recipe units-sft`: a small language model learns unit conversion, in four arms.
-
-Packages that are only imported (DeepSpeed, by way of accelerate) write to standard output. All work is done with it turned to
-standard error, so that `--json` prints JSON and nothing else.
-"""
+"""`nanproof recipe units-sft`: a small language model learns unit conversion, in four arms."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanproof_recipes.commands.shared import Again, AsJson, Out, compared, show, told
+from nanproof_recipes.commands.shared import Again, Arm, AsJson, Out, compared, finished, reporting_errors, show, working
 
 if TYPE_CHECKING:
     from nanproof_recipes.units_sft.workshop import Workshop
@@ -26,7 +21,6 @@ units_sft = typer.Typer(
     help="A small language model learns unit conversion: as it was reported broken, as people patched it, guarded, and fixed.",
 )
 
-Arm = Annotated[str, typer.Option(help="broken, patched, guarded or fixed.")]
 Variant = Annotated[
     str, typer.Option(help="Of broken: double, prompt. Of patched: 000, 001, 002. Of guarded: tuned. Of fixed: reported.")
 ]
@@ -54,7 +48,7 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Make the questions: two sets that have none in common, the same for the same seed."""
-    with told():
+    with reporting_errors():
         from nanproof_recipes.units_sft.data import questions
 
         made = questions.make(train, valid, seed)
@@ -95,17 +89,15 @@ def train(
 
     Exit status: 1 weights are not finite at the end, or training did not finish; 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         from nanproof_recipes.units_sft.arms import setting
 
         chosen = "fp32" if use_fp32_for_training else precision
         changes = {"epochs": epochs, "lr": lr, "batch": batch, "rank": rank, "form": form, "seed": seed, "precision": chosen}
         arm_setting = setting(arm, variant, **changes)
-        with redirect_stdout(sys.stderr):
-            result = _workshop(out, model, train, valid).arm(arm_setting, again=again)
-        show(result, as_json)
-        if result.nonfinite or result.ending != "finished":
-            raise typer.Exit(1)
+        with _workshop(out, model, train, valid) as workshop:
+            result = workshop.arm(arm_setting, again=again)
+        finished(result, as_json)
 
 
 @units_sft.command("test")
@@ -120,10 +112,9 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Ask a model the held-out questions and score what it says."""
-    with told():
+    with reporting_errors():
         name = f"{arm}-{variant}" if variant else arm
-        with redirect_stdout(sys.stderr):
-            workshop = _workshop(out, model, train, valid)
+        with _workshop(out, model, train, valid) as workshop:
             result = workshop.unmodified(shots) if arm == "unmodified" else workshop.test(name)
         show(result, as_json)
 
@@ -146,16 +137,14 @@ def rft(
     as_json: AsJson = False,
 ) -> None:
     """Rejection sampling: draw answers from the model of `fixed`, keep the right ones, and train on with them."""
-    with told():
-        with redirect_stdout(sys.stderr):
+    with reporting_errors():
+        with _workshop(out, model, train, valid) as workshop:
             from nanproof_recipes.units_sft.arms import RFT, changed
             from nanproof_recipes.units_sft.comparing import rft as run
             from nanproof_recipes.units_sft.rejection import Sampling
 
-        changes = {"epochs": epochs, "lr": lr, "batch": batch, "seed": seed}
-        sampling = Sampling(more=more, samples=samples, temperature=temperature, keep=keep)
-        with redirect_stdout(sys.stderr):
-            result = run(_workshop(out, model, train, valid), changed(RFT, **changes), sampling, again)
+            sampling = Sampling(more=more, samples=samples, temperature=temperature, keep=keep)
+            result = run(workshop, changed(RFT, epochs=epochs, lr=lr, batch=batch, seed=seed), sampling, again)
         show(result, as_json)
 
 
@@ -177,35 +166,19 @@ def compare(
 
     Exit status: 1 something that the recipe claims was not seen, 2 it could not run.
     """
-    with told():
-        with redirect_stdout(sys.stderr):
+    with reporting_errors():
+        with _workshop(out, model, train, valid) as workshop:
             from nanproof_recipes.units_sft.comparing import compare as run
             from nanproof_recipes.units_sft.rejection import Sampling
 
-        changes = {k: v for k, v in {"epochs": epochs, "rank": rank, "form": form, "seed": seed}.items() if v is not None}
-        with redirect_stdout(sys.stderr):
-            workshop = _workshop(out, model, train, valid)
+            changes = {"epochs": epochs, "rank": rank, "form": form, "seed": seed}
             found = run(workshop, changes, Sampling(more=more), with_rft=not without_rft)
         compared(found, out, as_json)
 
 
-def _workshop(out: Path, model: str, train: int, valid: int) -> Workshop:
-    from rich.console import Console
+@contextmanager
+def _workshop(out: Path, model: str, train: int, valid: int) -> Iterator[Workshop]:
+    with working("transformers", "peft", "accelerate") as progress:
+        from nanproof_recipes.units_sft.workshop import Workshop
 
-    from nanproof_recipes.machine import needs
-    from nanproof_recipes.progress import Progress
-
-    needs("transformers", "peft", "accelerate")
-    from nanproof_recipes.units_sft.workshop import Workshop
-
-    _quiet()
-    return Workshop(out, model, train=train, valid=valid, progress=Progress(Console(stderr=True)))
-
-
-def _quiet() -> None:
-    """What transformers tells of every loading and generating is not about the recipe."""
-    from transformers.utils import logging as own
-
-    own.set_verbosity_error()
-    own.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
+        yield Workshop(out, model, train=train, valid=valid, progress=progress)

@@ -1,21 +1,17 @@
-"""`nanproof recipe vlm-grpo`: a vision-language model trained by GRPO, in four arms.
-
-All work is done with standard output turned to standard error, so that `--json` prints JSON and nothing else.
-"""
+"""`nanproof recipe vlm-grpo`: a vision-language model trained by GRPO, in four arms."""
 
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nanproof import UsageError
-from nanproof_recipes.commands.quiet import quiet
-from nanproof_recipes.commands.shared import Again, AsJson, Out, compared, show, told
+from nanproof_recipes.commands.shared import Again, Arm, AsJson, Out, compared, finished, reporting_errors, show, working
 
 if TYPE_CHECKING:
     from nanproof_recipes.progress import Progress
@@ -28,7 +24,6 @@ vlm_grpo = typer.Typer(
     "it, guarded, and fixed.",
 )
 
-Arm = Annotated[str, typer.Option(help="broken, patched, guarded or fixed.")]
 Variant = Annotated[str, typer.Option(help="Of broken and guarded: group, a plain loop with groups of one reply.")]
 Model = Annotated[str, typer.Option(help="tiny, base, or a folder with a model of images and text and its processor.")]
 Trainer = Annotated[
@@ -55,6 +50,7 @@ WarmSteps = Annotated[
 ]
 OUT = Path("runs/vlm-grpo")
 TINY = "tiny"
+PACKAGES = ("transformers", "peft", "accelerate", "PIL")
 
 
 @vlm_grpo.command()
@@ -67,12 +63,14 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Make the scenes: two sets that have none in common, the same for the same seed."""
-    with told():
+    with reporting_errors():
         from nanproof_recipes.vlm_grpo.data import scenes
 
         made = scenes.make(train, valid, seed)
         if pictures:
-            _needs("PIL")
+            from nanproof_recipes.machine import needs
+
+            needs("PIL")
         paths = {name: str(path) for name, path in scenes.keep(out, made).items()}
         said = {**paths, "scenes": {"train": train, "valid": valid}}
         if pictures:
@@ -103,9 +101,9 @@ def sft(
 
     Exit status: 2 it could not run.
     """
-    with told():
-        with redirect_stdout(sys.stderr), quiet():
-            result = _workshop(out, model, train, valid, sft_steps).warm(again)
+    with reporting_errors():
+        with _workshop(out, model, train, valid, sft_steps) as workshop:
+            result = workshop.warm(again)
         show(result, as_json)
 
 
@@ -136,17 +134,15 @@ def train(
 
     Exit status: 1 weights are not finite at the end, or training did not finish; 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         from nanproof_recipes.vlm_grpo.arms import setting
 
         how = {"trainer": trainer, "steps": steps, "lr": lr, "batch": batch, "group": group, "beta": beta}
         more = {"temperature": temperature, "max_norm": max_norm, "rank": rank, "precision": precision, "seed": seed}
         chosen = setting(arm, variant, **how, **more)
-        with redirect_stdout(sys.stderr), quiet():
-            result = _workshop(out, model, train, valid, sft_steps, chosen.trainer).arm(chosen, again=again)
-        show(result, as_json)
-        if result.nonfinite or result.ending != "finished":
-            raise typer.Exit(1)
+        with _workshop(out, model, train, valid, sft_steps, chosen.trainer) as workshop:
+            result = workshop.arm(chosen, again=again)
+        finished(result, as_json)
 
 
 @vlm_grpo.command("test")
@@ -162,15 +158,14 @@ def ask(
 
     Exit status: 1 the model cannot be sampled from, 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         from nanproof_recipes.vlm_grpo.arms import setting
 
         name = arm if arm == "warm" else setting(arm, variant, seed=seed).name
-        with redirect_stdout(sys.stderr), quiet():
-            _needs("transformers", "peft", "accelerate", "PIL")
+        with working(*PACKAGES) as progress:
             from nanproof_recipes.vlm_grpo.running import Workshop
 
-            workshop = Workshop.found(out, _progress())
+            workshop = Workshop.found(out, progress)
             _one_thread(workshop.model_name)
             result = workshop.test(name)
         show(result, as_json)
@@ -202,20 +197,17 @@ def smoke(
     Exit status: 0 healthy, nothing bad was met; 1 handled, something was, it was refused, ended or masked, and training went on;
     3 failed, training died or halted, or weights are not finite, or nobody has handled what was met; 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         from nanproof_recipes.vlm_grpo.arms import setting
 
         size = group if group is not None else None if variant == "group" else 4
         chosen = setting(arm, variant, trainer=trainer, steps=steps, batch=batch, group=size, seed=seed)
-        with redirect_stdout(sys.stderr), quiet():
-            _needs("transformers", "peft", "accelerate", "PIL")
-            if chosen.trainer == "trl":
-                _needs_trl()
+        with _working(chosen.trainer) as progress:
             from nanproof_recipes.vlm_grpo.smoke import EXIT
             from nanproof_recipes.vlm_grpo.smoke import smoke as run
 
             _one_thread(model)
-            found = run(out, chosen, model, fault=fault, sft_steps=sft_steps, progress=_progress())
+            found = run(out, chosen, model, fault=fault, sft_steps=sft_steps, progress=progress)
         show(found, as_json)
         raise typer.Exit(EXIT[found.outcome])
 
@@ -243,11 +235,10 @@ def compare(
 
     Exit status: 1 something that the recipe claims was not seen, 2 it could not run.
     """
-    with told():
+    with reporting_errors():
         how = {"trainer": trainer, "steps": steps, "lr": lr, "batch": batch, "group": group, "beta": beta}
         more = {"temperature": temperature, "rank": rank}
-        with redirect_stdout(sys.stderr), quiet():
-            workshop = _workshop(out, model, train, valid, sft_steps, trainer or "trl")
+        with _workshop(out, model, train, valid, sft_steps, trainer or "trl") as workshop:
             from nanproof_recipes.vlm_grpo.comparing import compare as run
 
             found = run(workshop, seeds, {**how, **more}, jobs)
@@ -262,33 +253,24 @@ def _one_thread(model: str) -> None:
         torch.set_num_threads(1)
 
 
-def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | None, trainer: str = "loop") -> Workshop:
-    _needs("transformers", "peft", "accelerate", "PIL")
-    if trainer == "trl":
-        _needs_trl()
-    from nanproof_recipes.vlm_grpo.running import Workshop
-    from nanproof_recipes.vlm_grpo.train.warm import schooling_for
+@contextmanager
+def _workshop(out: Path, model: str, train: int, valid: int, sft_steps: int | None, trainer: str = "loop") -> Iterator[Workshop]:
+    with _working(trainer) as progress:
+        from nanproof_recipes.vlm_grpo.running import Workshop
+        from nanproof_recipes.vlm_grpo.train.warm import schooling_for
 
-    _one_thread(model)
-    return Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=_progress())
-
-
-def _progress() -> Progress:
-    from rich.console import Console
-
-    from nanproof_recipes.progress import Progress
-
-    return Progress(Console(stderr=True))
+        _one_thread(model)
+        yield Workshop(out, model, train=train, valid=valid, schooling=schooling_for(model, sft_steps), progress=progress)
 
 
-def _needs(*packages: str) -> None:
-    from nanproof_recipes.machine import needs
+@contextmanager
+def _working(trainer: str) -> Iterator[Progress]:
+    with working(*PACKAGES) as progress:
+        from nanproof_recipes.machine import needs
 
-    needs(*packages)
-
-
-def _needs_trl() -> None:
-    try:
-        _needs("trl", "datasets")
-    except UsageError as error:
-        raise UsageError(f"{error}, or choose --trainer loop, which needs neither") from None
+        if trainer == "trl":
+            try:
+                needs("trl", "datasets")
+            except UsageError as error:
+                raise UsageError(f"{error}, or choose --trainer loop, which needs neither") from None
+        yield progress

@@ -1,8 +1,9 @@
-"""Compare several runs of one experiment: what each arm was, how it ended, what was measured, and what that was to show.
+"""Compare several runs of one experiment: the setting of each arm, how it ended, what was measured, and which claims hold.
 
-- `comparison` is the data, with `write` and `read`; `text` makes tables and Markdown; `page` one HTML file; `curves` its charts.
+- `comparison` defines the data, with `write` and `read`.
+- `text` renders it as a terminal table and as Markdown; `page` as one HTML file, with the charts from `curves`.
 
-No torch. The HTML page opens from disk, fetches nothing, and escapes all text.
+Nothing here imports torch. The HTML page opens from disk, fetches nothing, and escapes all text.
 """
 
 from __future__ import annotations

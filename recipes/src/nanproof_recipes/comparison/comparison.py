@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nanproof import UsageError
-from nanproof._text import one_line
-from nanproof.report._out import replace
+from nanproof_recipes.library import one_line, replace_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -156,7 +155,7 @@ def write(comparison: Comparison, folder: str | Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            replace(folder / name, text)
+            replace_file(folder / name, text)
     except OSError as error:
         raise UsageError(f"{folder}: the comparison cannot be written: {error.strerror or error}. Name another folder") from error
     return folder / PAGE

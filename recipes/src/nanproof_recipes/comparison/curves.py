@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanproof._text import one_line
-from nanproof.report.folder._series import Extent
 from nanproof_recipes.comparison.comparison import Arm
+from nanproof_recipes.library import Extent, one_line
 
 STEP = "step"
 ROOM = 20_000

@@ -14,15 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from nanproof import __version__
-from nanproof._text import one_line, shown
-from nanproof.report._html import asset, document
-from nanproof.report.folder._run import Run, runs_in
-from nanproof.report.folder._tokens import find
-from nanproof.report.page._cards import cards, without_home
-from nanproof.report.page._contents import summary
 from nanproof_recipes.comparison.comparison import Arm, Check, Comparison
 from nanproof_recipes.comparison.curves import charts
 from nanproof_recipes.comparison.text import DASH, cell, ended, facts_of, is_bad, is_numeric
+from nanproof_recipes.library import Run, asset, cards, document, find_tokens, one_line, runs_in, shown, summary, without_home
 
 STYLES = ("uplot/uPlot.min.css", "style.css")
 SCRIPTS = ("uplot/uPlot.iife.min.js", "base.js", "lines.js", "cards.js")
@@ -57,7 +52,7 @@ def page(comparison: Comparison, folder: Path) -> str:
     told = {
         "v": 1,
         "arms": [one_line(arm.name, 60) for arm in comparison.arms],
-        "incidents": [[] if one is None else cards(one.run, find(one.folder), room) for one in runs],
+        "incidents": [[] if one is None else cards(one.run, find_tokens(one.folder), room) for one in runs],
         "marks": [[] if one is None else [incident.step for incident in one.run.incidents][:MOST_MARKS] for one in runs],
         **charts(comparison.arms),
     }

@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanproof._text import duration, one_line
-from nanproof.report._markdown import plain
-from nanproof.report.page._contents import fact
 from nanproof_recipes.comparison.comparison import Arm, Column, Comparison, Value
+from nanproof_recipes.library import duration, escaped, fact, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -74,9 +72,9 @@ def markdown_table(comparison: Comparison) -> str:
     """A row an arm; numbers to the right. What is not finite is bold."""
     heads, *told = rows(comparison)
     sides = ["---", *("---:" if is_numeric(column) else "---" for column in comparison.columns), "---"]
-    lines = [f"| {' | '.join(map(plain, heads))} |", f"|{'|'.join(sides)}|"]
+    lines = [f"| {' | '.join(map(escaped, heads))} |", f"|{'|'.join(sides)}|"]
     for arm, row in zip(comparison.arms, told, strict=True):
-        cells = [plain(text) for text in row]
+        cells = [escaped(text) for text in row]
         for i, column in enumerate(comparison.columns, start=1):
             cells[i] = f"**{cells[i]}**" if is_bad(arm.values.get(column.key)) else cells[i]
         lines.append(f"| {' | '.join(cells)} |")
@@ -85,23 +83,23 @@ def markdown_table(comparison: Comparison) -> str:
 
 def markdown(comparison: Comparison) -> str:
     """All that can be told without curves."""
-    parts = [f"# {plain(comparison.title, 200)}", plain(comparison.lead, 4000)]
+    parts = [f"# {escaped(comparison.title, 200)}", escaped(comparison.lead, 4000)]
     if comparison.checks:
         said = [
-            f"- {'Holds' if check.holds else '**Does not hold**'}: {_sentence(check.claim)} {plain(check.measured, 1000)}"
+            f"- {'Holds' if check.holds else '**Does not hold**'}: {_sentence(check.claim)} {escaped(check.measured, 1000)}"
             for check in comparison.checks
         ]
         parts += ["## What was to be shown", "\n".join(said)]
     parts += ["## Arms", markdown_table(comparison) if comparison.arms else "No arm was run."]
-    if notes := [f"- {plain(column.title)}: {plain(column.note, 1000)}" for column in comparison.columns if column.note]:
+    if notes := [f"- {escaped(column.title)}: {escaped(column.note, 1000)}" for column in comparison.columns if column.note]:
         parts.append("\n".join(notes))
     for arm in comparison.arms:
-        parts += [f"### {plain(arm.name, MOST_NAME)}", f"{_sentence(arm.setting)} Ended: {_sentence(arm.ending)}"]
+        parts += [f"### {escaped(arm.name, MOST_NAME)}", f"{_sentence(arm.setting)} Ended: {_sentence(arm.ending)}"]
         if arm.story:
-            parts.append("\n".join(f"- {plain(said, 2000)}" for said in arm.story))
+            parts.append("\n".join(f"- {escaped(said, 2000)}" for said in arm.story))
     for title, found in (("Settings", comparison.settings), ("Environment", comparison.environment)):
         if told := facts_of(found):
-            lines = [f"| {plain(key)} | {plain(text, 2000)} |" for key, text in told]
+            lines = [f"| {escaped(key)} | {escaped(text, 2000)} |" for key, text in told]
             parts += [f"## {title}", "\n".join(["| | |", "|---|---|", *lines])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -218,7 +216,7 @@ def _number(x: float) -> str:
 
 
 def _sentence(text: str) -> str:
-    said = plain(text, 1000)
+    said = escaped(text, 1000)
     return said if not said or said[-1] in ".!?:" else f"{said}."
 
 

@@ -1,8 +1,8 @@
-"""The arms: the training as it was reported, as the document patched it, as it was under nanproof, and as it should be.
+"""The arms of latent-dlm: training as reported, with the document's patch, under nanproof, and fixed.
 
-All of them read the same data, with the latent of one sample damaged: the one that the arm's own order meets at a step in the
-middle of the run, so another seed or other batches damage another sample. Weights in bf16, the loop and the losses are what
-`broken` has in common with the report; `patched` differs from it by what the document changed and by nothing else.
+All arms read the same data, with the latent of one sample damaged: the sample that the arm meets at a step in the middle of its
+run. Another seed or batch size therefore damages another sample. `broken` shares its bf16 weights, loop and losses with the
+report; `patched` changes only what the document changed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from nanproof import UsageError
-from nanproof._text import printable
+from nanproof_recipes.arms import check_choice
 from nanproof_recipes.latent_dlm.config import Config
 
 DAMAGED_AT = 0.4
@@ -37,7 +36,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its row and its folder."""
+        """The name of its row and its folder."""
         return self.arm if self.seed is None else f"{self.arm}-seed-{self.seed}"
 
     def to_json(self) -> dict[str, Any]:
@@ -80,14 +79,13 @@ REPORTED: dict[str, dict[str, Any]] = {
 
 
 def setting(arm: str, **changes: Any) -> Setting:
-    """By its name: "fixed", or "fixed-seed-1"."""
+    """Return the setting of an arm by its name: "fixed", or "fixed-seed-1"."""
     name, _, seed = arm.partition("-seed-")
-    found = SETTINGS.get(name)
-    if found is not None and seed.isascii() and seed.isdigit() and len(seed) < 19:
+    if name in SETTINGS and seed.isascii() and seed.isdigit() and len(seed) < 19:
         changes = {"seed": int(seed), **changes}
-    elif found is None or arm != name:
-        raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(list(SETTINGS)[:-1])} or {list(SETTINGS)[-1]}")
-    return replace(found, **changes)
+    else:
+        check_choice("arm", arm, list(SETTINGS))
+    return replace(SETTINGS[name], **changes)
 
 
 def configured(config: Config, setting: Setting, chosen: frozenset[str] = frozenset()) -> Config:

@@ -1,4 +1,4 @@
-"""Every arm, one table: what was reported, what the document made of it, what nanproof makes of it, and how it is done."""
+"""Run every arm of latent-dlm, put them into one table, and check each claim against what was measured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nanproof._records import decode
-from nanproof.core.support._environment import device_name, versions_now
-from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
+from nanproof_recipes.comparing import GRAD_NORM, ROLLED_BACK, SKIPPED, around, row
+from nanproof_recipes.comparison.comparison import Check, Column, Comparison
 from nanproof_recipes.latent_dlm.arms import SETTINGS, setting
 from nanproof_recipes.latent_dlm.results import Result
 from nanproof_recipes.latent_dlm.running import Studio
-from nanproof_recipes.latent_dlm.train.training import RECORDS
-from nanproof_recipes.results import few, shared
+from nanproof_recipes.library import decode
+from nanproof_recipes.results import few
 
 FAR = 1.5
 """So many times the latent loss of fixed is far above it."""
@@ -25,9 +24,9 @@ COLUMNS = (
     Column("text_loss", "text loss", note="Cross entropy of masked bytes in nats, on held-out windows at the end."),
     Column("latent_loss", "latent loss", note="Squared error of what is predicted of held-out latents, never normalised."),
     Column("text_accuracy", "masked accuracy", "share", note="Masked bytes whose likeliest value is the right one."),
-    Column("grad_norm", "grad_norm", note="The last that was logged."),
-    Column("skipped", "skipped", "count", note="Steps that were not taken."),
-    Column("rolled_back", "rolled back", "count"),
+    GRAD_NORM,
+    SKIPPED,
+    ROLLED_BACK,
     Column("nonfinite", "NaN parameters", "text", note="Parameters that are not finite at the end, of all."),
     Column("seconds", "seconds", "seconds", note="Training, with its evaluations and checkpoints."),
 )
@@ -48,36 +47,20 @@ def compare(studio: Studio, seeds: int = 2) -> Comparison:
 
 def told(out: Path, results: Sequence[Result], studio: Studio) -> Comparison:
     """The comparison of results that are there."""
-    place = studio.team.place
     return Comparison(
         recipe="latent-dlm",
         title="latent-dlm: the diffusion language model that stayed NaN",
         lead=LEAD,
         columns=COLUMNS,
-        arms=tuple(_arm(out, result) for result in results),
+        arms=tuple(row(out, result, _says(result), COLUMNS) for result in results),
         checks=tuple(checks({result.name: result for result in results})),
-        settings=shared([result.setting for result in results]),
-        environment={"versions": versions_now(), "device": str(place), "device_name": device_name(place)},
+        **around(results, studio.team.place),
     )
 
 
-def _arm(out: Path, result: Result) -> Arm:
-    run, seed = f"{result.name}/{RECORDS}", result.setting.get("seed")
-    says = SETTINGS[result.setting["arm"]].says
-    return Arm(
-        name=result.name,
-        setting=says if seed is None else f"fixed, with seed {seed}",
-        ending=result.ending,
-        values={
-            **{name: getattr(result, name) for name in ("text_loss", "latent_loss", "text_accuracy", "grad_norm")},
-            **{name: getattr(result, name) for name in ("skipped", "rolled_back", "seconds")},
-            "nonfinite": f"{result.nonfinite}/{result.tensors}",
-        },
-        story=tuple(result.notes),
-        curves=dict(result.curves),
-        run=run if (out / run).is_dir() else None,
-        samples=tuple(result.samples),
-    )
+def _says(result: Result) -> str:
+    seed = result.setting.get("seed")
+    return SETTINGS[result.setting["arm"]].says if seed is None else f"fixed, with seed {seed}"
 
 
 # -- what it was to show -------------------------------------------------------------------------------------------------------

@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from nanproof import UsageError, scan
-from nanproof._records import decode
-from nanproof.core.support._files import reason
 from nanproof.numerics.precision import choose
-from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
+from nanproof_recipes.folders import begin, begun, doctors_word, locked
 from nanproof_recipes.latent_dlm.arms import Setting, configured
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.data.dataset import Prepared, make
@@ -30,6 +28,7 @@ from nanproof_recipes.latent_dlm.train.keeping import keep
 from nanproof_recipes.latent_dlm.train.stepping import LOG
 from nanproof_recipes.latent_dlm.train.team import Team
 from nanproof_recipes.latent_dlm.train.training import CHECKPOINTS, Trained, enough, train
+from nanproof_recipes.library import decode, reason
 from nanproof_recipes.machine import ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE
@@ -77,7 +76,7 @@ class Studio:
             choose(device=self.team.place, ask=config.training.dtype)  # nor where the device has no such numbers
         told = self._told(setting, config)
         folder = self.out / setting.name
-        there = self._first(lambda: self._there(folder, told, again))
+        there = self._first(lambda: Result.done(folder, told, KEYS, again))
         if there is not None:
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
             return there
@@ -101,17 +100,6 @@ class Studio:
         result = self._result(name, told, trained, folder)
         result.save(folder)  # last of all: what has a result is done
         return result
-
-    def _there(self, folder: Path, told: Mapping[str, Any], again: bool) -> Result | None:
-        """The result of an arm that is done, with the same settings. `again` clears its folder."""
-        if again:
-            clear(folder, KEYS)
-        if (folder / FILE).exists():
-            there = Result.load(folder)
-            refuse_another(folder, there.setting, told)
-            return there
-        check(folder, told)
-        return None
 
     def _trained(self, setting: Setting, config: Config, folder: Path) -> Trained:
         """All processes."""

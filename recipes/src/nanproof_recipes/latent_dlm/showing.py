@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
+from nanproof_recipes.arms import check_choice, check_seed
 from nanproof_recipes.latent_dlm.data.corpus import decode, windows
 from nanproof_recipes.latent_dlm.data.dataset import Pairs, make
 from nanproof_recipes.latent_dlm.data.latents import encode
@@ -63,11 +64,8 @@ def show(
 ) -> list[Shown]:
     """Samples of one mode. `given`: windows of text, [count, tokens]: the text itself, or that whose latent is given."""
     chosen = mode.replace("-", "_")
-    if chosen not in get_args(Mode):
-        names = [name.replace("_", "-") for name in get_args(Mode)]
-        raise UsageError(f"--mode {mode} is unknown. Choose {', '.join(names[:-1])} or {names[-1]}")
-    if not 0 <= seed < 2**63:
-        raise UsageError(f"--seed {seed}: a whole number from 0 to 2**63 - 1 is needed")
+    check_choice("mode", chosen.replace("_", "-"), [name.replace("_", "-") for name in get_args(Mode)])
+    check_seed(seed, bits=63)
     shape = kept.config.model
     more: dict[str, Any] = {}
     if chosen == "unconditional":

@@ -1,28 +1,25 @@
-"""The arms: every way in which this model was, or should have been, trained, as plain settings.
+"""The arms of units-sft as plain settings.
 
-`broken` is the setting of the reports, but for the warm-up, which every arm has. `patched` differs from it by what one document
-changed, and by nothing else. `guarded` is `broken` again under nanproof with healing on. `fixed` is how it is done.
+`broken` is the reported setting, plus the warm-up that every arm has. `patched` changes only what one document changed.
+`guarded` is `broken` under nanproof with healing on. `fixed` is the right setting.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanproof import UsageError
+from nanproof_recipes.arms import BaseSetting, check_above, check_choice, check_least, check_seed, find, given
 from nanproof_recipes.units_sft.data.questions import FORMS, Form
 
 Weights = Literal["fp16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Setting(BaseSetting):
     """All that decides how one model is trained."""
 
-    arm: str
-    variant: str = ""
-    says: str
-    """What is different in this arm, in one line."""
     weights: Weights = "fp16"
     """What the model and its adapters are held in."""
     precision: str = "as-loaded"
@@ -43,15 +40,7 @@ class Setting:
     gradient_checkpointing: bool = True
     seed: int = 0
     start: str = ""
-    """The arm whose adapters are trained on; new ones without."""
-
-    @property
-    def name(self) -> str:
-        """Of its row and its folder."""
-        return f"{self.arm}-{self.variant}" if self.variant else self.arm
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """The arm whose adapters are trained further; empty: new adapters."""
 
 
 BROKEN = Setting(arm="broken", says="weights and adapters in pure fp16, AdamW that is not fused")
@@ -120,43 +109,24 @@ RFT = replace(
     says="trained on from fixed, with its own right answers to new questions",
 )
 SETTINGS: dict[tuple[str, str], Setting] = {(s.arm, s.variant): s for s in (*REPORTED, TUNED, AS_REPORTED, FIXED)}
-ARMS = ("broken", "patched", "guarded", "fixed")
 
 
 def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
-    """The setting of an arm. `patched` without a variant is 000. Changes that are None are left out."""
-    variant = variant or ("000" if arm == "patched" else "")
-    found = SETTINGS.get((arm, variant))
-    if found is None:
-        variants = [v for a, v in SETTINGS if a == arm and v]
-        if arm not in ARMS:
-            raise UsageError(f"--arm {arm} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
-        known = f"it has {', '.join(variants)}" if variants else "it has none"
-        raise UsageError(f"--arm {arm} has no variant {variant!r}: {known}")
-    return changed(found, **changes)
+    """Return the setting of an arm with some changes; a change that is None is ignored. `patched` without a variant is 000."""
+    return changed(find(SETTINGS, arm, variant or ("000" if arm == "patched" else "")), **changes)
 
 
 def changed(found: Setting, **changes: Any) -> Setting:
-    """With other values for some settings; those that are None are left out."""
-    changes = {key: value for key, value in changes.items() if value is not None}
+    """Return the setting with other values; a change that is None is ignored."""
+    changes = given(changes)
     asked = changes.get("precision", "auto")
-    if asked not in ("auto", "bf16", "fp16", "fp32"):
-        raise UsageError(f"--precision {asked} is unknown. Choose auto, bf16, fp16 or fp32")
+    check_choice("precision", asked, ("auto", "bf16", "fp16", "fp32"))
     if found.precision != "auto" and changes.pop("precision", "auto") != "auto":
         raise UsageError(
             f"--precision {asked}: what --arm {found.arm} is held in is what the arm is about. Choose it with --arm fixed"
         )
-    _check(changes)
+    check_above(changes, "lr")
+    check_least(changes, batch=1, epochs=1, warmup=0, rank=1, alpha=1)
+    check_seed(changes.get("seed", 0))
+    check_choice("form", changes.get("form", FORMS[0]), FORMS)
     return replace(found, **changes)
-
-
-def _check(changes: dict[str, Any]) -> None:
-    least = {"lr": 0.0, "batch": 1, "epochs": 1, "warmup": 0, "rank": 1, "alpha": 1}
-    for key, low in least.items():
-        value = changes.get(key)
-        if value is not None and not (value > low if key == "lr" else value >= low):
-            raise UsageError(f"--{key} {value}: a number {'above' if key == 'lr' else 'of at least'} {low:g} is needed")
-    if not 0 <= changes.get("seed", 0) < 2**32:
-        raise UsageError(f"--seed {changes['seed']}: a whole number from 0 to 2**32 - 1 is needed")
-    if changes.get("form", "bare") not in FORMS:
-        raise UsageError(f"--form {changes['form']} is unknown. Choose {', '.join(FORMS)}")

@@ -1,17 +1,16 @@
-"""Every arm, one table: what was reported, what people tried, what nanproof makes of it, and how it is done."""
+"""Run every arm of units-sft, put them into one table, and check each claim against what was measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from nanproof.core.support._environment import device_name, versions_now
+from nanproof_recipes.comparing import GRAD_NORM, NONFINITE, REFUSED, ROLLED_BACK, SKIPPED, around, row
 from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
 from nanproof_recipes.machine import device, reproducible
-from nanproof_recipes.results import shared
 from nanproof_recipes.units_sft.arms import AS_REPORTED, FIXED, REPORTED, RFT, SETTINGS, TUNED, Setting, changed
 from nanproof_recipes.units_sft.models import REAL
 from nanproof_recipes.units_sft.rejection import Kept, Sampling, new_questions, rows_of, sample
@@ -24,13 +23,13 @@ NEAR = 0.05
 COLUMNS = (
     Column("loss", "logged loss", note="The last that the Trainer logged. It shows a NaN as 0."),
     Column("valid_loss", "held-out loss", note="Measured after training, on answers that were not trained on."),
-    Column("grad_norm", "grad_norm", note="The last that was logged."),
+    GRAD_NORM,
     Column("accuracy", "accuracy", "share", note="Within 5 % of the correct value, of all held-out questions."),
     Column("answer_rate", "answer rate", "share", note="Replies that parse to a number."),
-    Column("nonfinite", "NaN tensors", "text", note="Trainable tensors that are not finite at the end, of all."),
-    Column("refused", "refused", "count", note="Attempts at a step that the guard refused; a healed one is run again."),
-    Column("skipped", "skipped", "count", note="Steps that were not taken in the end."),
-    Column("rolled_back", "rolled back", "count"),
+    NONFINITE,
+    REFUSED,
+    SKIPPED,
+    ROLLED_BACK,
     Column("seconds", "seconds", "seconds", note="Training alone."),
 )
 LEAD = (
@@ -88,37 +87,15 @@ def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
         columns=COLUMNS,
         arms=tuple(_arm(workshop.out, result) for result in results),
         checks=tuple(checks({result.name: result for result in results}, real=workshop.model_name == REAL)),
-        settings=shared([result.setting for result in results if result.tensors is not None]),
-        environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
+        **around(results, device()),
     )
 
 
 def _arm(out: Path, result: Result) -> Arm:
     known = {setting.name: setting.says for setting in (*SETTINGS.values(), RFT)}
-    run = f"{result.name}/nanproof"
-    return Arm(
-        name=result.name,
-        setting=known.get(
-            result.name, "the model as it was loaded" + (", after three worked questions" if "shot" in result.name else "")
-        ),
-        ending=result.ending,
-        values={
-            "loss": result.loss,
-            "valid_loss": result.valid_loss,
-            "grad_norm": result.grad_norm,
-            "accuracy": result.accuracy if result.questions else None,
-            "answer_rate": result.answer_rate if result.questions else None,
-            "nonfinite": None if result.tensors is None else f"{result.nonfinite}/{result.tensors}",
-            "refused": None if result.tensors is None else result.refused,
-            "skipped": None if result.tensors is None else result.skipped,
-            "rolled_back": None if result.tensors is None else result.rolled_back,
-            "seconds": result.seconds,
-        },
-        story=tuple(result.notes),
-        curves=dict(result.curves),
-        run=run if (out / run).is_dir() else None,
-        samples=tuple(result.samples),
-    )
+    unmodified = "the model as it was loaded" + (", after three worked questions" if "shot" in result.name else "")
+    found = row(out, result, known.get(result.name, unmodified), COLUMNS)
+    return found if result.questions else replace(found, values={**found.values, "accuracy": None, "answer_rate": None})
 
 
 # -- what it was to show -------------------------------------------------------------------------------------------------------

@@ -189,9 +189,3 @@ def with_adapters(model: nn.Module, rank: int, alpha: int, *, own_dtype: bool, s
     settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0)
     torch.manual_seed(seed)
     return get_peft_model(model, settings, autocast_adapter_dtype=not own_dtype)
-
-
-def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
-    """Trainable tensors with a value that is not finite, of how many."""
-    tensors = [p for p in model.parameters() if p.requires_grad]
-    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)

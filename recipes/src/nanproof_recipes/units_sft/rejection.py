@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from nanproof import UsageError
-from nanproof.core.support._files import write_whole
+from nanproof_recipes.arms import check_least
+from nanproof_recipes.library import write_whole
+from nanproof_recipes.machine import nonfinite_tensors
 from nanproof_recipes.units_sft.arms import Setting
 from nanproof_recipes.units_sft.asking import replies
 from nanproof_recipes.units_sft.data import questions
 from nanproof_recipes.units_sft.data.questions import Question
 from nanproof_recipes.units_sft.data.samples import Example, example, examples, prompt
-from nanproof_recipes.units_sft.models import Language, nonfinite_tensors
+from nanproof_recipes.units_sft.models import Language
 from nanproof_recipes.units_sft.scoring import is_right, parse
 
 
@@ -36,9 +38,7 @@ class Sampling:
     """Different right answers that are kept of one question."""
 
     def __post_init__(self) -> None:
-        for name, least in (("more", 1), ("samples", 1), ("keep", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} {getattr(self, name)}: a number of at least {least} is needed")
+        check_least(asdict(self), more=1, samples=1, keep=1)
         if not 0 < self.temperature < 10:
             raise UsageError(f"--temperature {self.temperature}: a number above 0 is needed, such as 0.8")
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ from nanproof import Policy, TrainingHalted, UsageError, protect, read_incidents
 from nanproof.integrations.transformers import GradientMonitorCallback, LossCheckCallback
 from nanproof.numerics.losses import check_supervised
 from nanproof.numerics.precision import Ask, cast_trainable, choose
+from nanproof_recipes.folders import RECORDS
 from nanproof_recipes.machine import device
+from nanproof_recipes.results import BaseTrained
 from nanproof_recipes.units_sft.arms import Setting
 from nanproof_recipes.units_sft.data.samples import Collator, Example
 from nanproof_recipes.units_sft.models import Language, with_adapters
@@ -33,27 +35,10 @@ Tick = Callable[[int, str], None]
 
 
 @dataclass
-class Trained:
-    """A model after its training, and what is known of it."""
+class Trained(BaseTrained):
+    """A model after its training. Its log has the lines of the Trainer."""
 
-    model: Any
     setting: Setting
-    ending: str = "finished"
-    steps: int = 0
-    seconds: float = 0.0
-    log: list[dict[str, Any]] = field(default_factory=list)
-    """Lines as the Trainer logged them."""
-    refused: int = 0
-    """Attempts at a step that the guard refused; a step that was healed was run again."""
-    skipped: int = 0
-    """Steps that were not taken in the end."""
-    rolled_back: int = 0
-    incidents: list[Any] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def last(self, name: str) -> float | None:
-        """The value that was logged last."""
-        return next((float(line[name]) for line in reversed(self.log) if name in line), None)
 
 
 def prepare(language: Language, setting: Setting, notes: list[str], start: Path | None = None) -> tuple[Any, dict[str, bool]]:
@@ -129,7 +114,7 @@ def train(
     if setting.protect:
         trainer.add_callback(GradientMonitorCallback())
         trainer.add_callback(LossCheckCallback())
-        guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / "nanproof")
+        guard = protect(trainer, policy=Policy(heal=setting.heal), run_dir=folder / RECORDS)
     begun = time.perf_counter()
     last = last_whole(folder / "trainer")
     begun_at = 0
@@ -151,7 +136,7 @@ def train(
     trained.seconds = time.perf_counter() - begun
     trained.steps, trained.log = trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]
     if guard is not None:
-        told = folder / "nanproof" / "incidents.jsonl"  # those of before a stop too
+        told = folder / RECORDS / "incidents.jsonl"  # those of before a stop too
         trained.incidents = list(read_incidents(told)) if told.exists() else []
         trained.refused = guard.refused_in_all
         trained.skipped = trained.steps - begun_at - guard.accepted_so_far

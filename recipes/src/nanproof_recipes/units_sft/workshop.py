@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nanproof import UsageError
-from nanproof.core.support._files import write_whole
-from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
-from nanproof_recipes.machine import device, ran_on, reproducible
+from nanproof_recipes.folders import begin, begun, doctors_word, locked, refuse_another
+from nanproof_recipes.library import write_whole
+from nanproof_recipes.machine import device, nonfinite_tensors, ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.units_sft.arms import Setting
 from nanproof_recipes.units_sft.asking import measured_loss, replies
@@ -24,7 +24,7 @@ from nanproof_recipes.units_sft.data import questions
 from nanproof_recipes.units_sft.data.questions import Question
 from nanproof_recipes.units_sft.data.samples import Example, examples, prompt
 from nanproof_recipes.units_sft.data.units import written
-from nanproof_recipes.units_sft.models import Language, load_language, nonfinite_tensors
+from nanproof_recipes.units_sft.models import Language, load_language
 from nanproof_recipes.units_sft.results import FILE, Result
 from nanproof_recipes.units_sft.scoring import is_right, parse, score
 from nanproof_recipes.units_sft.training import Trained, train
@@ -100,15 +100,10 @@ class Workshop:
     def done(self, setting: Setting, *, again: bool = False, **more: Any) -> Result | None:
         """The result of an arm that is there already, made with the same settings. `again` clears the arm's folder."""
         folder, told = self.out / setting.name, self._told(setting, **more)
-        if again:
-            clear(folder, KEYS)
-        if (folder / FILE).exists():
-            there = Result.load(folder)
-            refuse_another(folder, there.setting, told)
+        there = Result.done(folder, told, KEYS, again)
+        if there is not None:
             self.progress.say(f"{setting.name}: done already, {folder / FILE}")
-            return there
-        check(folder, told)
-        return None
+        return there
 
     def arm(
         self,
@@ -159,8 +154,7 @@ class Workshop:
         return Result(
             name=setting.name,
             setting=told,
-            ending=trained.ending,
-            steps=trained.steps,
+            **trained.outcome(),
             loss=trained.last("loss"),
             valid_loss=held_out,
             grad_norm=trained.last("grad_norm"),
@@ -169,14 +163,9 @@ class Workshop:
             questions=marks.questions,
             nonfinite=bad,
             tensors=tensors,
-            refused=trained.refused,
-            skipped=trained.skipped,
-            rolled_back=trained.rolled_back,
-            seconds=trained.seconds,
             notes=[*trained.notes, *doctors_word(folder / STATE), ran_on()],
             curves=_curves(trained.log),
             samples=_shown(valid, said),
-            incidents=[incident.to_json() for incident in trained.incidents],
         )
 
     # -- asking ----------------------------------------------------------------------------------------------------------------

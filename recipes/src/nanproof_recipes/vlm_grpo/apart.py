@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from nanproof import NanproofError, UsageError
-from nanproof._text import shown
+from nanproof_recipes.library import shown
 from nanproof_recipes.results import FILE
 from nanproof_recipes.vlm_grpo.arms import Setting
 from nanproof_recipes.vlm_grpo.results import Result

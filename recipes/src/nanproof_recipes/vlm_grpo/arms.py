@@ -1,19 +1,18 @@
-"""The arms: the reinforcement learning as it died, as the document patched it, as it was under nanproof, and as it should be.
+"""The arms of vlm-grpo: reinforcement learning as reported, with the document's patch, under nanproof, and fixed.
 
-The judge of the place writes its verdict behind each reply, in tokens that do not count in the loss. The policy is kept from
-writing the judge's token itself. In `broken` that is done by lowering its logit in the policy and not in the reference: stock TRL
-takes exp of the difference before it masks it. The variant `group` is another death of the same report: groups of one reply,
-whose deviation is NaN. `patched` differs from `broken` by what the document changed and by nothing else.
+A judge appends its verdict to each reply, in tokens that do not count in the loss. The policy must not write the judge's token
+itself. `broken` lowers the logit of that token in the policy but not in the reference, and stock TRL takes exp of the difference
+before it masks it. The variant `group` is another failure from the same report: groups of one reply, whose standard deviation is
+NaN. `patched` changes only what the document changed.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanproof import UsageError
-from nanproof._text import printable
+from nanproof_recipes.arms import BaseSetting, check_above, check_choice, check_least, check_seed, find, given
 
 WARM = "warm"
 """The folder of the warm start, which every arm begins with."""
@@ -22,13 +21,9 @@ LOWERED = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Setting(BaseSetting):
     """All that decides how one model is trained, from the warm start on."""
 
-    arm: str
-    variant: str = ""
-    says: str
-    """What is different in this arm, in one line."""
     trainer: Literal["trl", "loop"] = "trl"
     """TRL's GRPOTrainer, or the loop of this recipe, which takes a group of one and needs no TRL."""
     ban: Literal["policy", "sampling"] = "policy"
@@ -57,7 +52,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its row and its folder."""
+        """The name of its row and its folder."""
         name = f"{self.arm}-{self.variant}" if self.variant else self.arm
         return f"{name}-seed-{self.seed}" if self.seed else name
 
@@ -65,9 +60,6 @@ class Setting:
     def may_lose_device(self) -> bool:
         """Whether it may draw from NaN, which on CUDA ends the process' use of the device."""
         return not (self.protect or self.patched)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 BROKEN = Setting(
@@ -105,47 +97,29 @@ FIXED = replace(
     says="the judge's token is banned where tokens are drawn, masked before exp, clipped to 0.5, warm-up 10, guarded",
 )
 SETTINGS = {(s.arm, s.variant): s for s in (BROKEN, GROUP, PATCHED, GUARDED, GUARDED_GROUP, FIXED)}
-ARMS = ("broken", "patched", "guarded", "fixed")
 
 
 def setting(arm: str, variant: str = "", **changes: Any) -> Setting:
-    """The setting of an arm. Changes that are None are left out."""
-    found = SETTINGS.get((arm, variant))
-    if found is None:
-        if arm not in ARMS:
-            raise UsageError(f"--arm {printable(arm)} is unknown. Choose {', '.join(ARMS[:-1])} or {ARMS[-1]}")
-        variants = [v for a, v in SETTINGS if a == arm and v]
-        known = f"it has {', '.join(variants)}" if variants else "it has none"
-        raise UsageError(f"--arm {arm} has no variant {printable(variant)!r}: {known}")
-    return changed(found, **changes)
+    """Return the setting of an arm with some changes; a change that is None is ignored."""
+    return changed(find(SETTINGS, arm, variant), **changes)
 
 
 def changed(found: Setting, **changes: Any) -> Setting:
-    """With other values for some settings; those that are None are left out."""
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if changes.get("trainer", "trl") not in ("trl", "loop"):
-        raise UsageError(f"--trainer {printable(changes['trainer'])} is unknown. Choose trl or loop")
+    """Return the setting with other values; a change that is None is ignored."""
+    changes = given(changes)
+    check_choice("trainer", changes.get("trainer", "trl"), ("trl", "loop"))
     if found.variant == "group":
         changes.pop("trainer", None)  # TRL refuses a group of one
         if changes.get("group", 1) != 1:
             raise UsageError(f"--group {changes['group']}: {found.name} is about groups of one. Choose another arm")
     made = replace(found, **changes)
-    _check(made)
+    values = made.to_json()
+    check_above(values, "lr", "max_norm", "temperature")
+    check_least(values, batch=1, steps=1, warmup=0, rank=1, alpha=1, beta=0)
+    if made.group < 2 and made.variant != "group":
+        raise UsageError(f"--group {made.group}: a group of one has no mean to differ from; sample at least 2 replies")
+    if made.batch % made.group:
+        raise UsageError(f"--batch {made.batch}: replies do not divide into groups of {made.group}")
+    check_choice("precision", made.precision, ("as-loaded", "auto", "bf16", "fp32"))
+    check_seed(made.seed)
     return made
-
-
-def _check(s: Setting) -> None:
-    for key in ("lr", "max_norm", "temperature"):
-        if not 0 < getattr(s, key) < math.inf:
-            raise UsageError(f"--{key.replace('_', '-')} {getattr(s, key)}: a number above 0 is needed")
-    for key, least in {"batch": 1, "steps": 1, "warmup": 0, "rank": 1, "alpha": 1, "beta": 0.0}.items():
-        if not least <= getattr(s, key) < math.inf:
-            raise UsageError(f"--{key} {getattr(s, key)}: a number of at least {least:g} is needed")
-    if s.group < 2 and s.variant != "group":
-        raise UsageError(f"--group {s.group}: a group of one has no mean to differ from; sample at least 2 replies")
-    if s.batch % s.group:
-        raise UsageError(f"--batch {s.batch}: replies do not divide into groups of {s.group}")
-    if s.precision not in ("as-loaded", "auto", "bf16", "fp32"):
-        raise UsageError(f"--precision {printable(s.precision)} is unknown. Choose as-loaded, auto, bf16 or fp32")
-    if not 0 <= s.seed < 2**32:
-        raise UsageError(f"--seed {s.seed}: a whole number from 0 to 2**32 - 1 is needed")

@@ -1,4 +1,4 @@
-"""Every arm, one table: what was reported, what the document made of it, what nanproof makes of it, and how it is done."""
+"""Run every arm of vlm-grpo and put them into one table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanproof.core.support._environment import device_name, versions_now
-from nanproof_recipes.comparison.comparison import Arm, Check, Column, Comparison
+from nanproof_recipes.comparing import GRAD_NORM, NONFINITE, REFUSED, SKIPPED, around, row
+from nanproof_recipes.comparison.comparison import Arm, Column, Comparison
 from nanproof_recipes.machine import device
-from nanproof_recipes.results import FILE, few, shared
+from nanproof_recipes.results import FILE, few
 from nanproof_recipes.vlm_grpo.apart import train_apart
 from nanproof_recipes.vlm_grpo.arms import FIXED, GUARDED, SETTINGS, WARM, Setting, changed
 from nanproof_recipes.vlm_grpo.claims import checks
 from nanproof_recipes.vlm_grpo.results import Result
 from nanproof_recipes.vlm_grpo.running import Workshop
-from nanproof_recipes.vlm_grpo.train.training import RECORDS
 
 COLUMNS = (
     Column(
@@ -37,7 +36,7 @@ COLUMNS = (
     Column("kl", "KL", note="k3 estimate of the divergence from the reference, over the last steps, as it was logged."),
     Column("entropy", "entropy", note="Of the next token in nats, over the last steps."),
     Column("loss", "logged loss", note="The last that was logged. TRL's Trainer shows a NaN as 0."),
-    Column("grad_norm", "grad_norm", note="The last that was logged."),
+    GRAD_NORM,
     Column("nonfinite_steps", "NaN/Inf steps", "count", note="Steps whose logged loss or grad_norm was NaN or Inf."),
     Column(
         "bad_rows",
@@ -45,9 +44,9 @@ COLUMNS = (
         "count",
         note="Rows of logits with a NaN or Inf while replies were sampled. Under nanproof a reply ends with the first of them.",
     ),
-    Column("nonfinite", "NaN tensors", "text", note="Trainable tensors that are not finite at the end, of all."),
-    Column("refused", "refused", "count", note="Attempts at a step that the guard refused; a healed one is run again."),
-    Column("skipped", "skipped", "count", note="Steps that were not taken in the end."),
+    NONFINITE,
+    REFUSED,
+    SKIPPED,
     Column(
         "rolled_back",
         "rolled back",
@@ -56,9 +55,6 @@ COLUMNS = (
     ),
     Column("seconds", "seconds", "seconds", note="Training alone; several arms at a time take longer each."),
 )
-MEASURED = ("reward", "caption", "place", "reward_std", "kl", "entropy", "loss", "grad_norm", "seconds")
-COUNTED = ("nonfinite_steps", "bad_rows", "refused", "skipped", "rolled_back")
-"""Of what was trained by GRPO; the warm start has none of these."""
 LEAD = (
     "A small vision-language model describes a marked region and says where it is. After a warm start on right answers it is "
     "trained by GRPO, and as reported it died while sampling: probability tensor contains either inf, nan or element < 0. Two "
@@ -108,34 +104,16 @@ def told(workshop: Workshop, results: Iterable[Result]) -> Comparison:
         lead=LEAD,
         columns=COLUMNS,
         arms=tuple(_arm(workshop.out, result) for result in results),
-        checks=_checks(results),
-        settings=shared([result.setting for result in results if result.tensors is not None]),
-        environment={"versions": versions_now(), "device": str(device()), "device_name": device_name(device())},
+        checks=tuple(checks({result.name: result for result in results})),
+        **around(results, device()),
     )
-
-
-def _checks(results: Iterable[Result]) -> tuple[Check, ...]:
-    return tuple(checks({result.name: result for result in results}))
 
 
 def _arm(out: Path, r: Result) -> Arm:
-    run, trained = f"{r.name}/{RECORDS}", r.tensors is not None
     by_chance = [f"Replies that know nothing come to a reward of {few(r.chance)}."] if r.chance is not None else []
     likeliest = [f"Its likeliest replies come to a reward of {few(r.greedy)}."] if r.greedy is not None else []
-    return Arm(
-        name=r.name,
-        setting=_says(r),
-        ending=r.ending,
-        values={
-            **{name: getattr(r, name) for name in MEASURED},
-            **{name: getattr(r, name) if trained else None for name in COUNTED},
-            "nonfinite": f"{r.nonfinite}/{r.tensors}" if trained else None,
-        },
-        story=(*by_chance, *likeliest, *r.notes),
-        curves=dict(r.curves) if trained else {},  # that of the warm start is another loss
-        run=run if (out / run).is_dir() else None,
-        samples=tuple(r.samples),
-    )
+    curves = dict(r.curves) if r.tensors is not None else {}  # that of the warm start is another loss
+    return row(out, r, _says(r), COLUMNS, story=(*by_chance, *likeliest, *r.notes), curves=curves)
 
 
 def _says(r: Result) -> str:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof._text import printable
-from nanproof.core.support._context import rehearsal
-from nanproof.integrations._patches import Patches
+from nanproof_recipes.arms import check_choice
+from nanproof_recipes.library import Patches, rehearsing
 from nanproof_recipes.vlm_grpo.train import grpo_loop
 
 NONE, LOGITS, GRADIENT, REWARD = "none", "logits", "gradient", "reward"
@@ -27,8 +26,7 @@ TOKEN = 2
 
 def known(fault: str, steps: int) -> str:
     """The fault, if there is one of that name and a session of so many steps comes to it."""
-    if fault not in FAULTS:
-        raise UsageError(f"--fault {printable(fault)} is unknown. Choose {', '.join(FAULTS[:-1])} or {FAULTS[-1]}")
+    check_choice("fault", fault, FAULTS)
     if fault != NONE and steps < AT + 2:
         raise UsageError(
             f"--steps {steps}: a fault is put into the second step, and one has to come after it. Give at least {AT + 2}"
@@ -62,7 +60,7 @@ class Session:
         """A forward of sampling: no gradient, and logits of one position alone. The first of a generation has the prompt. One
         that is run again to find out where a row went bad is none."""
         logits = getattr(out, "logits", None)
-        if rehearsal or torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
+        if rehearsing() or torch.is_grad_enabled() or not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] != 1:
             return None
         self._tokens += 1
         if _length(kwargs) > 1:
@@ -83,7 +81,7 @@ class Session:
     def _trained(self, layer: Any, args: Any, out: Any) -> None:
         """A forward of training: its output gets a gradient, and that gradient an Inf."""
         hidden = out[0] if isinstance(out, tuple) else out
-        if rehearsal or not torch.is_grad_enabled() or not hidden.requires_grad:
+        if rehearsing() or not torch.is_grad_enabled() or not hidden.requires_grad:
             return
         if self._steps == AT and not self.fired:
             self.fired = True

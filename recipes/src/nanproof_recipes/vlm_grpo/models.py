@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nanproof import UsageError
-from nanproof._text import printable
+from nanproof_recipes.library import printable
 from nanproof_recipes.machine import needs
 from nanproof_recipes.vlm_grpo.data import scenes
 

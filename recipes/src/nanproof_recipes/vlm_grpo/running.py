@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from nanproof import UsageError
-from nanproof._text import printable
-from nanproof_recipes.folders import begin, begun, check, clear, doctors_word, locked, refuse_another
-from nanproof_recipes.machine import device, ran_on, reproducible
+from nanproof_recipes.folders import RECORDS, begin, begun, clear, doctors_word, locked
+from nanproof_recipes.library import printable
+from nanproof_recipes.machine import device, nonfinite_tensors, ran_on, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE
 from nanproof_recipes.vlm_grpo.arms import WARM, Setting
@@ -30,11 +30,9 @@ from nanproof_recipes.vlm_grpo.train.asking import Chance, Marks, examine
 from nanproof_recipes.vlm_grpo.train.rewards import caption_reward, place_reward
 from nanproof_recipes.vlm_grpo.train.training import (
     LOGGED,
-    RECORDS,
     Trained,
     chosen_precision,
     died_of_sampling,
-    nonfinite_tensors,
     write_log,
 )
 from nanproof_recipes.vlm_grpo.train.warm import Schooling, school, schooling_for
@@ -212,13 +210,11 @@ class Workshop:
         marks, texts = self._asked(own, setting.name, setting) if asked else (None, [])
         greedy = self._asked(own, "", setting, temperature=0)[0] if marks is not None else None
         log = write_log(folder, trained.log)
-        means = {name: trained.last(name, LAST) for name in ("reward_std", "kl", "entropy")}
+        means: dict[str, Any] = {name: trained.last(name, LAST) for name in ("reward_std", "kl", "entropy")}
         return Result(
             name=setting.name,
             setting=told,
-            ending=trained.ending,
-            steps=trained.steps,
-            seconds=trained.seconds,
+            **trained.outcome(),
             reward=None if marks is None else marks.reward,
             caption=None if marks is None else marks.caption,
             place=None if marks is None else marks.place,
@@ -232,28 +228,18 @@ class Workshop:
             tensors=tensors,
             nonfinite_steps=trained.nonfinite_steps,
             bad_rows=trained.bad_rows,
-            refused=trained.refused,
-            skipped=trained.skipped,
-            rolled_back=trained.rolled_back,
             memory=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             notes=[*trained.notes, *doctors_word(log), ran_on()],
             curves=_curves(trained.log),
             samples=_shown(self.sets["valid"], texts),
-            incidents=[incident.to_json() for incident in trained.incidents],
         )
 
     def _there(self, folder: Path, told: Mapping[str, Any], again: bool) -> Result | None:
         """The result of an arm that is done, with the same settings. `again` clears its folder."""
-        anew = "sft --again" if folder.name == WARM else "train --again"
-        if again:
-            clear(folder, KEYS)
-        if (folder / FILE).exists():
-            there = Result.load(folder)
-            refuse_another(folder, there.setting, told, anew)
+        there = Result.done(folder, told, KEYS, again, "sft --again" if folder.name == WARM else "train --again")
+        if there is not None:
             self.progress.say(f"{there.name}: done already, {folder / FILE}")
-            return there
-        check(folder, told, anew)
-        return None
+        return there
 
     # -- asking ----------------------------------------------------------------------------------------------------------------
 

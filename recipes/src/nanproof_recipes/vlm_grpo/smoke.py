@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanproof import Incident
-from nanproof_recipes.folders import begin, clear, locked
-from nanproof_recipes.machine import reproducible
+from nanproof_recipes.folders import RECORDS, begin, clear, locked
+from nanproof_recipes.machine import nonfinite_tensors, reproducible
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.results import FILE, few, plain
 from nanproof_recipes.vlm_grpo.arms import WARM, Setting
@@ -23,7 +23,7 @@ from nanproof_recipes.vlm_grpo.faults import NONE, Session, known
 from nanproof_recipes.vlm_grpo.results import Result
 from nanproof_recipes.vlm_grpo.running import KEYS, Workshop
 from nanproof_recipes.vlm_grpo.train import grpo_loop
-from nanproof_recipes.vlm_grpo.train.training import RECORDS, Trained, nonfinite_tensors
+from nanproof_recipes.vlm_grpo.train.training import Trained
 from nanproof_recipes.vlm_grpo.train.warm import Schooling, schooling_for
 
 HEALTHY, HANDLED, FAILED = "healthy", "handled", "failed"
@@ -201,11 +201,9 @@ def _met(trained: Trained, session: Session, folder: Path) -> Smoked:
         fault=session.fault,
         fired=session.fired,
         guarded=trained.setting.protect,
-        ending=trained.ending,
+        **trained.outcome(),
         wanted=trained.setting.steps,
-        steps=trained.steps,
         taken=trained.steps - trained.skipped,
-        seconds=trained.seconds,
         first_reward=rewards[0] if rewards else None,
         last_reward=rewards[-1] if rewards else None,
         bad_losses=bad["loss"],
@@ -217,9 +215,5 @@ def _met(trained: Trained, session: Session, folder: Path) -> Smoked:
         bad_rewards=session.bad_rewards,
         tensors=tensors,
         nonfinite=nonfinite,
-        refused=trained.refused,
-        skipped=trained.skipped,
-        rolled_back=trained.rolled_back,
         records=str(folder / RECORDS) if trained.setting.protect else None,
-        incidents=[incident.to_json() for incident in trained.incidents],
     )

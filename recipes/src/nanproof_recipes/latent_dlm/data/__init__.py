@@ -1,5 +1,5 @@
-"""What latent-dlm learns: windows of text, and the latents made from them.
+"""The data of latent-dlm: windows of text, and latents computed from them.
 
-- `corpus` finds the text, by default the shipped docstrings (`docstrings` makes that file); `dataset` cuts windows.
-- `latents` turns a window into latents.
+- `corpus` reads text as bytes and cuts it into windows; `docstrings` makes the text that ships.
+- `latents` computes the latents of a window; `dataset` pairs both for a data loader.
 """

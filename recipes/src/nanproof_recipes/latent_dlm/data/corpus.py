@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof._text import printable
 from nanproof_recipes.latent_dlm.data.docstrings import SEPARATOR
+from nanproof_recipes.library import printable
 
 log = logging.getLogger("nanproof")
 
@@ -56,7 +56,7 @@ def _shipped() -> bytes:
     except (OSError, EOFError, zlib.error):
         text = b""
     if hashlib.sha256(text).hexdigest() != SHA256:
-        raise UsageError(f"{SHIPPED}, the text that ships with this recipe, is missing or damaged. Install nanproof again")
+        raise UsageError(f"{SHIPPED}, the text of this recipe, is missing or damaged. Install nanproof-recipes again")
     return text
 
 

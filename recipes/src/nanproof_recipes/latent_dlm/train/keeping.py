@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nanproof import UsageError
-from nanproof.core.support._files import reason, sync, write_whole
 from nanproof.numerics.precision import Precision, choose
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.data.latents import Scale
 from nanproof_recipes.latent_dlm.model.model import MMDiT
+from nanproof_recipes.library import reason, sync, write_whole
 
 MODEL, CONFIG, SCALE = "model.safetensors", "config.yaml", "scale.json"
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from nanproof import TrainingHalted
-from nanproof._records import encode
-from nanproof.core.support._files import write_whole
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.train.evaluating import Measured
 from nanproof_recipes.latent_dlm.train.loops import Batch, GuardedLoop, Loop
 from nanproof_recipes.latent_dlm.train.team import Team
+from nanproof_recipes.library import encode, write_whole
 
 LOG = "training_log.jsonl"
 Tick = Callable[[int, str], None]

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from nanproof import Checkpoints, Guard, Policy, UsageError, read_incidents
-from nanproof.core.judge._parameters import nonfinite
 from nanproof.numerics.losses import weighted_sum
 from nanproof.numerics.precision import Precision, choose
+from nanproof_recipes.folders import RECORDS
 from nanproof_recipes.latent_dlm.arms import DAMAGED_AT, Setting
 from nanproof_recipes.latent_dlm.config import Config
 from nanproof_recipes.latent_dlm.data.dataset import Pairs, Prepared
@@ -31,7 +31,7 @@ from nanproof_recipes.latent_dlm.train.loops import Batch, DocumentLoop, Guarded
 from nanproof_recipes.latent_dlm.train.stepping import Run, Tick, forever, rate
 from nanproof_recipes.latent_dlm.train.team import Team
 
-CHECKPOINTS, RECORDS = "checkpoints", "nanproof"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass
@@ -278,10 +278,10 @@ def _keep(model: nn.Module, folder: Path, step: int, keep: int, team: Team) -> N
 
 
 def _nonfinite(model: nn.Module, team: Team) -> tuple[int, int]:
-    named = list(model.named_parameters())
-    bad = set(nonfinite(named))
-    flags = team.sum(torch.tensor([float(name in bad) for name, _ in named], device=team.place))
-    return int((flags > 0).sum()), len(named)
+    """Return how many parameters hold a NaN or an Inf in any process, and how many there are."""
+    shards = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    flags = team.sum(torch.tensor([float(not p.isfinite().all()) for p in shards], device=team.place))
+    return int((flags > 0).sum()), len(shards)
 
 
 def _incidents(folder: Path) -> list[Any]:

@@ -1,1 +1,5 @@
-"""The data of units-sft: `units` and their factors, `questions` about them, `samples` as tokens with masked prompts."""
+"""The data of units-sft.
+
+- `units` defines the units and their exact factors; `questions` makes questions and answers about them.
+- `samples` turns a question into tokens with a masked prompt.
+"""

@@ -145,7 +145,7 @@ def _amount(chance: random.Random) -> str:
 
 def save(path: Path, questions: Iterable[Question]) -> None:
     """One JSON object a line; whole or not there."""
-    from nanproof.core.support._files import write_whole
+    from nanproof_recipes.library import write_whole
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps({**asdict(q), "correct": q.correct}) + "\n" for q in questions))

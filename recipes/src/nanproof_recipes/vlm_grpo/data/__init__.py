@@ -1,1 +1,1 @@
-"""The data of vlm-grpo: `scenes` of coloured shapes with a mask, and `pictures` of them."""
+"""The data of vlm-grpo: `scenes` makes coloured shapes with a mask and a caption, `pictures` writes them as PNG files."""

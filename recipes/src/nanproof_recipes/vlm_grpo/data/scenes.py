@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanproof import UsageError
-from nanproof._text import printable
-from nanproof.core.support._files import write_whole
 from nanproof_recipes.folders import BEGUN
+from nanproof_recipes.library import printable, write_whole
 from nanproof_recipes.vlm_grpo.arms import WARM
 
 SIDE, CELL = 32, 4

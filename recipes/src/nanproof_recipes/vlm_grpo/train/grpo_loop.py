@@ -21,7 +21,8 @@ from torch import Tensor
 
 from nanproof import Guard, GuardedSampling, Incident, Policy, TrainingHalted
 from nanproof.numerics.rl import group_advantages, kl, masked_mean, ratio
-from nanproof_recipes.machine import device
+from nanproof_recipes.folders import RECORDS
+from nanproof_recipes.machine import device, nonfinite_tensors
 from nanproof_recipes.progress import Advance as Tick
 from nanproof_recipes.vlm_grpo.arms import LOWERED, Setting
 from nanproof_recipes.vlm_grpo.data.scenes import Scene
@@ -31,12 +32,10 @@ from nanproof_recipes.vlm_grpo.train.asking import Prepared, Replies, never, pro
 from nanproof_recipes.vlm_grpo.train.judge import lower, readable, verdict
 from nanproof_recipes.vlm_grpo.train.rewards import reward
 from nanproof_recipes.vlm_grpo.train.training import (
-    RECORDS,
     Trained,
     chosen_precision,
     died,
     died_of_sampling,
-    nonfinite_tensors,
     said,
 )
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from nanproof import Policy, TrainingHalted, UnsupportedError, protect
-from nanproof.integrations._patches import Patches
-from nanproof.integrations._versions import check_version
-from nanproof_recipes.machine import device, needs
+from nanproof_recipes.folders import RECORDS
+from nanproof_recipes.library import Patches, check_version
+from nanproof_recipes.machine import device, needs, nonfinite_tensors
 from nanproof_recipes.progress import Advance as Tick
 from nanproof_recipes.vlm_grpo.arms import LOWERED, Setting
 from nanproof_recipes.vlm_grpo.data.scenes import Scene
@@ -30,12 +30,10 @@ from nanproof_recipes.vlm_grpo.train.judge import lower, readable, verdict
 from nanproof_recipes.vlm_grpo.train.rewards import caption_reward, place_reward
 from nanproof_recipes.vlm_grpo.train.training import (
     LOGGED,
-    RECORDS,
     Trained,
     chosen_precision,
     died,
     died_of_sampling,
-    nonfinite_tensors,
     said,
 )
 

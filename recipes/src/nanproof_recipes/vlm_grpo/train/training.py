@@ -5,69 +5,46 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import nn
 
-from nanproof import UsageError
-from nanproof._records import encode
-from nanproof._text import printable
-from nanproof.core.support._files import write_whole
 from nanproof.numerics.precision import Ask, Precision, choose
+from nanproof_recipes.arms import check_choice
+from nanproof_recipes.library import encode, write_whole
 from nanproof_recipes.machine import device
+from nanproof_recipes.results import BaseTrained
 from nanproof_recipes.vlm_grpo.arms import Setting
 
 LOG = "training_log.jsonl"
-RECORDS = "nanproof"
-"""Where the guard writes, in the folder of the arm."""
 LOGGED = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm")
 
 
 @dataclass
-class Trained:
-    """A model after its training, and what is known of it."""
+class Trained(BaseTrained):
+    """A model after its training. Its log has a line a step: `step`, and what of LOGGED was there."""
 
-    model: Any
     setting: Setting
-    ending: str = "finished"
-    steps: int = 0
-    seconds: float = 0.0
-    log: list[dict[str, float]] = field(default_factory=list)
-    """One line a step: `step` and what of LOGGED was there."""
-    refused: int = 0
-    """Attempts at a step that the guard refused."""
-    skipped: int = 0
-    """Steps that were not taken in the end."""
-    rolled_back: int = 0
     device_lost: bool = False
     """Sampling from NaN on CUDA: an assertion in a kernel, after which this process cannot use the device."""
     nonfinite: int | None = None
     """Trainable tensors that were not finite when that was last looked at, where the device is lost."""
     bad_rows: int | None = None
     """Rows of logits with a NaN or Inf that were sampled from, a row a token; or replies that ended because of one."""
-    incidents: list[Any] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def nonfinite_steps(self) -> int:
         """Steps whose logged loss or gradient norm was NaN or Inf."""
         return sum(not all(math.isfinite(line.get(name, 0.0)) for name in ("loss", "grad_norm")) for line in self.log)
 
-    def last(self, name: str, count: int = 1) -> float | None:
-        """The mean of what was logged last; None where nothing was."""
-        found = [line[name] for line in self.log if name in line][-count:]
-        return sum(found) / len(found) if found else None
-
 
 def chosen_precision(model: nn.Module, asked: str) -> Precision:
     """What `auto` stands for: on a CPU fp32, for at this size casting costs more than it saves. Never fp16: it needs a loss
     scale, which neither the warm start nor the loop of this recipe has."""
     place = device()
-    if asked not in ("auto", "bf16", "fp32"):
-        raise UsageError(f"--precision {printable(asked)} is unknown. Choose auto, bf16 or fp32")
+    check_choice("precision", asked, ("auto", "bf16", "fp32"))
     if asked == "auto" and place.type == "cpu":
         return replace(choose(model, place, "fp32"), reason="on a CPU, casting so small a model costs more than it saves")
     chosen = choose(model, place, cast(Ask, asked))
@@ -93,12 +70,6 @@ def write_log(folder: Path, log: Sequence[Mapping[str, float]]) -> Path:
     lines = [{k: encode(v) if isinstance(v, float) else v for k, v in line.items()} for line in log]
     write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
     return path
-
-
-def nonfinite_tensors(model: nn.Module) -> tuple[int, int]:
-    """Trainable tensors with a value that is not finite, of how many."""
-    tensors = [p for p in model.parameters() if p.requires_grad]
-    return sum(not bool(torch.isfinite(p).all()) for p in tensors), len(tensors)
 
 
 def said(line: Mapping[str, float]) -> str:
