@@ -87,4 +87,4 @@ def test_curves_show_height_and_gaps():
     assert bottom[0] != " " and bottom[3] == " "
     assert curve([], 3, 2, scale, FINE) == ["   ", "   "]
     assert [len(row) for row in curve([1.0], 10, 3, scale, FINE)] == [10, 10, 10]
-    assert curve([0.0, 1.0, 2.0, float("nan")], 4, 1, scale, FINE) == [spark([0.0, 1.0, 2.0, float("nan")], 4, FINE)] == ["▁▄█×"]
+    assert curve([0.0, 1.0, 2.0, float("nan")], 4, 1, scale, FINE) == [spark([0.0, 1.0, 2.0, float("nan")], 4, FINE)] == ["▁▅█×"]
