@@ -85,7 +85,7 @@ def test_a_log_without_steps_is_read_with_usual_settings():
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "steps", "exponential"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
 def test_silence_about_schedules_that_were_followed(kind, seed):
     """Any warm-up, length, base, digits and form of the log."""
     random.seed(1000 + seed)
