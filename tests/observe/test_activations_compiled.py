@@ -109,7 +109,7 @@ def compiled(how: str) -> nn.Module:
         ("after a call", 0),
         ("in place", 0),
         ("a part", 0),
-        pytest.param("in parts", 0, marks=pytest.mark.slow),  # "inside checkpoints" compiles the same parts
+        ("in parts", 0),
         ("checkpointed", 0),
         ("inside checkpoints", 0),
         ("inside reentrant checkpoints", 0),
