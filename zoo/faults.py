@@ -357,7 +357,7 @@ def on_ranks(seed: int, kind: str, runs: int, faults: int = 8) -> Tally:
     """A campaign on two ranks; a hang is gloo's time-out."""
     tally = Tally()
     try:
-        [(zero, one)] = two_ranks(("campaign:ranks_job", (seed, kind, runs, faults), {}), timeout=60)
+        [(zero, one)] = two_ranks(("zoo.faults:ranks_job", (seed, kind, runs, faults), {}), timeout=60)
     except Exception as error:
         tally.hangs += "imed out" in str(error)
         tally.problems.append(f"{kind} seed {seed}: {error!r}"[:400])
