@@ -18,7 +18,7 @@ from nanproof_recipes.latent_dlm.data import corpus
 from nanproof_recipes.latent_dlm.data.corpus import END, IDS, MASK, OUT, PAD, decode, documents, split, windows
 from nanproof_recipes.latent_dlm.data.docstrings import docstrings, main, pack
 
-ASSETS = files("nanproof_recipes.latent_dlm") / "assets"
+ASSETS = files("nanproof_recipes.latent_dlm.data") / "assets"
 texts = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=8)
 
 
