@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -148,11 +149,19 @@ def commands_in(text: str) -> list[str]:
     return [match[1] for match in found if match and "..." not in match[1] and "[" not in match[1]]
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if commands_in(p.read_text())], ids=name_of)
-def test_commands_in_the_documents_are_understood(path):
-    """Every command is one, and every option of it. An argument may be missing: prose speaks of `nanproof run --observe`."""
-    from tools.reference_cli import called
+@pytest.fixture(scope="module")
+def called():
+    """`tools.reference_cli.called`, with the commands made once and not for every line."""
+    from tools import reference_cli
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_cli, "commands", cache(reference_cli.commands))
+        yield reference_cli.called
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if commands_in(p.read_text())], ids=name_of)
+def test_commands_in_the_documents_are_understood(path, called):
+    """Every command is one, and every option of it. An argument may be missing: prose speaks of `nanproof run --observe`."""
     for line in commands_in(path.read_text()):
         command, args = called(shlex.split(line))
         wrong = ""

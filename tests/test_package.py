@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -54,8 +55,14 @@ READS = set("split rsplit partition rpartition startswith endswith replace find 
 READS |= set("removeprefix removesuffix match search fullmatch".split())
 
 
+@cache
+def parsed(path):
+    """Parsed once: several rules are about the same files."""
+    return ast.parse(path.read_text())
+
+
 def modules():
-    return {path: ast.parse(path.read_text()) for path in sorted(SRC.rglob("*.py"))}
+    return {path: parsed(path) for path in sorted(SRC.rglob("*.py"))}
 
 
 def layer(name):
@@ -155,7 +162,7 @@ def test_rooms_are_small_and_described():
         assert len(place.parts) <= 2, place
         if folder == SRC:
             continue
-        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        said = ast.get_docstring(parsed(folder / "__init__.py")) or ""
         inside = [p.stem for p in files if p.stem != "__init__"] + [p.parent.name for p in folder.glob("*/__init__.py")]
         assert [name for name in inside if f"`{name}`" not in said and f"`{name}/`" not in said] == [], place
 
@@ -163,7 +170,7 @@ def test_rooms_are_small_and_described():
 def test_the_recipes_use_private_names_of_the_library_in_one_file():
     """`nanproof_recipes.library` is the door; everything else imports public names."""
     for path in RECIPES.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nanproof" and path.stem != "library":
                 assert node.module in PUBLIC_MODULES, f"{path.relative_to(RECIPES)}:{node.lineno} {node.module}"
                 assert not any(name.name.startswith("_") and name.name != "__version__" for name in node.names)
@@ -171,16 +178,21 @@ def test_the_recipes_use_private_names_of_the_library_in_one_file():
 
 def test_the_library_holds_no_recipe():
     for path in SRC.rglob("*.py"):
-        names = [name for node in ast.walk(ast.parse(path.read_text())) for name in _modules_of(node)]
-        assert not any(name.split(".")[0] == "nanproof_recipes" for name in names), path
+        assert imported_by(path, {"nanproof_recipes"}) == set(), path
 
 
 @pytest.mark.parametrize(("folder", "not_from"), [("tests", "benchmarks"), ("benchmarks", "tests"), ("zoo", "tests benchmarks")])
 def test_tests_and_benchmarks_do_not_import_each_other(folder, not_from):
     """Both import `zoo` and `tools`."""
     for path in (SRC.parents[1] / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not {name.split(".")[0] for name in _modules_of(node)} & set(not_from.split()), f"{path}:{node.lineno}"
+        assert imported_by(path, set(not_from.split())) == set(), path
+
+
+def imported_by(path, packages):
+    """Which of the packages a file imports from. A file that does not contain their names need not be parsed."""
+    if not any(name in path.read_text() for name in packages):
+        return set()
+    return {name.split(".")[0] for node in ast.walk(parsed(path)) for name in _modules_of(node)} & packages
 
 
 def _modules_of(node):

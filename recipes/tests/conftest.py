@@ -1,9 +1,10 @@
-"""What the tests of the recipes share: the tiny model, taught once a process, and a folder in which an arm is trained once."""
+"""What the tests of the recipes share: the tiny model, taught once, and folders in which every arm is trained once."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -42,8 +43,19 @@ def language():
 
 
 @pytest.fixture(scope="session")
-def shop(language, tmp_path_factory):
-    """A workshop with 48 questions to train on. `shop.arm(setting)` trains an arm on the first call and reads it later."""
-    from nanproof_recipes.units_sft.workshop import Workshop
+def units_comparison(taught, tmp_path_factory):
+    """What `units-sft compare` made of all arms, trained once a test run."""
+    from units_small import compared
 
-    return Workshop(tmp_path_factory.mktemp("units-sft"), "tiny", train=48, valid=16)
+    return compared(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def shop(language, units_comparison, tmp_path_factory):
+    """A workshop in which all arms are done: `shop.arm(setting)` reads the result that `compare` left."""
+    from nanproof_recipes.units_sft.workshop import Workshop
+    from units_small import TRAIN, VALID
+
+    folder = tmp_path_factory.mktemp("units-sft")
+    shutil.copytree(units_comparison.out, folder, dirs_exist_ok=True)
+    return Workshop(folder, "tiny", train=TRAIN, valid=VALID)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from nanproof.cli import app
 
 CODE = """
@@ -53,8 +53,7 @@ def test_something_found(check, tmp_path):
     done = check("mine:broken")
     assert done.exit_code == 1
     assert "optimizer-foreign-parameters" in done.stdout and "Build the optimizer after" in done.stdout
-    command = [sys.executable, "-m", "nanproof", "check", "mine:broken", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = forked.python("-m", "nanproof", "check", "mine:broken", "--json", cwd=tmp_path)
     assert done.returncode == 1 and "noise" in done.stderr
     found = json.loads(done.stdout)["found"]
     assert found[0]["cause"] == "optimizer-foreign-parameters" and found[0]["verified"]

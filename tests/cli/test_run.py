@@ -175,7 +175,7 @@ def test_policy_reaches_the_guard(tmp_path):
         "    optimizer.step()\n"
         "print(i, w.tolist())\n"
     )
-    done = run("--json", "script.py", cwd=tmp_path)
+    done = forked.python("-m", "nanproof", "run", "--json", "script.py", cwd=tmp_path)
     summary = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 0 and summary["halted"] is None and summary["guarded"][0]["refused"] == 1
     words = ("--json", "--no-diagnose", "--policy", "max_skip_rate=0.0", "script.py")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import nanproof
+from crosses import part_of
 from toys import OPTIMIZERS, Run, batches, finite, mse, mse_fp16, net, poison, whole_state
 
 BAD = {0, 3, 4, 7, 11}
@@ -53,10 +54,10 @@ def check(*args, **kwargs):
     return disturbed.guard
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16 weights", "fp16 + scaler"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "accumulation", "lag"),
+    part_of(OPTIMIZERS, ("fp32", "bf16 weights", "fp16 + scaler"), (1, 4), (0, 2), every=2),
+)
 def test_a_bad_batch_leaves_no_trace(optimizer, precision, accumulation, lag):
     """Weights, moments, step counts, buffers, schedule, loss scale, statistics and random numbers are all as never seen."""
     guard = check(optimizer, precision, accumulation, lag)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from crosses import part_of
 from nanproof import UsageError, first_bad, scan
 from nanproof.scan import _measure as measuring
 from nanproof.scan._measure import Workers, measure
@@ -104,9 +105,10 @@ def test_any_tensors_in_any_format_are_measured_as_by_the_obvious_way(tensors, f
     assert file.status == ("bad" if any(sum(found[:3]) for found in wanted.values()) else "clean")
 
 
-@pytest.mark.parametrize("dtype", [*WIDE, *BYTES, *COMPLEX], ids=str)
-@pytest.mark.parametrize("place", [0, 17, 1023, 1024, 4999])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("value", "place", "dtype"),
+    part_of((math.nan, math.inf, -math.inf), (0, 17, 1023, 1024, 4999), (*WIDE, *BYTES, *COMPLEX), every=3),
+)
 def test_one_bad_number_is_found_wherever_it_lies(dtype, place, value, tmp_path, monkeypatch):
     """Also at the edges of blocks and of vectors, in a tensor of many blocks."""
     monkeypatch.setattr(measuring, "BLOCK", 1024)

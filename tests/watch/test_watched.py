@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from nanproof import read_incidents, read_steps
 from nanproof.watch import _words as words
 from nanproof.watch._plain import Lines, caught_up, now
@@ -318,8 +319,7 @@ def test_a_run_of_another_process_is_followed_to_its_end(tmp_path):
     assert watcher.stdout is not None
     assert watcher.stdout.readline() == f"waiting for {tmp_path / 'run'}: there is no run in it yet\n"
     code = "from pathlib import Path; import sys; from watch.made import run; run(Path(sys.argv[1]))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, timeout=60, env=environment)
+    assert forked.python("-c", code, tmp_path / "run").returncode == 0
     rest, _ = watcher.communicate(timeout=20)
     assert watcher.returncode == 0
     assert [line.split(":")[0] for line in rest.splitlines() if "skipped" in line] == [f"step {step}" for step in BAD]

@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 from nanproof.cli import app
 from nanproof_recipes.units_sft import comparing, workshop
 from nanproof_recipes.units_sft.data.questions import load, make
+from units_small import WORDS
 
 pytestmark = pytest.mark.usefixtures("taught")
-
-# 34 questions are 6 steps of 32 and 2: the reported arms log step 1 and step 5
-COMPARE = ["--train", "34", "--valid", "16", "--more", "8"]
 
 
 def run(*words, code=0):
@@ -128,15 +126,15 @@ def test_train_and_test_from_the_command_line(tmp_path):
     assert strict(again.stdout)["setting"]["precision"] == "auto"
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    out = tmp_path_factory.mktemp("compared")
-    return out, run("units-sft", "compare", "--model", "tiny", *COMPARE, "--out", out)
+@pytest.fixture
+def compared(units_comparison):
+    return units_comparison.out, units_comparison.said
 
 
 def test_compare_writes_a_table_and_a_page_and_every_check_holds(compared):
     out, found = compared
     told = strict((out / "comparison.json").read_text())
+    assert found.exit_code == 0, found.output
     assert told["checks"] and all(check["holds"] for check in told["checks"])
     assert "DOES NOT HOLD" not in found.stdout and found.stdout.count("holds: ") == len(told["checks"])
     names = [arm["name"] for arm in told["arms"]]
@@ -154,7 +152,7 @@ def test_compare_a_second_time_trains_nothing(compared, monkeypatch):
     monkeypatch.setattr(workshop, "train", lambda *args, **kwargs: pytest.fail("an arm was trained again"))
     monkeypatch.setattr(comparing, "sample", lambda *args, **kwargs: pytest.fail("answers were drawn again"))
     begun = time.process_time()
-    found = run("units-sft", "compare", "--model", "tiny", *COMPARE, "--out", out, "--json")
+    found = run("units-sft", "compare", "--model", "tiny", *WORDS, "--out", out, "--json")
     assert time.process_time() - begun < 10
     assert strict(found.stdout.splitlines()[-1]) == strict(before) == strict((out / "comparison.json").read_text())
 
@@ -165,7 +163,7 @@ def test_a_claim_that_was_not_seen_ends_with_status_1(compared):
     kept = path.read_text()
     try:
         path.write_text(json.dumps({**json.loads(kept), "nonfinite": 3}))
-        found = run("units-sft", "compare", "--model", "tiny", *COMPARE, "--out", out, code=1)
+        found = run("units-sft", "compare", "--model", "tiny", *WORDS, "--out", out, code=1)
         assert found.stdout.count("DOES NOT HOLD: ") == 1 and "DOES NOT HOLD: patched-001" in found.stdout
     finally:
         path.write_text(kept)
@@ -173,5 +171,5 @@ def test_a_claim_that_was_not_seen_ends_with_status_1(compared):
 
 def test_other_settings_in_the_folder_end_with_status_2(compared):
     out, _ = compared
-    found = run("units-sft", "compare", "--model", "tiny", *COMPARE, "--epochs", 2, "--out", out, code=2)
+    found = run("units-sft", "compare", "--model", "tiny", *WORDS, "--epochs", 2, "--out", out, code=2)
     assert "was made with other settings (epochs)" in found.stderr and "hint: `train --again` does it anew" in found.stderr

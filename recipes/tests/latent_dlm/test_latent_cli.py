@@ -51,7 +51,7 @@ def test_compare_says_what_every_arm_came_to_and_every_check_holds(small_compari
     assert [arm["name"] for arm in told["arms"]] == list(ARMS)
     assert len(told["checks"]) == 9 and all(check["holds"] for check in told["checks"]), told["checks"]
     assert "DOES NOT HOLD" not in found.stdout and found.stdout.count("holds: ") == 9
-    assert found.stdout.rstrip().endswith(f"page: {small_comparison.out / 'comparison.html'}")
+    assert found.stdout.rstrip().endswith(f"page: {small_comparison.trained / 'comparison.html'}")
     assert found.stderr.count("model: 392,417 parameters") == len(ARMS)
     for arm in told["arms"]:
         guarded = arm["name"].startswith(("guarded", "fixed"))
@@ -218,13 +218,20 @@ def two_programs(*words):
     return [subprocess.CompletedProcess(command, rank.returncode, *told) for rank, told in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_two_processes_train_one_arm_and_the_first_alone_speaks(tmp_path, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "start"),
+    [
+        pytest.param("ddp", forked.two_ranks_of, id="ddp"),
+        pytest.param("fsdp2", forked.two_ranks_of, id="fsdp2"),
+        pytest.param("ddp", two_programs, id="programs", marks=pytest.mark.slow),  # importing takes longer than all the rest
+    ],
+)
+def test_two_processes_train_one_arm_and_the_first_alone_speaks(tmp_path, parallel, start):
     """`broken` meets the damaged sample on one rank, and is lost on both; all of its weights are in one file."""
     quick = ["--set", "training.steps=10", "--set", "training.eval_every=5", "--set", "training.checkpoint_every=5"]
     words = ["recipe", "latent-dlm", "train", "--arm", "broken", *WORDS, *quick, "--set", f"training.parallel={parallel}"]
     asked = [*words, "--out", tmp_path, "--json"]
-    zero, one = (forked.two_ranks_of if parallel == "fsdp2" else two_programs)("-m", "nanproof", *asked)
+    zero, one = start("-m", "nanproof", *asked)
     assert [zero.returncode, one.returncode] == [1, 0], (zero, one)
     told = strict(zero.stdout)
     assert one.stdout == "" and "parameters" not in one.stderr

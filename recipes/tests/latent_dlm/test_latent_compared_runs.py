@@ -261,7 +261,7 @@ def test_two_processes_do_not_work_on_one_arm(tmp_path, no_training, again):
 
 def test_a_stopped_run_goes_on_and_again_replaces(tmp_path, monkeypatch):
     """A guarded run that was killed goes on from a good checkpoint and ends where it would have; `again` leaves nothing of it."""
-    quick = ("training.steps=24", "training.eval_every=12", "training.checkpoint_every=4", "training.prove_steps=1")
+    quick = ("training.steps=12", "training.eval_every=6", "training.checkpoint_every=2", "training.prove_steps=1")
     quiet = replace(FIXED, damaged=False)
     whole = studio(tmp_path / "whole", *quick).run(quiet)
 
@@ -269,7 +269,7 @@ def test_a_stopped_run_goes_on_and_again_replaces(tmp_path, monkeypatch):
         pass
 
     def until(done, said):
-        if done == 20:
+        if done == 10:
             raise Killed
 
     real = running.train
@@ -280,7 +280,7 @@ def test_a_stopped_run_goes_on_and_again_replaces(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "train", real)
     result = studio(tmp_path / "killed", *quick).run(quiet)
     assert any(note.startswith("went on from the checkpoint of step ") for note in result.notes)
-    assert result.steps == 24 and result.text_loss == whole.text_loss and result.latent_loss == whole.latent_loss
+    assert result.steps == 12 and result.text_loss == whole.text_loss and result.latent_loss == whole.latent_loss
     assert repr(result.curves["eval_text_loss"]) == repr(whole.curves["eval_text_loss"])
     (tmp_path / "killed" / "fixed" / "left").write_text("over")
     other = studio(tmp_path / "killed", *quick, "training.seed=5").run(quiet, again=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from crosses import part_of
 from latent_toys import batch, prepared, small
 
 pytest.importorskip("diffusers")
@@ -56,9 +57,9 @@ class Knows(nn.Module):
 # -- a model that knows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
-@pytest.mark.parametrize("how", ["ddpm", "ddim"])
-@pytest.mark.parametrize("steps", [1, 7, 30, 60, 100])
+@pytest.mark.parametrize(
+    ("steps", "how", "prediction"), part_of((1, 7, 30, 60, 100), ("ddpm", "ddim"), ("epsilon", "v", "x0"), every=2)
+)
 def test_who_knows_the_answer_is_followed_to_it(how, prediction, steps):
     config = small(loss__diffusion_steps=100, loss__prediction=prediction)
     data = prepared(config).train

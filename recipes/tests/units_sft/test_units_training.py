@@ -19,6 +19,7 @@ from nanproof_recipes.units_sft.asking import measured_loss
 from nanproof_recipes.units_sft.data.samples import IGNORED, examples
 from nanproof_recipes.units_sft.models import tiny
 from nanproof_recipes.units_sft.workshop import Workshop
+from units_small import TRAIN, VALID
 
 
 def exact(result, *but):
@@ -88,7 +89,7 @@ def test_guarded_comes_out_where_fixed_does(shop):
 
 def test_fixed_has_nothing_to_tell(shop):
     found = shop.arm(setting("fixed"))
-    assert found.ending == "finished" and found.steps == 18 == len(
+    assert found.ending == "finished" and found.steps == 15 == len(
         list(read_steps(shop.out / "fixed" / "nanproof" / "steps.jsonl"))
     )
     assert not found.incidents and (found.refused, found.skipped, found.rolled_back, found.nonfinite) == (0, 0, 0, 0)
@@ -118,7 +119,7 @@ def test_fixed_steps_with_the_fused_optimizer_over_fp32_weights(language, tmp_pa
 
 
 def another(shop, folder, progress=None):
-    return Workshop(folder, "tiny", train=48, valid=16, progress=progress)
+    return Workshop(folder, "tiny", train=TRAIN, valid=VALID, progress=progress)
 
 
 def test_one_seed_gives_one_result_and_another_seed_another(shop, tmp_path):

@@ -76,7 +76,7 @@ def test_a_healthy_loop_ends_in_the_same_bits(plain, tmp_path):
 
 def test_a_bad_batch_is_refused_and_explained(tmp_path):
     """The step is named, with the micro-batch, the sample and the cause; the records are as of any guard."""
-    done, (one,) = protected("--run-dir", "records", PLAIN, "--out", "out.pt", "--bad-step", "12", cwd=tmp_path)
+    done, (one,) = protected_late("--run-dir", "records", PLAIN, "--out", "out.pt", "--bad-step", "12", cwd=tmp_path)
     out = torch.load(tmp_path / "out.pt")
     assert finite(out["model"])
     assert out["optimizer"]["state"][0]["step"] == 39, "one step was not taken"

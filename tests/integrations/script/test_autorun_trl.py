@@ -132,7 +132,7 @@ def run_forked(folder: Path, args: list[str]) -> subprocess.CompletedProcess[str
 def test_it_survives_a_fault(folder, name):
     """The trainer is guarded by its own adapter: finite weights, at least one refused step, and the place where it came from."""
     args = SCRIPTS[name](f"{name}-bad")
-    done = run(folder, args, guarded=True, fault=True) if name == "trainer" else run_forked(folder, args)
+    done = run_forked(folder, args)
     assert done.returncode == 0, done.stderr
     assert all(bool(torch.isfinite(w).all()) for w in weights(folder, f"{name}-bad").values())
     (one,) = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]

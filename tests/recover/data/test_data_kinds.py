@@ -216,8 +216,17 @@ def workers_left():
     return multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["random", "random, own generator", "eager batches"])
+@pytest.mark.parametrize(
+    ("kind", "persistent"),
+    [
+        ("random", False),
+        ("random", True),
+        ("random, own generator", True),
+        ("eager batches", True),
+        pytest.param("random, own generator", False, marks=pytest.mark.slow),  # starts nine workers
+        pytest.param("eager batches", False, marks=pytest.mark.slow),
+    ],
+)
 def test_workers_give_the_same_order(kind, persistent):
     """Undisturbed, rewound across epochs, and in a new process; and none is left over."""
     more = {"num_workers": 2, "persistent_workers": persistent}

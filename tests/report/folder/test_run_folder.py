@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import forked
 import nanproof
 from nanproof import UsageError, read_steps
 from nanproof.report._markdown import markdown
@@ -73,11 +74,11 @@ def test_a_run_that_goes_back_is_read_without_what_it_gave_up(tmp_path):
 
 def test_a_killed_run_is_stopped_and_its_last_line_left_out(tmp_path):
     script = (
-        "import sys; sys.path[:0] = sys.argv[2:]\nimport os, torch, nanproof\nfrom toys import batches, mse, net\n"
+        "import sys, os, torch, nanproof\nfrom toys import batches, mse, net\n"
         "model = net(); g = nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, run_dir=sys.argv[1])\n"
         "[g.train_step(b) for b in batches(5)]\nos._exit(9)"
     )
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path), *sys.path]).returncode == 9
+    assert forked.python("-c", script, tmp_path).returncode == 9
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"v":1,"kind":"step","st')
     run = Run(tmp_path).read()

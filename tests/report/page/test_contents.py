@@ -379,7 +379,7 @@ def test_shares_are_in_plain_digits(tmp_path, refused, steps, share):
 
 def test_many_incidents_are_told_quickly_and_in_little_room(tmp_path):
     """Each of its own cause, and each went back: whatever is done for every one must not look at all others."""
-    count = 40_000
+    count = 20_000
     found = [
         made.incident_line(i, action="rewound", diagnosis=diagnosis_of(i) if i % 2 else None, message="x" * 300)
         for i in range(count)
@@ -387,9 +387,9 @@ def test_many_incidents_are_told_quickly_and_in_little_room(tmp_path):
     made.write_run(tmp_path, 3, incidents=found)
     run = Run(tmp_path).read()
     run.turns = [(i, i - 1) for i in reversed(range(1, count))]
-    began = time.perf_counter()
+    began = time.process_time()
     data = contents(run, Tokens())
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 5  # it takes 1; 12 nanoseconds for every pair would be 5
     assert len(json.dumps(data)) < 800_000 and data["all_incidents"] == count
     assert len(data["incidents"]) > 50
     numbers = {card["number"] for card in data["incidents"]}
