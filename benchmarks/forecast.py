@@ -1,5 +1,5 @@
 """How good forecasts are: on runs that fail gradually, on healthy ones that look as if they would, on the zoo, and on
-`healthy.py`'s. All under `observe=True`, as a user has it.
+`zoo.healthy`'s. All under `observe=True`, as a user has it.
 
 OMP_NUM_THREADS=1 python -m benchmarks.forecast [--only design holdout zoo healthy]     # six minutes on one core
 

@@ -1,10 +1,10 @@
 """A raw loop over Hugging Face Accelerate, guarded by one line: accumulation, clipping, a schedule, and one bad batch."""
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 import nanproof
-from accelerate import Accelerator
 
 
 class Regressor(nn.Module):

@@ -15,9 +15,8 @@ from torch import nn
 import nanproof
 
 try:
-    import deepspeed.ops
-
     import deepspeed
+    import deepspeed.ops
 except ImportError:
     print("deepspeed is not installed: pip install deepspeed")
     raise SystemExit(0) from None

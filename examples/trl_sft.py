@@ -9,9 +9,9 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
 
 import nanproof
-from trl import SFTConfig, SFTTrainer
 
 words = ["<pad>", "<eos>", *(f"w{i}" for i in range(62))]
 made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))

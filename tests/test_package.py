@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 from functools import cache
@@ -96,6 +97,7 @@ def test_the_public_names():
         "Observe",
         "Observed",
         "Policy",
+        "ProtectedRun",
         "RefusedFile",
         "ScanReport",
         "StepRecord",
@@ -237,7 +239,7 @@ def imported(node):
         return []
     if "." in node.module:
         return [node.module.split(".")[1]]
-    homes = nanproof.homes()
+    homes = nanproof._homes()
     named = [homes.get(name.name, name.name).split(".")[0] for name in node.names]
     return [name for name in named if name != "__version__"]
 
@@ -400,3 +402,29 @@ def test_the_version_is_in_one_place():
     from importlib.metadata import version
 
     assert version("nanproof") == nanproof.__version__
+
+
+def test_both_distributions_have_one_version():
+    """The recipes use private parts of the library, so they pin it."""
+    import nanproof_recipes
+
+    pinned = (RECIPES.parents[1] / "pyproject.toml").read_text()
+    assert nanproof_recipes.__version__ == nanproof.__version__ and f'"nanproof=={nanproof.__version__}"' in pinned
+
+
+@pytest.mark.parametrize(
+    "before", ["", "import nanproof.scan; ", "from nanproof import scan; ", "import nanproof.scan as s; s([f]); "]
+)
+def test_scan_is_a_function_whatever_was_imported_before(before, tmp_path):
+    """`scan` names a function and the package it lives in. It can be called, and pickled for a pool, in any order."""
+    (tmp_path / "empty.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    code = f"import sys, pickle, nanproof; f = sys.argv[1]; {before}"
+    code += "assert nanproof.scan([f]).status == 'clean' == pickle.loads(pickle.dumps(nanproof.scan))([f]).status"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "empty.safetensors")], check=True)
+
+
+def test_errors_are_named_as_they_are_imported_and_survive_a_pickle():
+    incident = nanproof.Incident(step=1, kind="nonfinite-loss", action="halted", loss=None, grad_norm=None)
+    error = pickle.loads(pickle.dumps(nanproof.TrainingHalted("the cap", incident)))
+    assert str(error) == "the cap" and error.incident == incident
+    assert f"{type(error).__module__}.{type(error).__name__}" == "nanproof.TrainingHalted"

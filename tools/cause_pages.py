@@ -1,7 +1,7 @@
 """The pages of causes, docs/causes/*.md: made from the classes, the cases of the zoo and what was recorded of them.
 
 `python -m tools.tables` writes them; a test fails when they differ. What is recorded comes from tools/said.py,
-zoo_table.py and heal.py.
+tools/zoo_table.py and zoo/healing.py.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def entries() -> list[Entry]:
     """The catalogue by family, then the two causes that are said on top of another."""
     found = []
     for cause in Cause.catalogue:
-        family = type(cause).__module__.rsplit(".", 1)[1]
+        file = type(cause).__module__.rsplit(".", 1)[1]
+        family = file.removeprefix("_")
         what = " ".join((type(cause).__doc__ or "").split())
-        found.append(Entry(cause.slug, what, cause.fix, family, f"src/nanproof/explain/causes/{family}.py"))
+        found.append(Entry(cause.slug, what, cause.fix, family, f"src/nanproof/explain/causes/{file}.py"))
     found.sort(key=lambda entry: entry.family)
     for slug, function, fix in (
         ("loss-scale-collapse", diagnose._checked, "It is no range problem: find the operation, and mend the cause under it."),

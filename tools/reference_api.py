@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, str, str]] = {
     "Guarding": (
         "Your own loop, or a trainer's: [guard.md](../guard.md), [guides](../frameworks/README.md).",
         "nanproof",
-        "Guard protect Policy Observe Checkpoints",
+        "Guard protect ProtectedRun Policy Observe Checkpoints",
     ),
     "Finding out": ("Without a guard, or before step 0: [explain.md](../explain.md).", "nanproof", "diagnose preflight"),
     "What happened": (
@@ -102,7 +102,7 @@ def _tree(module: str) -> ast.Module:
 
 def _find(module: str, name: str) -> Node:
     """Where a public name is defined: a thin public module only imports it."""
-    home = f"nanproof.{nanproof.homes()[name]}" if module == "nanproof" else module
+    home = f"nanproof.{nanproof._homes()[name]}" if module == "nanproof" else module
     for node in _tree(home).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node

@@ -119,7 +119,7 @@ def forecast_table() -> str:
     parts = {
         "design": "runs the limits were set on",
         "holdout": "other families of runs, scored afterwards",
-        "healthy": "`benchmarks/healthy.py`",
+        "healthy": "`zoo/healthy.py`",
         "zoo": "the zoo and its twins, most of which fail at once",
     }
     lines = [
@@ -238,7 +238,7 @@ def explain_table() -> str:
 
 SCAN_ROWS = {
     "cat file > /dev/null": "`cat file > /dev/null`",
-    "scan, safetensors": "**`nanproof.scan._scan.scan`**, safetensors",
+    "scan, safetensors": "**`nanproof.scan`**, safetensors",
     "scan, torch.save": "**the same**, file of `torch.save`",
     "any(isnan(p).any()), torch.load": "`any(torch.isnan(p).any() for p in torch.load(file).values())`",
     "any(isnan(p).any()), torch.load(mmap=True)": "the same with `mmap=True`",

@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 
 from nanproof.core.support._environment import device_name
-from nanproof.report import _html as html
-from nanproof.report._out import put
-from nanproof.report.folder._run import Run
 from nanproof_recipes.comparison.comparison import write
+from nanproof_recipes.library import write_report
 from nanproof_recipes.machine import device
 from nanproof_recipes.progress import Progress
 from nanproof_recipes.units_sft.arms import FIXED, SETTINGS, Setting
@@ -64,8 +62,7 @@ def main() -> None:
     found = compare(first, {}, Sampling(more=asked.more))
     for arm in found.arms:
         if arm.run is not None:
-            run = asked.out / arm.run
-            put(run / "report.html", html.page(Run(run).read()), run)
+            write_report(asked.out / arm.run)
     write(found, asked.out)
     print(found.table())
     for check in found.checks:

@@ -1,7 +1,8 @@
 """nanproof keeps neural-network training numerically healthy: a bad step never reaches the weights.
 
 The names below are public. So are these modules: `nanproof.numerics.generation`, `.losses`, `.precision` and `.rl`;
-`nanproof.integrations.transformers` and `nanproof.integrations.lightning`. Everything else is private.
+`nanproof.integrations.transformers` and `nanproof.integrations.lightning`; `nanproof.cli:app`, the command line. Everything
+else is private.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from nanproof._sampling import GuardedSampling
     from nanproof.explain._diagnose import diagnose
     from nanproof.integrations import protect
+    from nanproof.integrations._protected import ProtectedRun
     from nanproof.integrations._recorded import call_again
     from nanproof.observe._settings import Observe
     from nanproof.recover._checkpoints import Checkpoints
@@ -46,6 +48,7 @@ __all__ = [
     "Observe",
     "Observed",
     "Policy",
+    "ProtectedRun",
     "RefusedFile",
     "ScanReport",
     "StepRecord",
@@ -77,6 +80,7 @@ _HOME = {
     "Observe": "observe._settings",
     "Observed": "_records",
     "Policy": "_policy",
+    "ProtectedRun": "integrations._protected",
     "RefusedFile": "_errors",
     "ScanReport": "scan._report",
     "StepRecord": "_records",
@@ -96,7 +100,7 @@ _HOME = {
 }
 
 
-def homes() -> dict[str, str]:
+def _homes() -> dict[str, str]:
     """Return the module that defines each public name."""
     return dict(_HOME)
 

@@ -43,6 +43,9 @@ class TrainingHalted(NanproofError):
         self.incident = incident
         """The refused step that reached the cap."""
 
+    def __reduce__(self) -> tuple[type[TrainingHalted], tuple[str, Incident]]:
+        return type(self), (str(self), self.incident)
+
 
 class BadLogits(NanproofError):
     """A model gave logits from which nothing can be sampled."""
@@ -65,3 +68,7 @@ class RefusedFile(NanproofError):
 
     def __reduce__(self) -> tuple[type[RefusedFile], tuple[str, str]]:
         return type(self), (self.path, self.why)  # ranks send each other what they raised
+
+
+for _error in (NanproofError, UsageError, AlreadyGuarded, UnsupportedError, TrainingHalted, BadLogits, RefusedFile):
+    _error.__module__ = "nanproof"  # where users import it from: a traceback names it so

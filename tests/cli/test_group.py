@@ -27,6 +27,7 @@ def nanproof_(*arguments, **environment):
     ("call", "error", "hint"),
     [
         (["scna"], "No such command 'scna'", "did you mean `nanproof scan`?"),
+        (["recipe", "latent-dln"], "No such command 'latent-dln'", "did you mean `nanproof recipe latent-dlm`?"),
         (["zzz"], "No such command 'zzz'", "`nanproof --help` shows what it takes"),
         (["scan"], "Missing argument 'PATH'", "`nanproof scan --help` shows what it takes"),
         (["demo", "--steps", "3"], "Invalid value for '--steps'", "`nanproof demo --help` shows what it takes"),

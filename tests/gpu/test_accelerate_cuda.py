@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("accelerate.accelerator", reason="accelerate is not installed")
 
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 import nanproof
-from accelerate import Accelerator
 from toys import syncs_raise
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import forked
-from lightning_toys import LIGHTNINGS_OWN_WARNINGS, trainer_of
+from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS, trainer_of
 from nanproof import read_incidents, read_steps
 from nanproof.integrations.lightning._fabric import protect_fabric
 from nanproof.integrations.lightning._trainer import protect_trainer as protect_lightning
@@ -87,7 +87,7 @@ def _own_state() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_state")
 def test_transformers(tmp_path):
     import nanproof
-    from tiny import make_trainer
+    from integrations.tiny import make_trainer
 
     class Named(Net):
         def forward(self, x, level):
@@ -104,6 +104,7 @@ def test_transformers(tmp_path):
 @pytest.mark.usefixtures("_own_state")
 def test_accelerate():
     from accelerate import Accelerator
+
     from nanproof.integrations.accelerate._accelerator import protect_accelerator
 
     torch.manual_seed(0)
@@ -173,9 +174,9 @@ def test_a_script_that_knows_nothing_of_the_guard(tmp_path):
 def engine(rank: int):
     """With DeepSpeed, called by test_deepspeed, which has two ranks. Rank 1 alone has the bad level."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2")
+    import deepspeed
     import deepspeed.ops
 
-    import deepspeed
     from nanproof.integrations.deepspeed._engine import protect_engine
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

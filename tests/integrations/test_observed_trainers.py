@@ -261,7 +261,7 @@ def test_the_first_bad_module_is_the_one_that_ends_first(tmp_path, caplog):
 
 def test_sft_is_observed(tmp_path):
     """TRL's trainer has its own loss and its own collator: what goes through the model is seen all the same."""
-    pytest.importorskip("trl")
+    pytest.importorskip("trl.trainer")
     from integrations.tiny_trl import sft
 
     trainer = sft(tmp_path, max_steps=3)
@@ -340,9 +340,8 @@ def test_raw_loops_are_observed(framework, loss):
 
 
 def _accelerated(parts: list[nn.Module], optimizer: Any) -> tuple[Any, ...]:
-    from accelerate.state import AcceleratorState, GradientState
-
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

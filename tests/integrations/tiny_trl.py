@@ -9,7 +9,6 @@ from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 disable_progress_bar()

@@ -134,7 +134,6 @@ def _(path):
 
 def dpo(path: Path, state: bool, **arguments: Any) -> None:
     from datasets import Dataset
-
     from trl import DPOConfig, DPOTrainer
 
     texts = sentences(96, seed=5)

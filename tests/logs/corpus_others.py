@@ -26,10 +26,9 @@ def lightning(
     path: Path, data: Any, logger: str, *, epochs: int = 4, lr: float = 3e-3, held: Any = None, width: int = 32
 ) -> None:
     """Train under Lightning; the log is the logger's file, or what the progress bar printed."""
+    import lightning as L
     from lightning.pytorch.callbacks import TQDMProgressBar
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
-    import lightning as L
 
     class Module(L.LightningModule):
         def __init__(self) -> None:

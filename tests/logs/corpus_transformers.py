@@ -315,7 +315,6 @@ COMMON = {
 
 def sft(path: Path, model: Any = None, state: bool = False, **arguments: Any) -> None:
     from datasets import Dataset
-
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_dict({"text": sentences()})
@@ -357,7 +356,6 @@ def grpo(
     **arguments: Any,
 ) -> None:
     from datasets import Dataset
-
     from trl import GRPOConfig, GRPOTrainer
 
     data = Dataset.from_dict({"prompt": [" ".join(text.split()[:4]) for text in sentences(64)]})
@@ -413,7 +411,6 @@ def _(path):
 @log("healthy_trl_dpo_state.json", "TRL's DPOTrainer: a loss that begins at 0.69")
 def _(path):
     from datasets import Dataset
-
     from trl import DPOConfig, DPOTrainer
 
     texts = sentences(128)

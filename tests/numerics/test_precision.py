@@ -200,7 +200,7 @@ def test_updates_that_are_lost(dtype, part):
 def test_nothing_is_said_of_frozen_half_precision():
     """PEFT's default: an fp16 base under fp32 adapters, with a scaler too."""
     peft = pytest.importorskip("peft")
-    import tiny
+    from integrations import tiny
 
     model = peft.get_peft_model(tiny.llama().half(), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     learning = [p for p in model.parameters() if p.requires_grad]

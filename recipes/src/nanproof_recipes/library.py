@@ -108,6 +108,6 @@ def could_not_run(error: UsageError) -> typer.Exit:
 
 def write_report(run: Path) -> None:
     """Write the HTML report of a guarded run into its folder."""
-    from nanproof.cli._report import write
+    from nanproof.report._html import write
 
     write(run)

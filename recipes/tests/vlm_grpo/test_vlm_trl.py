@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-pytest.importorskip("trl")
+pytest.importorskip("trl.trainer")
 pytest.importorskip("datasets")
 
 from nanproof import UnsupportedError

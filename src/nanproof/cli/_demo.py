@@ -71,7 +71,9 @@ def demo(
 
             runs.append(train(text, steps, seed, run_dir if guarded else None, tick))
     log.setLevel(level)
-    report = written(run_dir)
+    from nanproof.report._html import write
+
+    report = write(run_dir)
     if as_json:
         typer.echo(json.dumps({**{run.name: run.to_json() for run in runs}, "report": str(report)}, allow_nan=False))
     else:
@@ -236,15 +238,6 @@ def accuracy(model: nn.Module, tokens: Tensor, mask: Tensor) -> float:
     with torch.no_grad():
         right = (model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]) & (mask[:, 1:] > 0)
     return float(right.sum() / mask[:, 1:].sum())
-
-
-def written(run_dir: Path) -> Path:
-    """The report of the guarded run."""
-    from nanproof.cli._report import write
-
-    path = write(run_dir)
-    assert path is not None
-    return path
 
 
 def picture(unguarded: Result, guarded: Result, report: Path, width: int, ascii_only: bool = False) -> RenderableType:

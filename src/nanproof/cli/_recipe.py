@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -24,23 +25,28 @@ class Recipes(TyperGroup):
         return found.get_command(ctx, cmd_name) if found is not None else None
 
     def _joined(self, ctx: Any) -> Any:
-        found = entry_points(group=ENTRY_POINTS, name="recipe")
-        if found:
-            return typer.main.get_command(next(iter(found)).load())
-        if ctx.resilient_parsing:  # the shell asks for completions
-            return None
+        found = _commands()
+        if found is not None or ctx.resilient_parsing:  # the shell asks for completions
+            return found
         typer.echo(
-            "error: the recipes are a separate package: pip install nanproof-recipes (in a clone: pip install ./recipes)",
+            "error: the recipes are a separate package: pip install nanproof-recipes (in a clone: pip install . ./recipes)",
             err=True,
         )
         raise typer.Exit(2)
+
+
+@cache
+def _commands() -> Any:
+    """Return the group that nanproof-recipes brings, or None if it is not installed."""
+    found = entry_points(group=ENTRY_POINTS, name="recipe")
+    return typer.main.get_command(next(iter(found)).load()) if found else None
 
 
 recipe = typer.Typer(
     cls=Recipes,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Three real failures, each reproduced and fixed (pip install nanproof-recipes).",
+    help="Three real failures, each reproduced, compared and fixed.",
 )
 
 

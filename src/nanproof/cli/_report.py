@@ -14,8 +14,6 @@ from nanproof._errors import UsageError
 from nanproof._text import shown
 from nanproof.cli._shared import could_not_run
 
-PAGE = "report.html"
-
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run_dir of a guard, or the output folder of a trainer.", show_default=False)],
@@ -60,7 +58,7 @@ def report(
 
 def write(folder: Path, out: str | None = None, form: str = "html", tokenizer: Path | None = None) -> Path | None:
     """Read the run, write the report ("html", "markdown" or "json"), say where; None for standard output."""
-    from nanproof.report._html import data, page
+    from nanproof.report._html import PAGE, data, page
     from nanproof.report._markdown import markdown
     from nanproof.report._out import put
     from nanproof.report.folder._run import Run, one_run

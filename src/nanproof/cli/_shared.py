@@ -63,7 +63,7 @@ class Commands(TyperGroup):
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "nanproof"
         wrong = re.fullmatch(r"No such command '(.*?)'.*", message)
-        known = getattr(context.command, "commands", self.commands) if context is not None else self.commands
+        known = context.command.list_commands(context) if wrong and context is not None else []
         near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
         typer.echo(f"hint: {f'did you mean `{path} {near[0]}`?' if near else f'`{path} --help` shows what it takes'}", err=True)
 

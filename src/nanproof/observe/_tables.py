@@ -1,6 +1,6 @@
 """Where statistics are collected until the step's record leaves for the host: one row a site, and one for its gradient.
 
-`PlainTable` is plain torch and runs everywhere; it is what the Triton table in `kernels.py` is tested against, and takes what
+`PlainTable` is plain torch and runs everywhere; it is what the Triton table in `_kernels` is tested against, and takes what
 that one cannot.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what a user asks for. The work is done in `store.py` (the disk) and `recovery.py` (when)."""
+"""Checkpoints: what a user asks for. `state/_store.py` does the work on disk, `_recovery.py` decides when."""
 
 from __future__ import annotations
 

@@ -13,12 +13,15 @@ import json
 from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from nanproof.report._out import put
 from nanproof.report.folder._run import Run
 from nanproof.report.folder._tokens import Tokens, find
 from nanproof.report.page._contents import contents
 
+PAGE = "report.html"
 STYLES = ("uplot/uPlot.min.css", "style.css")
 SCRIPTS = ("uplot/uPlot.iife.min.js", "base.js", "plots.js", "terms.js", "heat.js", "cards.js", "page.js")
 
@@ -34,6 +37,13 @@ def page(run: Run, *, tokens: Tokens | None = None, live: str | None = None) -> 
     told = data(run, tokens)
     styles, scripts = map(asset, STYLES), map(asset, SCRIPTS)
     return document(f"{told['name']}: nanproof report", _body(told), {**told, "live": live}, styles, scripts, live=live)
+
+
+def write(folder: Path) -> Path:
+    """Write `report.html` into a run's folder, completely or not at all, and return its path."""
+    path = folder / PAGE
+    put(path, page(Run(folder).read()), folder)
+    return path
 
 
 def document(

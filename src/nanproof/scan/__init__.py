@@ -8,20 +8,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanproof.scan._report import ScanReport
+    from nanproof.scan._report import FileReport, ScanReport
 
 
 class _Callable(ModuleType):
     """Importing this package sets `nanproof.scan` to it, where users expect the function: so it can be called as one."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ScanReport:
+    def __call__(
+        self,
+        paths: Iterable[str | Path],
+        *,
+        denormals: bool = False,
+        checksums: bool = False,
+        progress: Callable[[FileReport], None] | None = None,
+    ) -> ScanReport:
         from nanproof.scan._scan import scan
 
-        return scan(*args, **kwargs)
+        return scan(paths, denormals=denormals, checksums=checksums, progress=progress)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _function, ()
+
+
+def _function() -> Callable[..., ScanReport]:
+    """Return what a pickle of `nanproof.scan` stands for."""
+    from nanproof.scan._scan import scan
+
+    return scan
 
 
 sys.modules[__name__].__class__ = _Callable

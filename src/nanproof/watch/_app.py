@@ -14,9 +14,9 @@ from textual.events import Resize
 from textual.message import Message
 from textual.theme import Theme
 
+from nanproof.report import _html
 from nanproof.watch._charts import TITLES, Window, shown_metrics
 from nanproof.watch._plot import Marks, Part
-from nanproof.watch._report import written
 from nanproof.watch._runs import Entry, View, Watched
 from nanproof.watch._table import events_table, runs_table
 from nanproof.watch._widgets import Card, Curves, Line, Listed
@@ -337,7 +337,7 @@ class WatchApp(App[None]):
 
     def _write(self, folder: Path) -> None:
         try:
-            text = f"written: {written(folder)}"
+            text = f"written: {_html.write(folder)}"
         except Exception as error:  # an error of a thread would be written over the screen
             text = f"no report: {type(error).__name__}: {error}"
         self.post_message(self.Said(text))

@@ -1,5 +1,5 @@
 """The pages of `nanproof watch --web`: the report of each run, made again when there is more of it, and a list where there are
-several. What is served, without a word of HTTP; `serve` has that."""
+several. What is served, without a word of HTTP; `_serve` has that."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 import nanproof
 from zoo.two_ranks import two_ranks
 
-pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-from accelerate.state import AcceleratorState, GradientState
+pytest.importorskip("accelerate.accelerator", reason="accelerate is not installed")
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
 from nanproof import TrainingHalted, UnsupportedError, UsageError, call_again, read_incidents
 from nanproof.explain.bundle._bundle import read_bundle
 from nanproof.integrations.accelerate._accelerator import protect_accelerator

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nanproof
-from tiny import llama, make_trainer, token_rows
+from integrations.tiny import llama, make_trainer, token_rows
 
 BAD_ROW, BAD_TOKEN, ZERO = 14, 5, 63
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 import nanproof
+from integrations.tiny import all_finite, llama, make_trainer, same, token_rows, weights
 from nanproof import Incident, Policy
-from tiny import all_finite, llama, make_trainer, same, token_rows, weights
 
 SAVE_EVERY, STEPS = 4, 12
 

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 import nanproof
+from integrations.tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
 from nanproof import Policy
 from nanproof.recover.heal._healer import Treatment
 from nanproof.recover.heal._remedies import Remedy
-from tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
 
 
 class MaskedMean(nn.Module):

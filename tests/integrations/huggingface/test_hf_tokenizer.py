@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytest.importorskip("trl")
+pytest.importorskip("trl.trainer")
 
 from integrations import tiny_trl as tiny
 from nanproof import protect

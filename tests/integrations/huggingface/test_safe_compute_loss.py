@@ -15,7 +15,7 @@ from transformers import Trainer
 
 import forked
 import nanproof
-import tiny
+from integrations import tiny
 from nanproof import UsageError
 from nanproof.core._inquest import remarked
 from nanproof.core._under_way import Attempt, Remark
@@ -296,7 +296,7 @@ def test_every_rank_says_what_the_guilty_one_saw(tmp_path):
 def test_trls_trainer(tmp_path, caplog):
     """SFTTrainer would run a second forward if it were asked for its outputs: it is not. A batch without a label has the loss 0
     there, which no guard refuses; it is said all the same."""
-    pytest.importorskip("trl")
+    pytest.importorskip("trl.trainer")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from integrations import tiny_trl
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 import forked
 import nanproof
+from integrations.tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
 from nanproof import Policy, TrainingHalted, UsageError
 from nanproof.integrations import _versions as versions
 from nanproof.integrations.transformers import (
@@ -21,7 +22,6 @@ from nanproof.integrations.transformers import (
     GradientMonitoringCallback,
     LossCheckCallback,
 )
-from tiny import Regression, all_finite, feature_rows, llama, make_trainer, same, token_rows, weights
 
 BAD = range(12, 16)
 """Batch 3 of 4 rows each: without a label, the loss is 0/0."""
@@ -415,7 +415,7 @@ def test_where_no_checkpoint_is_good_none_is_resumed_from(tmp_path, how):
 
 
 ENTRY = """
-from tiny import llama, make_trainer, token_rows
+from integrations.tiny import llama, make_trainer, token_rows
 def build():
     return {"trainer": make_trainer("elsewhere", llama(), token_rows(8), gradient_accumulation_steps=2)}
 """
@@ -584,7 +584,7 @@ def test_the_installed_versions_are_in_the_tested_range(caplog):
 
 RANKS = """
 import os, sys, math, torch
-from tiny import Regression, feature_rows, make_trainer
+from integrations.tiny import Regression, feature_rows, make_trainer
 import nanproof
 rank = int(os.environ["RANK"])
 def run(bad, name, protect=True):

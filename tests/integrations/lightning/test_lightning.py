@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanproof
-from lightning_toys import (
+from integrations.lightning_toys import (
     BAD,
     BATCH,
     LIGHTNINGS_OWN_WARNINGS,

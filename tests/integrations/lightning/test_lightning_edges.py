@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nanproof
-from lightning_toys import (
+from integrations.lightning_toys import (
     BAD,
     BATCH,
     LIGHTNINGS_OWN_WARNINGS,

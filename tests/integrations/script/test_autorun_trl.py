@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import forked
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl.trainer")
+import trl
 
 FAULT = """
 import torch

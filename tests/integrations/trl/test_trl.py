@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("trl")
+pytest.importorskip("trl.trainer")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from integrations import tiny_trl as tiny

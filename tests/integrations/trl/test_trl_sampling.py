@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-pytest.importorskip("trl")
+pytest.importorskip("trl.trainer")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from integrations import tiny_trl as tiny

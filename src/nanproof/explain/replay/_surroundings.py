@@ -1,6 +1,6 @@
 """Changes to what surrounds the operations: checkpointing, autocast, distributions, the weights themselves.
 
-They stand for a fix as those of `interventions` do, but most of them look at no operation, so a run under them costs nothing.
+They stand for a fix as those of `_interventions` do, but most of them look at no operation, so a run under them costs nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning: protect a Trainer (`protect_trainer`, or `NanproofCallback` among its callbacks) or a Fabric (`protect_fabric`).
+"""Lightning: protect a Trainer, by `protect_trainer` or by `NanproofCallback` among its callbacks.
 
 Both names of the package are taken, `lightning` and `pytorch_lightning`. Which one is in use shows in the classes of the objects
 that are given and in what is loaded; neither is imported from here.
@@ -19,12 +19,10 @@ from torch import Tensor
 from nanproof._errors import AlreadyGuarded, UnsupportedError, UsageError
 from nanproof._policy import Policy
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations.lightning._fabric import protect_fabric
 from nanproof.integrations.lightning._seam import ManualSeam, Seam, check_package, refuse_value_clipping
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
-__all__ = ["NanproofCallback", "protect_fabric", "protect_trainer"]
 log = logging.getLogger("nanproof")
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -57,7 +55,9 @@ def protect_trainer(
 
 
 class NanproofCallback:
-    """A Lightning callback that guards the fit: `Trainer(callbacks=[NanproofCallback()])`. See `protect_trainer`.
+    """A Lightning callback that guards the fit: `Trainer(callbacks=[NanproofCallback()])`.
+
+    `nanproof.protect(trainer)` does the same.
 
     What it makes is a `Callback` of whichever package is loaded by then, of both if both are.
     """

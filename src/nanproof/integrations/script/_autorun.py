@@ -1,6 +1,6 @@
 """`nanproof run`: somebody's training script, unchanged, protected.
 
-While the script runs, torch is changed underneath it (torch_patches.py): every optimizer gets a guard with the first backward,
+While the script runs, torch is changed underneath it (`_torch_patches`): every optimizer gets a guard with the first backward,
 and a step that would do harm is not taken. Trainers that have an adapter of their own are protected with that. Nothing is
 imported that the script does not import; nothing is written where no folder was named.
 

@@ -1,7 +1,7 @@
 """Points and notes in plain text: whatever a training loop, a progress bar or a launcher printed.
 
 Most lines of a log say nothing about the run. So a block of bytes is first searched for a few words; only the lines that have
-one are looked at. Of those, each `name: number` whose name is known counts (see `names`).
+one are looked at. Of those, each `name: number` whose name is known counts (see `_names`).
 """
 
 from __future__ import annotations

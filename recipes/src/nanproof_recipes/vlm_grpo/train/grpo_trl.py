@@ -64,10 +64,9 @@ def usable() -> None:
 def train(seeing: Seeing, scenes: Sequence[Scene], setting: Setting, folder: Path, tick: Tick) -> Trained:
     """Train one arm. That it dies of its own setting is a result too: the ending says so."""
     usable()
+    import trl as found_trl
     from datasets import Dataset  # type: ignore[import-untyped]
     from transformers.trainer_callback import PrinterCallback
-
-    import trl as found_trl
 
     trl: Any = found_trl  # what it exports is not typed
     notes: list[str] = []
