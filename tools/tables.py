@@ -108,8 +108,8 @@ def observe_line() -> str:
     return (
         f"`observe=True` takes {ratios[0]:.3f} of a plain step of a 271 M Llama on an {gpu['device']} (its kernels "
         f"{ratios[1]:.3f}), {cpu['whole step']['rows'][name]['ratio']:.3f} of a small one on two CPU cores, with no host "
-        f"sync. On runs it was not made on, {held['foreseen']} of {fails} failures were foreseen, half of them "
-        f"{held['median_lead']:g} steps ahead or more; of {fine} healthy runs {false} were warned of."
+        f"sync. On held-out runs it predicted {held['foreseen']} of {fails} failures, half of them at least "
+        f"{held['median_lead']:g} steps ahead, with {false} false alarms in {fine} healthy runs."
     )
 
 

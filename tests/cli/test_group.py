@@ -86,3 +86,19 @@ def test_completion_for_every_shell(shell, monkeypatch):
 def test_completion_completes():
     done = nanproof_(_NANPROOF_COMPLETE="complete_bash", COMP_WORDS="nanproof sc", COMP_CWORD="1")
     assert "scan" in done.stdout.decode().split()
+
+
+def test_recipes_of_another_version_are_said_in_one_line(monkeypatch):
+    """They use private parts of the library: where the two do not fit, an import fails."""
+    from nanproof.cli import _recipe
+
+    class Misfit:
+        def load(self):
+            raise ImportError("cannot import name 'x'")
+
+    _recipe._commands.cache_clear()
+    monkeypatch.setattr(_recipe, "entry_points", lambda **_: [Misfit()])
+    done = CliRunner().invoke(app, ["recipe", "latent-dlm"])
+    _recipe._commands.cache_clear()
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1
+    assert f"pip install nanproof-recipes=={nanproof.__version__}" in done.stderr

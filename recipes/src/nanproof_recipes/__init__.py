@@ -7,8 +7,8 @@
 - `weights` downloads and checks the model file that `units_sft` trains.
 - `library` is the only module that imports private modules of nanproof.
 
-This is an application on top of the library, released with it. Only the commands and `nanproof_recipes.comparison` are
-public.
+This is an application on top of the library, released with it. Public are the commands,
+`nanproof_recipes.comparison`, and the few classes that `docs/recipes` shows.
 """
 
 __version__ = "0.1.0"

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from nanproof import __version__
+
 ENTRY_POINTS = "nanproof.commands"
 """The entry point `recipe` of this group is a Typer app. It is looked up when the command is called, not before."""
 
@@ -25,21 +27,27 @@ class Recipes(TyperGroup):
         return found.get_command(ctx, cmd_name) if found is not None else None
 
     def _joined(self, ctx: Any) -> Any:
-        found = _commands()
-        if found is not None or ctx.resilient_parsing:  # the shell asks for completions
-            return found
-        typer.echo(
-            "error: the recipes are a separate package: pip install nanproof-recipes (in a clone: pip install . ./recipes)",
-            err=True,
-        )
-        raise typer.Exit(2)
+        try:
+            return _commands()
+        except ImportError as error:
+            if ctx.resilient_parsing:  # the shell asks for completions
+                return None
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
 
 
 @cache
 def _commands() -> Any:
-    """Return the group that nanproof-recipes brings, or None if it is not installed."""
-    found = entry_points(group=ENTRY_POINTS, name="recipe")
-    return typer.main.get_command(next(iter(found)).load()) if found else None
+    """Return the group that nanproof-recipes brings. An ImportError says how to get it."""
+    found = next(iter(entry_points(group=ENTRY_POINTS, name="recipe")), None)
+    if found is None:
+        how = "pip install nanproof-recipes (in a clone: pip install . ./recipes)"
+        raise ImportError(f"the recipes are a separate package: {how}")
+    try:
+        return typer.main.get_command(found.load())
+    except ImportError as error:
+        how = f"pip install nanproof-recipes=={__version__}"
+        raise ImportError(f"nanproof-recipes does not fit nanproof {__version__} ({error}): {how}") from error
 
 
 recipe = typer.Typer(

@@ -1,4 +1,4 @@
-"""The versions of other packages that the adapters are tested with. Outside of them: one warning, and an honest try."""
+"""The versions of other packages that the adapters are tested with. Other versions log one warning."""
 
 from __future__ import annotations
 
