@@ -14,13 +14,13 @@ from torch import nn, optim
 from transformers import TrainerCallback
 
 import nanproof
+from integrations import tiny
 from nanproof import UsageError
 from nanproof.integrations.huggingface._loss_checks import LossCheck
 from nanproof.integrations.transformers import safe_compute_loss
 from nanproof.numerics.losses import masked_cross_entropy
 from nanproof.numerics.precision import cast_trainable, choose, problems
 
-tiny = pytest.importorskip("tiny", reason="tests/integrations is not on the path")
 pytestmark = pytest.mark.gpu
 BAD = range(12, 16)
 

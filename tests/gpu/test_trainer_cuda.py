@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 import nanproof
+from integrations import tiny
 
-tiny = pytest.importorskip("tiny", reason="tests/integrations is not on the path")
 pytestmark = pytest.mark.gpu
 BAD = range(12, 16)
 

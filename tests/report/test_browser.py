@@ -199,7 +199,7 @@ def test_incidents_that_are_alike_are_one_card(browser, tmp_path):
     last = seen.page.locator("#incident-4")
     assert "zero-denominator" in last.inner_text() and "run halted" in last.inner_text()
     last.locator("summary").click()
-    assert "20 steps were refused within the last steps (max_skip_rate); as at step 30" in last.inner_text()
+    assert "20 of the last steps were refused (max_skip_rate); as at step 30" in last.inner_text()
     seen.page.locator("#incident-1 summary").click()
     assert not seen.ask("document.getElementById('incident-1').open")
     last.locator("a").click()

@@ -31,7 +31,7 @@ def needs(*packages: str) -> None:
     if missing:
         raise UsageError(
             f"this installation of nanproof-recipes is broken: {', '.join(missing)} not found. "
-            "Repair it: pip install --force-reinstall nanproof-recipes"
+            "Repair it: pip install nanproof-recipes"
         )
 
 

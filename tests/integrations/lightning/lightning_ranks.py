@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nanproof
-from nanproof.integrations.lightning._trainer import protect_fabric, protect_trainer
+from nanproof.integrations.lightning._fabric import protect_fabric
+from nanproof.integrations.lightning._trainer import protect_trainer
 
 BATCH, STEPS, BAD = 8, 12, 5
 
