@@ -81,7 +81,14 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor[1:] in anchors(there), f"{name_of(path)}: {target}{anchor}"
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p not in CAUSES and blocks(p.read_text(), "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, marks=pytest.mark.slow if p.name == "units-sft.md" else (), id=name_of(p))  # trains for 20 s
+        for p in DOCUMENTS
+        if p not in CAUSES and blocks(p.read_text(), "python")
+    ],
+)
 def test_python_in_the_documents_runs(path, tmp_path, taught):
     """Every ```python block, in order, in one file: what a reader would paste."""
     if path.name == "deepspeed.md":
