@@ -19,7 +19,8 @@ from nanproof.core._engine import Engine, Loop
 from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account
 from nanproof.core._under_way import LossFn, UnderWay
-from nanproof.core.judge._optimizers import bare_optimizer
+from nanproof.core.judge._judge import MaxNorm
+from nanproof.core.judge._optimizers import bare_optimizer, check_limits
 from nanproof.core.judge._stats import SpikeWatch
 from nanproof.core.judge._stepper import Stepper
 from nanproof.explain._examiner import Examiner
@@ -49,7 +50,7 @@ def assemble(
     policy: Policy,
     account: Account,
     loss_fn: LossFn | None = None,
-    max_norm: float | str | None = 1.0,
+    max_norm: MaxNorm = 1.0,
     scaler: Any = None,
     scheduler: Any = None,
     run_dir: str | Path | None = None,
@@ -63,7 +64,9 @@ def assemble(
     model is left as it was."""
     run_dir = None if run_dir is None else Path(run_dir).absolute()
     with ExitStack() as undo:
-        stepper = Stepper(model, bare_optimizer(optimizer), max_norm, scaler, policy, counters)
+        bare = bare_optimizer(optimizer)
+        check_limits(bare, max_norm)
+        stepper = Stepper(model, bare, max_norm, scaler, policy, counters)
         lookout = Lookout.of(stepper, observe)
         undo.callback(lookout.close)
         journal = Journal(run_dir if stepper.ranks.rank == 0 else None, stepper.about)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,9 @@ from nanproof._assembly import assemble
 from nanproof._errors import UsageError
 from nanproof._policy import Policy
 from nanproof.core._tell import Account, Face
+from nanproof.core.judge._optimizers import Evaluated
 from nanproof.core.support._checks import OwnLoop, check_arguments, check_scalar
+from nanproof.core.support._context import Schedulers
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
@@ -34,7 +36,7 @@ class Guard(Face):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
-        max_norm: float | str | None = 1.0,
+        max_norm: float | str | Mapping[torch.optim.Optimizer, float | None] | None = 1.0,
         scaler: Any = None,
         scheduler: Any = None,
         policy: Policy | None = None,
@@ -48,14 +50,16 @@ class Guard(Face):
             optimizer: any optimizer over the model's parameters; torch's fused ones are guarded without a host read. Several,
                 `[muon, adamw]`, are one step: all are taken, or none.
             loss_fn: `loss_fn(model, batch)` returns the scalar loss; needed for `train_step`.
-            max_norm: clip the gradients to this norm; "auto" follows what is usual for the run; None does not clip.
+            max_norm: clip the gradients to this norm; "auto" follows what is usual for the run; None does not clip. Of several
+                optimizers, `{muon: None, adamw: 1.0}` clips each to a norm of its own.
             scaler: a GradScaler, if the loss is scaled. Do not call its `step`, `update` or `unscale_` yourself.
-            scheduler: a learning-rate scheduler that `train_step` advances after every accepted step.
+            scheduler: a learning-rate scheduler that `train_step` advances after every accepted step; or a list of them.
             policy: what to do when; see `Policy`.
             run_dir: folder for `steps.jsonl`, `incidents.jsonl`, the bundles of bad steps and the quarantine.
             checkpoints: `Checkpoints(folder)`: save the run's state now and then, for `resume` and for going back.
             observe: True or `Observe(...)`: activations, weights and attention in every record, and `forecasts`.
         """
+        scheduler = Schedulers(scheduler) if isinstance(scheduler, (list, tuple)) else scheduler
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
         self.policy = policy if policy is not None else Policy()
         self.account = Account.of(self.policy)
@@ -100,14 +104,20 @@ class Guard(Face):
         check_scalar(loss, "backward")
         self.engine.judge.backward(loss)
 
-    def step(self, loss: Tensor | None = None) -> None:
+    def step(self, loss: Tensor | None = None, *, closure: Callable[[], Tensor] | None = None) -> None:
         """Replaces clip_grad_norm_ and optimizer.step() (and scaler.step/update). Call it after
         backward; zero_grad stays yours.
 
         Without a loss, the sum of those given to `backward` since the last step is taken. A refused
-        step leaves weights, moments and buffers exactly as they were.
+        step leaves weights, moments and buffers exactly as they were. `closure`: for an optimizer that
+        evaluates the loss itself, such as LBFGS; it clears gradients, calls backward and returns the loss.
         """
         self._check_open("step")
+        if closure is not None:
+            if loss is not None:
+                raise UsageError("guard.step(): give the loss or a closure, not both; the closure returns the loss")
+            with torch.enable_grad():
+                loss = closure()
         if loss is not None:
             check_scalar(loss, "step")
         elif not self.engine.judge.noted:
@@ -115,7 +125,8 @@ class Guard(Face):
         self._own_loop.look(self.next_step)
         if self.engine.under_way.trains:
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
-        self.engine.step(loss=loss)
+        again = None if closure is None or loss is None else Evaluated(self.engine.trained, closure, [loss.detach()])
+        self.engine.step(loss=loss, closure=again)
         self.engine.end()
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:

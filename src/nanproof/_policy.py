@@ -62,6 +62,11 @@ class Policy:
     if the step made any of them non-finite; "look" only reports. "auto" restores, except over bf16 weights under a
     fused optimizer, whose fp32 arithmetic cannot overflow on finite gradients: there it only looks, and saves the copy."""
 
+    copy: Literal["auto"] | bool = "auto"
+    """Copy weights and optimizer state before a step that cannot be vetoed (LBFGS, optimizers that step inside backward) or that
+    may itself make numbers non-finite, and put them back if it was bad. "auto" does so up to 256 MiB of weights; True always,
+    whatever the optimizer is; False never: the first kind is then an error, the second is only looked at."""
+
     switch_to_fused: bool = True
     """Switch Adam, AdamW, SGD or Adagrad with neither `fused` nor `foreach` set to the fused form, which refuses a step without a
     host read and differs from the others in the last digit. False keeps the form it has."""
@@ -99,6 +104,7 @@ class Policy:
         self._choice("on_spike", ("clip", "skip", "record"))
         self._choice("diagnose", ("new", "always", "never"))
         self._choice("half_weights", ("auto", "restore", "look", "off"))
+        self._choice("copy", ("auto", True, False))
         for name, least in (
             ("max_consecutive_skips", 0),
             ("skip_window", 1),
@@ -128,7 +134,7 @@ class Policy:
         if self.heal and self.diagnose == "never":
             raise UsageError('Policy(heal=True, diagnose="never"): only what was diagnosed can be healed; use "new" or "always"')
 
-    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
+    def _choice(self, name: str, allowed: tuple[str | bool, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
             raise UsageError(f"Policy({name}={value!r}): choose one of {', '.join(map(repr, allowed))}")

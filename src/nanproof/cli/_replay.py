@@ -122,7 +122,8 @@ class Result:
 
 def run(path: Path, entry: str, seconds: float) -> Result:
     """Read the bundle, build the model, run the step twice, explain what is bad."""
-    from nanproof.core.judge._parameters import nonfinite, unwrap
+    from nanproof.core.judge._parameters import unwrap
+    from nanproof.core.support._inner import nonfinite
     from nanproof.explain.bundle._bundle import read_bundle
     from nanproof.explain.bundle._restore import load_model, load_optimizer, notes_on, numerics, usable
     from nanproof.explain.replay._replay import Replay

@@ -193,6 +193,11 @@ class Recovery(Observer):
     def refused(self) -> None:
         """A step's verdict came: refused."""
 
+    def followed(self) -> str:
+        """The model is made of other modules or parameters. Returns what that means for the states
+        that were kept, in words."""
+        return ""
+
     def go_back(self, decision: GoBack) -> Restored | None:
         """Go back to a good state. None where there is none, or the trouble has used up its
         attempts (`exhausted`)."""

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from nanproof import _wording as wording
@@ -38,6 +39,7 @@ from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account, Teller
 from nanproof.core._under_way import UNKNOWN, Attempt, LossFn, Remark, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
+from nanproof.core.judge._optimizers import Evaluated, evaluates, members_of
 from nanproof.core.judge._stats import Finding, SpikeWatch
 from nanproof.core.judge._verdict import Reading
 from nanproof.core.support._checks import check_scalar
@@ -205,11 +207,13 @@ class Engine:
             attempt.remarks.append(read)
         return attempt is not None
 
-    def step(self, norms: Norms | None = None, *, loss: Tensor | None = None) -> Tensor:
+    def step(self, norms: Norms | None = None, *, loss: Tensor | None = None, acting: Any = None, closure: Any = None) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients
         before clipping, on the device.
 
         `norms`: those of the gradients, where they were read already. `loss`: where none was noted.
+        `acting`: the one of several optimizers that acts now; the others do with `act`. `closure`: how
+        an optimizer evaluates the loss again.
         """
         self._notice_written_gradients()
         if self.loop.begins and (self._open is None or not self.judge.noted):
@@ -219,10 +223,15 @@ class Engine:
         attempt = self._open or self._new_attempt(None)
         self._open = None
         self._close_fixes()
-        self._take(attempt, loss, norms)
+        how = {name: given for name, given in (("acting", acting), ("closure", closure)) if given is not None}
+        self._take(attempt, loss, norms, **how)
         self._taken = attempt
         assert attempt.report is not None
         return attempt.report.total
+
+    def act(self, member: Any) -> None:
+        """Let another one of several optimizers act on the verdict of the step just taken."""
+        self.judge.act(member)
 
     def refused_at_once(self) -> bool:
         """Return whether the step just taken was refused. False if its verdict has not arrived."""
@@ -310,7 +319,7 @@ class Engine:
             attempt.remarks.clear()
             try:
                 self._forward_backward(attempt)
-                self._take(attempt, None, None)
+                self._take(attempt, None, None, **self._closure(attempt))
                 break
             except BaseException as error:
                 self._give_up()
@@ -321,6 +330,21 @@ class Engine:
             finally:
                 self._running = None
         self.under_way.note_end(attempt)
+
+    def _closure(self, attempt: Attempt) -> dict[str, Any]:
+        """How an optimizer that asks for it evaluates the loss of the step again. Its first evaluation is the one that was
+        judged."""
+        if not any(evaluates(member) for member in members_of(self.judge.optimizer)):
+            return {}
+
+        def evaluate() -> Tensor:
+            with torch.enable_grad():
+                self._forward_backward(attempt)
+            losses = [loss for loss, _ in self.judge.noted]
+            self.judge.forget_losses()
+            return torch.stack(losses).sum()
+
+        return {"closure": Evaluated(self.judge.parameters.tensors, evaluate, [loss for loss, _ in self.judge.noted])}
 
     def _forward_backward(self, attempt: Attempt) -> None:
         assert self.loss_fn is not None and attempt.batches is not None
@@ -337,31 +361,42 @@ class Engine:
 
     def _new_attempt(self, batches: tuple[Any, ...] | None) -> Attempt:
         """The next step begins. None: it cannot be run again."""
-        if self.judge.outdated:
+        if self.judge.outdated and self._open is None:
             self.sync()
-            self.judge.follow()
+            self._follow()
         mode = None if batches is None else self.under_way.mode()
         attempt = Attempt(self.next_step, batches, mode, why_not_again=self.loop.why_not_again)
         self.recovery.begun(attempt)
         self.next_step += 1
         return attempt
 
+    def _follow(self) -> None:
+        """Model or optimizer are made of other tensors than before."""
+        said = [self.judge.follow(), self.recovery.followed()]
+        self.under_way.refresh()
+        if any(said):
+            seen = "; ".join(filter(None, said))
+            log.info("nanproof: step %d: the model has changed, and the guard follows: %s", self.next_step, seen)
+
     def _prepare(self, attempt: Attempt, ahead: bool = True) -> None:
         """Before the forward: note what the step depends on. Not `ahead`: a loop that says so only
         afterwards."""
         self.under_way.note_start(attempt)
         if ahead or not self.judge.buffers.in_step:
-            self.judge.buffers.begin()
+            self.judge.begin()
         if ahead:
             for observer in self._opened:
                 observer.open(attempt)
 
-    def _take(self, attempt: Attempt, loss: Tensor | None, norms: Norms | None) -> None:
+    def _take(self, attempt: Attempt, loss: Tensor | None, norms: Norms | None, **how: Any) -> None:
         """The optimizer's part of a step, from the gradients that are there."""
+        if self.judge.outdated:
+            self._follow()
+        attempt.put_back_attributes = self.judge.buffers.attributes.taken()
         for observer in self._before:
             observer.before(attempt)
         try:
-            attempt.report = self.judge.step(loss, attempt.batches is not None, norms)
+            attempt.report = self.judge.step(loss, attempt.batches is not None, norms, **how)
         except BaseException:
             for observer in self.observers:
                 observer.dropped()
@@ -374,7 +409,7 @@ class Engine:
         """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""
         self.judge.forget()
         self.judge.ranks.forget_gradients()
-        self.judge.buffers.restore()
+        self.judge.restore()
 
     def _after(self, attempt: Attempt) -> None:
         """A step was dispatched: take in the records that are due, and keep a copy of the state if
@@ -404,6 +439,8 @@ class Engine:
         reading = report.read()
         if reading.held:
             # Held behind a bad step that is not there any more: nothing was taken, so it is run again.
+            if attempt.put_back_attributes is not None:
+                attempt.put_back_attributes()
             self.under_way.put_back(attempt, RandomState.now(self.under_way.devices), settings(self.judge.optimizer))
             self.under_way.held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
             return
@@ -444,6 +481,8 @@ class Engine:
         becomes of it."""
         random_now, settings_now = RandomState.now(self.under_way.devices), settings(self.judge.optimizer)
         incident, inquest, history = None, self._inquest, self.account.history
+        if attempt.put_back_attributes is not None and (attempt.batches is not None or not self.judge.lag):
+            attempt.put_back_attributes()
         self._ask_ranks(attempt)
         try:
             incident = inquest.hold(attempt, report, reading, self.caps.in_a_row)

@@ -57,6 +57,8 @@ class Attempt:
     aside: list[Any] = field(default_factory=list)
     """Its micro-batches, where ranks may differ in whether a step can be run again: they are asked
     once it was refused."""
+    put_back_attributes: Callable[[], None] | None = None
+    """Puts back the tensors that modules keep in plain attributes."""
     why_not_again: str = ""
     """Why it cannot be run again, where that is not the loop's general reason."""
 
@@ -131,11 +133,15 @@ class UnderWay:
         """Dispatched, their records not consumed yet."""
         self.held: deque[Attempt] = deque()
         """Good batches that a bad one held up, to be trained on again before anything else."""
-        self.devices = sorted({p.device for p in judge.parameters.tensors if p.device.type == "cuda"}, key=str)
-        self.modules = list(judge.model.modules())
+        self.refresh()
         self.finishing: Attempt | None = None
         """A step after which the loop has not advanced its schedule yet."""
         self._afterwards: Afterwards | None = None
+
+    def refresh(self) -> None:
+        """The model is made of other modules, or lies on other devices."""
+        self.devices = sorted({p.device for p in self.judge.parameters.tensors if p.device.type == "cuda"}, key=str)
+        self.modules = list(self.judge.model.modules())
 
     @property
     def trains(self) -> bool:

@@ -69,7 +69,7 @@ class Recovery(contracts.Recovery):
         parts: Mapping[str, Part],
     ) -> None:
         self._stepper, self._under_way, self._policy, self._checkpoints = stepper, under_way, policy, checkpoints
-        self._ranks = stepper.ranks
+        self._ranks, self._structure = stepper.ranks, stepper.structure
         self._rewarm = Rewarm(stepper.optimizer, policy.rewarm_steps)
         self.state = RunState(stepper, under_way.scheduler, {**parts, "rewarm": self._rewarm})
         self.snapshots = Snapshots(self.state, self._ranks, stepper.parameters.device, policy.snapshot_to == "device")
@@ -214,6 +214,20 @@ class Recovery(contracts.Recovery):
         self._refusing = True
         self._drop_taken()
 
+    def followed(self) -> str:
+        """Copies of another model cannot be put back: the next one is due at once."""
+        before, self._structure = self._structure, self._stepper.structure
+        if self._structure.holds(before):
+            return ""
+        had = bool(self.snapshots.kept or self._taken)
+        self._drop_taken()
+        self._waiting.clear()
+        self._unscheduled.clear()
+        self.snapshots.drop(lambda _: True)
+        self.has_good = self.store is not None and self.has_good
+        self._due_keep = self._policy.snapshot_every > 0
+        return "the copies of its state in memory do not fit any more and are dropped" if had else ""
+
     def _drop_taken(self) -> None:
         for taken in self._taken:
             self._due_keep |= taken.keep
@@ -355,7 +369,7 @@ class Recovery(contracts.Recovery):
         from them would come again."""
         rewindable = self.supply.fits(host["data"])
         self._under_way.forget(keep_random=not rewindable)
-        self.state.put(tensors)
+        self.state.put(tensors, host)
         self.state.put_host(host, random=rewindable)
         if rewindable:
             self.supply.rewind(host["data"], over)
@@ -424,7 +438,7 @@ class Recovery(contracts.Recovery):
                 continue
             self._under_way.forget()
             self.state.put_remedies(host)
-            self.state.put(tensors)
+            self.state.put(tensors, host)
             self.state.put_host(host, random=own)
             if "next_schedule" in host:
                 self.state.put_schedule(host["next_schedule"])

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nanproof.core.judge._parameters import Parameters, clean_name, fills_its_memory, nonfinite
+from nanproof.core.judge._parameters import Parameters, clean_name, fills_its_memory
+from nanproof.core.support._inner import nonfinite
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=3)

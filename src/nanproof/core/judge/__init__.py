@@ -4,5 +4,7 @@
 - `_parameters` names the trainable parameters and computes gradient norms; `_kernels` does both fast on CUDA.
 - `_verdict` decides skip or step and how much to clip; `_stats` knows what is usual for this run.
 - `_optimizers` brings the verdict to the optimizer; `_scaling` reads and updates a loss scale.
-- `_keepers` restores what a refused step must not change; `_terms` follows the terms of a loss.
+- `_structure` notices what was added to, replaced in or taken from the model and the optimizers.
+- `_keepers` restores what a refused step must not change; `_copies` undoes a step that could not be vetoed.
+- `_terms` follows the terms of a loss.
 """

@@ -8,9 +8,9 @@ for DeepSpeed has a judge of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from nanproof._policy import Policy
 from nanproof.core._counters import Counters
 from nanproof.core._evidence import Gradients
-from nanproof.core.judge._keepers import BufferKeeper, WeightKeeper
+from nanproof.core.judge._copies import WeightKeeper
+from nanproof.core.judge._keepers import BufferKeeper
 from nanproof.core.judge._parameters import Parameters, unwrap
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
@@ -26,6 +27,9 @@ from nanproof.core.judge._terms import Terms, terms_of
 from nanproof.core.judge._verdict import Reading
 from nanproof.core.support._environment import about
 from nanproof.core.support._ranks import Ranks
+
+MaxNorm: TypeAlias = "float | str | Mapping[Any, float | None] | None"
+"""What gradients are clipped to: a norm, "auto", nothing, or of several optimizers each to its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Report:
     read: Callable[[], Reading]
     terms: list[Terms | None]
     """Of each loss, on the device; of the loss given to the step where none was noted before."""
+    settings: tuple[str, ...] = ()
+    """Settings of the optimizer that are non-finite, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Judge(ABC):
         self,
         model: nn.Module,
         optimizer: Any,
-        max_norm: float | str | None,
+        max_norm: MaxNorm,
         policy: Policy,
         counters: list[Counters] | None = None,
     ) -> None:
@@ -155,7 +161,9 @@ class Judge(ABC):
             self.optimizer,
             self.policy,
             path=self.path,
-            max_norm=self.max_norm,
+            max_norm=", ".join(f"{type(k).__name__} {v}" for k, v in self.max_norm.items())
+            if isinstance(self.max_norm, Mapping)
+            else self.max_norm,
             ranks=self.ranks.world,
             scaled=self.scaled,
         )
@@ -183,10 +191,24 @@ class Judge(ABC):
 
     # -- a step ------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """A step begins: keep what its forward and backward may write."""
+        self.buffers.begin()
+
+    def restore(self) -> None:
+        """Put back what a step that is not taken has written."""
+        self.buffers.restore()
+
     @abstractmethod
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
-        """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be
-        run again."""
+    def step(
+        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+    ) -> Report:
+        """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be run
+        again. `acting`: the one of several optimizers that acts now, the others with `act`. `closure`:
+        how an optimizer evaluates the loss again."""
+
+    def act(self, member: Any) -> None:  # noqa: B027
+        """Let another one of several optimizers act on the last verdict."""
 
     @abstractmethod
     def broken_state(self) -> list[str]:
@@ -217,8 +239,9 @@ class Judge(ABC):
         """Whether the optimizer's parameters have changed since they were last looked at."""
         return False
 
-    def follow(self) -> None:  # noqa: B027
-        """Take in the parameters that the optimizer has now; no step may be under way."""
+    def follow(self) -> str:
+        """Take in what model and optimizer are made of now. Return what changed, in words."""
+        return ""
 
     def close(self) -> None:
         """Let go of model and optimizer."""

@@ -1,32 +1,35 @@
-"""State that a refused step must not change, besides what the optimizer kernel leaves alone by itself.
+"""State that a refused step must not change, besides what the optimizer leaves alone by itself.
 
-`BufferKeeper`: the buffers that a forward writes (running statistics, counters). They change before the verdict is
-known, so a copy of the last accepted state is kept and put back on the device when the verdict says skip.
+`BufferKeeper`: what a forward writes: buffers (running statistics, counters), and parameters that no optimizer trains (a
+momentum encoder, the average of weights). They change before the verdict is known, so a copy of the last accepted state is kept
+and put back on the device when the verdict says skip.
 
-`WeightKeeper`: half-precision weights. There the optimizer's own arithmetic can make a weight non-finite from finite
-gradients, so weights and moments are looked at after the step and, where a copy was taken, put back.
+`Attributes`: tensors that modules keep in plain attributes (a hidden state, a queue). The host puts those back: writing into
+one could be writing into the user's batch.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import is_compiled, is_dtensor, local, unwrap
 from nanproof.core.support._hooks import Hook
-from nanproof.core.support._ranks import Ranks
 
-Key: TypeAlias = tuple[nn.Module, str]
-"""A buffer: its owner and its name there."""
+Key: TypeAlias = tuple[nn.Module, str, str]
+"""A buffer or a parameter: its owner, where the owner has it, and its name there."""
 _SMALL = 1 << 20
 """Buffers up to this many bytes are always kept; larger masks and tables from the first step that writes them."""
-_HALF = (torch.float16, torch.bfloat16)
+_MOST = 1 << 28
+"""Bytes of untrained parameters that are copied to find out which of them a forward writes; of more, only sums are compared."""
+_TORCHS = frozenset(nn.Module().__dict__)
+"""What every module has."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class _Flat:
     """Bool: infinite from the start, and so on purpose (a mask of -inf)."""
 
     def live(self) -> list[Tensor]:
-        return [local(owner._buffers[name].detach()) for owner, name in self.keys]  # type: ignore[union-attr]
+        return [_live(key) for key in self.keys]
 
     def write(self, values: Tensor) -> None:
         parts = values.split([shape.numel() for shape in self.shapes])
@@ -51,15 +54,23 @@ class _Flat:
 
 
 class BufferKeeper:
-    """Keeps a copy of every buffer that the forward writes, and puts it back on a refused step.
+    """Keeps a copy of everything that the forward writes, and puts it back on a refused step.
 
     The copy is taken at the first training forward after a step (a hook on the model that is called), so that what other code
     does to buffers between steps is not undone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, trained: Sequence[Tensor] | None = None, begin: Callable[[], None] | None = None
+    ) -> None:
+        """`trained`: what optimizers have; of the model's other parameters those are kept that a forward writes. `begin`: the
+        method that begins a step, where that is more than this one's."""
         self._model = unwrap(model)
+        self._begin = None if begin is None else weakref.WeakMethod(begin)
         self._owners: list[nn.Module] = []
+        self._trained = trained
+        self._untrained = _Untrained([])
+        self.attributes = Attributes([])
         self._flats: list[_Flat] = []
         self._layout: list[tuple[Key, Any]] = []
         self._replaced: dict[Key, Tensor | None] = {}
@@ -81,16 +92,41 @@ class BufferKeeper:
 
     def refresh(self) -> None:
         """Take the buffers as they are now for good: at the start, and after weights were loaded."""
-        self._owners = [module for module in self._model.modules() if module._buffers]
+        self._find_owners()
         self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
         self._replaced = {}
         self._rebuild({})
         self._known = {*(key for key, _ in self._layout), *self._untouched}
 
+    def follow(self, trained: Sequence[Tensor]) -> None:
+        """The model is made of other modules, or other parameters are trained. What is kept stays kept."""
+        self._trained = trained
+        kept = {key: part for flat in self._flats for key, part in _parts(flat)}
+        self._find_owners()
+        known = {key for key, _ in self._layout} | self._untouched.keys()
+        self._untouched |= {k: (b, b._version) for k, b in self._all() if k not in known and not _always_kept(k, b)}
+        self._rebuild(kept)
+
+    def _find_owners(self) -> None:
+        modules = list(self._model.modules())
+        self._owners = [module for module in modules if module._buffers]
+        self.attributes = self.attributes.of(modules)
+        if self._trained is not None and not any(is_dtensor(p) for p in self._trained):
+            trained = {id(p) for p in self._trained if p.requires_grad}
+            others = {
+                id(p): (module, "_parameters", name)
+                for module in modules
+                for name, p in module._parameters.items()
+                if p is not None and id(p) not in trained and _can_be_kept(p)
+            }
+            self._untrained = self._untrained.of(list(others.values()))
+
     def begin(self) -> None:
-        """A step begins: keep the buffers as they are now."""
+        """A step begins: keep what a forward writes, as it is now."""
         self._in_step = True
         self._find_written()
+        self._untrained.begin()
+        self.attributes.save()
         if self._layout != self._current_layout():
             self._rebuild({})
         self._known = {*(key for key, _ in self._layout), *self._untouched}
@@ -103,6 +139,7 @@ class BufferKeeper:
         On the device; None where no buffer can go bad.
         """
         self._notice_changes()
+        self._untrained.look()
         for flat in self._flats:
             flat.now = _concatenate(flat.live())
         bad = [_worse(flat) for flat in self._floating()]
@@ -159,6 +196,7 @@ class BufferKeeper:
     def restore(self) -> None:
         """Put back the kept values now."""
         self._in_step = False
+        self.attributes.restore()
         self._notice_changes()
         self._undo_changes()
         for flat in self._flats:
@@ -173,15 +211,15 @@ class BufferKeeper:
 
     def _on_forward(self, module: nn.Module, _inputs: Any) -> None:
         if not self._in_step and module.training and torch.is_grad_enabled():
-            self.begin()
+            begin = self._begin() if self._begin is not None else None
+            self.begin() if begin is None else begin()
 
     def _find_written(self) -> dict[Key, Tensor]:
         """Large buffers that were written after all are kept from now on. Returns those that were bound anew, as they were; of
         one that was written in place the old values are gone."""
         rebound = {}
         for key, (buffer, version) in list(self._untouched.items()):
-            owner, name = key
-            if owner._buffers.get(name) is not buffer:
+            if _held(key) is not buffer:
                 rebound[key] = buffer
                 del self._untouched[key]
             elif buffer._version != version:
@@ -208,8 +246,8 @@ class BufferKeeper:
         if not self._replaced:
             return
         kept = {key: part for flat in self._flats for key, part in _parts(flat)}
-        for (owner, name), old in self._replaced.items():
-            owner._buffers[name] = old
+        for (owner, where, name), old in self._replaced.items():
+            getattr(owner, where)[name] = old
         kept.update({key: old for key, old in self._replaced.items() if old is not None})
         self._replaced = {}
         self._rebuild(kept)
@@ -218,10 +256,12 @@ class BufferKeeper:
         for module in self._owners:
             for name, buffer in module._buffers.items():
                 if buffer is not None and _can_be_kept(buffer):
-                    yield (module, name), buffer
+                    yield (module, "_buffers", name), buffer
 
     def _current_layout(self) -> list[tuple[Key, Any]]:
-        return [(key, (x.device, x.dtype, x.shape)) for key, x in self._all() if key not in self._untouched]
+        kept = [(key, x) for key, x in self._all() if key not in self._untouched]
+        kept += [(key, x) for key in self._untrained.kept if (x := _held(key)) is not None]
+        return [(key, (x.device, x.dtype, x.shape)) for key, x in kept]
 
     def _rebuild(self, kept: dict[Key, Tensor]) -> None:
         """Lay the kept values out anew; `kept` holds those that must survive, the rest are taken as they are now."""
@@ -231,7 +271,7 @@ class BufferKeeper:
             groups.setdefault((device, dtype), []).append(key)
         self._flats = []
         for (device, dtype), keys in groups.items():
-            live = [local(owner._buffers[name].detach()) for owner, name in keys]  # type: ignore[union-attr]
+            live = [_live(key) for key in keys]
             usable = []
             for key, now in zip(keys, live, strict=True):
                 old = kept.get(key)
@@ -242,15 +282,167 @@ class BufferKeeper:
 
     def _name(self, key: Key) -> str:
         path = next((path for path, module in self._model.named_modules() if module is key[0]), "")
-        return f"{path}.{key[1]}" if path else key[1]
+        return f"{path}.{key[2]}" if path else key[2]
 
     def _floating(self) -> list[_Flat]:
         return [flat for flat in self._flats if flat.now.is_floating_point()]
 
 
+def _held(key: Key) -> Tensor | None:
+    owner, where, name = key
+    found: Tensor | None = getattr(owner, where).get(name)
+    return found
+
+
+def _live(key: Key) -> Tensor:
+    found = _held(key)
+    assert found is not None
+    return local(found.detach())
+
+
+class _Untrained:
+    """Parameters that no optimizer trains, and which of them a forward writes. Most are never written, and copying a frozen
+    model at every step would cost what training it does. So they are looked at now and then: at the first steps and then at
+    every power of two; in between, by what torch counts, which misses writes into `.data`."""
+
+    def __init__(self, keys: list[Key]) -> None:
+        self.keys = keys
+        self.kept: list[Key] = []
+        """Those that are kept now: written ones, and all while it is found out."""
+        self._written: set[Key] = set()
+        self._begins = 0
+        self._before: Any = None
+        self._counts: list[tuple[int, int]] = []
+        self._said: tuple[Callable[[], list[float]], int] | None = None
+        self._small = sum(_live(key).nbytes for key in keys) <= _MOST
+
+    def of(self, keys: list[Key]) -> _Untrained:
+        """The same for other parameters, looking anew; those that are known to be written stay so."""
+        if [(m, n) for m, _, n in keys] == [(m, n) for m, _, n in self.keys]:
+            return self
+        other = _Untrained(keys)
+        other._written = self._written & set(keys)
+        other.kept = [key for key in keys if key in other._written]
+        return other
+
+    def begin(self) -> None:
+        if not self.keys:
+            return
+        count, self._begins = self._begins, self._begins + 1
+        if self._said is not None and (count >= self._said[1] or _live(self.keys[0]).device.type == "cpu"):
+            flags, self._said = self._said[0](), None
+            self._note({key for key, flag in zip(self.keys, flags, strict=True) if flag})
+        if count & (count - 1) == 0:
+            if self._small:
+                self.kept = self.keys
+            self._before = [_live(key).clone() if self._small else _sum(_live(key)) for key in self.keys]
+        self._counts = self._counted()
+
+    def look(self) -> None:
+        """After the forward."""
+        if not self.keys:
+            return
+        now = self._counted()
+        if now != self._counts:
+            self._note({key for key, a, b in zip(self.keys, now, self._counts, strict=True) if a != b})
+            self._counts = now
+        before, self._before = self._before, None
+        if before is not None:
+            live = [_live(key) if self._small else _sum(_live(key)) for key in self.keys]
+            pairs = zip(live, before, strict=True)
+            flags = [(a != b).any() if a.shape == b.shape else torch.ones((), dtype=torch.bool) for a, b in pairs]
+            first = flags[0].device
+            self._said = Courier(first).send(torch.stack([f.to(first) for f in flags]).float()), self._begins + 3
+
+    def _counted(self) -> list[tuple[int, int]]:
+        return [(0 if p.is_inference() else p._version, _address(p)) for key in self.keys if (p := _held(key)) is not None]
+
+    def _note(self, written: set[Key]) -> None:
+        self._written |= written
+        if self._said is None:
+            self.kept = [key for key in self.keys if key in self._written]
+
+
+def _address(p: Tensor) -> int:
+    return local(p.detach()).data_ptr()
+
+
+def _sum(x: Tensor) -> Tensor:
+    """A number that changes with the bits of a tensor."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds[x.element_size()]).sum(dtype=torch.int64) if x.element_size() in kinds else x.abs().sum()
+
+
+class Attributes:
+    """Tensors that modules keep in plain attributes, as a step finds them."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._saves = 0
+        self._known: list[tuple[dict[str, Any], str]] = []
+        self._in_place: set[tuple[int, str]] = set()
+        """Those that something wrote into."""
+        self._kept: list[tuple[dict[str, Any], str, Tensor, int, Tensor | None]] = []
+        self._others: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
+        """What else the modules had, where they were all looked at."""
+
+    def of(self, modules: list[nn.Module]) -> Attributes:
+        """The same for other modules."""
+        return self if self._modules == modules else Attributes(modules)
+
+    def save(self) -> None:
+        """Note them as they are now. New ones are looked for at the first steps and then at every power of two."""
+        count, self._saves = self._saves, self._saves + 1
+        look = count & (count - 1) == 0
+        for place, name, tensor, version, _ in self._kept:
+            if place.get(name) is tensor and tensor._version != version:
+                self._in_place.add((id(place), name))
+        self._others = None
+        if look:
+            own = [(m.__dict__, {k: v for k, v in m.__dict__.items() if k not in _TORCHS}) for m in self._modules]
+            self._known = [(place, k) for place, values in own for k, v in values.items() if _is_state(v)]
+            self._others = [(place, {k: v for k, v in values.items() if not isinstance(v, Tensor)}) for place, values in own]
+        self._kept = []
+        for place, name in self._known:
+            now: Any = place.get(name)
+            if _is_state(now):
+                small = now.nbytes <= _SMALL and (look or (id(place), name) in self._in_place)
+                self._kept.append((place, name, now, now._version, now.detach().clone() if small else None))
+
+    def taken(self) -> Callable[[], None]:
+        """How to put back what was noted last."""
+        kept, others = self._kept, self._others
+
+        def put_back() -> None:
+            names = {(id(place), name) for place, name, *_ in kept}
+            for place, values in others or ():
+                for name in [k for k, v in place.items() if _is_state(v) and (id(place), k) not in names]:
+                    if name in values:
+                        place[name] = values[name]
+                    elif name not in _TORCHS:
+                        del place[name]
+            for place, name, tensor, version, copied in kept:
+                place[name] = tensor
+                if copied is not None and tensor._version != version:
+                    with torch.no_grad():
+                        tensor.copy_(copied)
+
+        return put_back
+
+    def restore(self) -> None:
+        self.taken()()
+
+
+def _is_state(value: Any) -> bool:
+    """Not what belongs to a graph: that is an activation, which holding on to would keep a whole step in memory."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.grad_fn is None and not value.is_inference()
+
+
 def _always_kept(key: Key, buffer: Tensor) -> bool:
     """Small buffers, and those that are part of a model's state and no mask: codebooks, running statistics."""
-    owner, name = key
+    owner, _, name = key
     state = buffer.is_floating_point() and name not in owner._non_persistent_buffers_set
     return state or buffer.numel() * buffer.element_size() <= _SMALL
 
@@ -277,76 +469,3 @@ def _parts(flat: _Flat) -> Iterator[tuple[Key, Tensor]]:
     parts = flat.was.split([shape.numel() for shape in flat.shapes])
     for key, shape, part in zip(flat.keys, flat.shapes, parts, strict=True):
         yield key, part.view(shape)
-
-
-class WeightKeeper:
-    """Looks at half-precision weights and moments after a step; with `restore`, undoes a step that broke one of them: on all
-    weights, the others of the step included."""
-
-    def __init__(self, weights: list[Tensor], optimizer: Optimizer, restore: bool, ranks: Ranks) -> None:
-        self.restore = restore
-        self._half = [p for p in weights if p.dtype in _HALF]
-        self._all = weights
-        self._optimizer = optimizer
-        self._agree = ranks.any_rank if any(is_dtensor(p) for p in weights) else None
-        self._saved: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-
-    @classmethod
-    def of(cls, weights: list[Tensor], optimizer: Optimizer, on_device: bool, choice: str, ranks: Ranks) -> WeightKeeper | None:
-        """None where no trainable weight is half precision, or the policy does not want to know."""
-        trainable = [p for p in weights if p.requires_grad]
-        dtypes = {p.dtype for p in trainable if p.dtype in _HALF}
-        if choice == "off" or not dtypes:
-            return None
-        restore = choice == "restore" or (choice == "auto" and (not on_device or torch.float16 in dtypes))
-        return cls(trainable, optimizer, restore, ranks)
-
-    def save(self) -> None:
-        if self.restore:
-            states = self._optimizer.state
-            self._saved = [(p, p.detach().clone(), {k: _clone(v) for k, v in states.get(p, {}).items()}) for p in self._all]
-
-    def broken(self) -> Tensor:
-        """Bool on the device: some half-precision weight or moment is non-finite now. Of sharded weights each rank has a part,
-        so the ranks agree: one small collective."""
-        tensors = [local(p.detach()) for p in self._half]
-        for p in self._half:
-            state = self._optimizer.state.get(p, {}).values()
-            tensors += [local(x) for x in state if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
-        tensors = [t for t in tensors if t.numel()]
-        if not tensors:
-            bad = torch.zeros((), dtype=torch.bool, device=self._half[0].device)
-        else:
-            largest = [n.to(tensors[0].device, torch.float32) for n in torch._foreach_norm(tensors, torch.inf)]
-            bad = ~torch.isfinite(torch.stack(largest)).all()
-        return bad if self._agree is None else self._agree(bad)
-
-    def put_back(self, broken: Tensor) -> None:
-        """Undo the step where `broken` says so, on the device. State that the step created goes back to zeros."""
-        with torch.no_grad():
-            for p, weight, state in self._saved:
-                _where(broken, weight, p)
-                for key, value in self._optimizer.state.get(p, {}).items():
-                    if isinstance(value, Tensor):
-                        _where(broken, state.get(key, torch.zeros_like(value)), value)
-        self._saved = []
-
-    def put_back_now(self) -> None:
-        """Undo the step; the host already knows that it must be. State that the step created is removed."""
-        with torch.no_grad():
-            for p, weight, state in self._saved:
-                p.copy_(weight)
-                if state:
-                    self._optimizer.state[p] = state
-                else:
-                    self._optimizer.state.pop(p, None)
-        self._saved = []
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _where(condition: Tensor, old: Tensor, live: Tensor) -> None:
-    live, old = local(live.detach()), local(old)
-    live.copy_(torch.where(condition.to(live.device, non_blocking=True), old, live))

@@ -191,6 +191,19 @@ if triton is not None:
         loss_size = tl.where(count > 0, tl.minimum(loss_size, 2 * size + SMALLEST_LOSS), loss_size)
         tl.store(state + 8, size + tl.where(accepted, loss_size - size, 0.0) / age)
 
+    @triton.jit
+    def _copy_if(skip, to, source, chunk_tensor, chunk_start, sizes, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+        """Copy tensors from one table of addresses to another, if the step is bad; else read nothing but that."""
+        if tl.load(skip) > 0:
+            chunk = tl.program_id(0)
+            tensor = tl.load(chunk_tensor + chunk)
+            start, size = tl.load(chunk_start + chunk), tl.load(sizes + tensor)
+            there = tl.load(to + tensor).to(tl.pointer_type(tl.float32))
+            here = tl.load(source + tensor).to(tl.pointer_type(tl.float32))
+            for offset in range(0, CHUNK, BLOCK):
+                i = start + offset + tl.arange(0, BLOCK)
+                tl.store(there + i, tl.load(here + i, mask=i < size, other=0.0), mask=i < size)
+
     _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -213,6 +226,11 @@ class Kernels:
             log.info("nanproof: Triton does not work here (%s); plain torch is used", str(error).splitlines()[0])
             return None
         return kernels
+
+    @classmethod
+    def aside(cls, device: torch.device) -> Aside | None:
+        """A place for what the device must put back by itself; None where there is no way."""
+        return Aside(device) if cls.available(device, torch.float32) is not None else None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -274,6 +292,36 @@ class Kernels:
                 Verdict.HEAD, 1024, num_warps=4,
             )  # fmt: skip
         return Verdict(skip=flags[0], divisor=flags[1] if clips else None, packed=out)
+
+
+class Aside:
+    """Keeps fp32 tensors on a bad step in pinned memory of the host, which a kernel can write: a good step costs two launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._table: _Table | None = None
+        self._places: Tensor | None = None
+
+    def save(self, tensors: list[Tensor], skip: Tensor) -> None:
+        sizes = tuple(t.numel() for t in tensors)
+        if self._table is None or tuple(k.numel() for k in self._kept) != sizes:
+            self._kept = [torch.empty(count, pin_memory=True) for count in sizes]
+            self._table = _Table(sizes, self._device)
+            self._places = torch.tensor([k.data_ptr() for k in self._kept], device=self._device)
+        self._copy(self._places, self._table.pointers(tensors), skip)
+
+    def put_back(self, tensors: list[Tensor], skip: Tensor) -> None:
+        assert self._table is not None
+        self._copy(self._table.pointers(tensors), self._places, skip)
+
+    def _copy(self, to: Any, source: Any, skip: Tensor) -> None:
+        table = self._table
+        assert table is not None
+        with torch.cuda.device(self._device):
+            _copy_if[(table.chunks,)](
+                skip, to, source, table.chunk_tensor, table.chunk_start, table.sizes, CHUNK, BLOCK, num_warps=8
+            )
 
 
 class _Table:

@@ -7,84 +7,167 @@ without asking the host. The combinations in which it is not exact are listed in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from nanproof._errors import UnsupportedError, UsageError
-from nanproof.core.judge._parameters import Parameters, is_dtensor, unwrap
-from nanproof.core.judge._verdict import Reading, Verdict
+from nanproof._errors import UsageError
+from nanproof.core.judge._parameters import Parameters, is_dtensor, is_plain, unwrap
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
+BARE = frozenset(vars(SGD([torch.zeros(1, requires_grad=True)])))
+"""What every optimizer has. What one of another kind has besides may hold more of them."""
+_DEEPEST = 3
+"""Lists and dictionaries in each other in which optimizers are looked for."""
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer itself: `found_inf` set on accelerate's transparent wrapper would be ignored. Wrappers that do something of
-    their own (Lookahead, say) stay, and take the host path."""
+    """The optimizer itself: `found_inf` set on accelerate's transparent wrapper would be ignored. One that is made of others (a
+    list, torchtitan's container, Lookahead) is opened: what it holds belongs to the run as well."""
+    if isinstance(optimizer, Mapping):
+        optimizer = list(optimizer.values())
     if isinstance(optimizer, (list, tuple)):
         return Several(optimizer) if len(optimizer) != 1 else bare_optimizer(optimizer[0])  # type: ignore[return-value]
-    while type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer
-    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "zero_grad")):
+    optimizer = _unwrapped(optimizer)
+    if not is_optimizer(optimizer):
         raise UsageError(
             f"Guard(optimizer={type(optimizer).__name__}): this is not an optimizer; pass an object with param_groups, state, "
             "step() and zero_grad(), such as torch.optim.AdamW(model.parameters())"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "Guard cannot refuse a step of LBFGS, which evaluates the loss several times inside one: use another optimizer"
+    return Several([optimizer]) if inside_of(optimizer) else optimizer  # type: ignore[return-value]
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it can be stepped and holds parameters; not only torch's own class, and no class itself."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad"))
+
+
+def check_limits(optimizer: Any, max_norm: Any) -> None:
+    """A mapping of norms to clip to must be about these optimizers."""
+    if not isinstance(max_norm, Mapping):
+        return
+    members = members_of(optimizer)
+    strangers = [key for key in max_norm if not any(key is member for member in members)]
+    if strangers:
+        raise UsageError(
+            f"Guard(max_norm={{...}}): {type(strangers[0]).__name__} is none of the guard's optimizers; the keys are the "
+            "optimizers themselves, and one that is left out is not clipped"
         )
-    return optimizer  # type: ignore[no-any-return]
+    for limit in max_norm.values():
+        if limit is not None and (isinstance(limit, (bool, str)) or not limit > 0):
+            raise UsageError(f"Guard(max_norm={{...: {limit!r}}}): the norm to clip to must be above 0, or None")
 
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that one step is made of."""
+    """The optimizers that one step is made of: those whose `step` is called."""
     return optimizer.members if isinstance(optimizer, Several) else (optimizer,)
 
 
+def holders_of(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that keep state and settings: those that are stepped, and those inside them."""
+    return optimizer.holders if isinstance(optimizer, Several) else (optimizer,)
+
+
+def name_of(optimizer: Any) -> str:
+    """The class of an optimizer; of several, each."""
+    return " + ".join(dict.fromkeys(type(member).__name__ for member in members_of(optimizer)))
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    while type(optimizer).__module__.startswith("accelerate."):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def inside_of(optimizer: Any) -> list[Any]:
+    """The optimizers that one holds in its attributes, and those that they hold, innermost first."""
+    found: list[Any] = []
+    seen = {id(optimizer)}
+
+    def look(value: Any, depth: int) -> None:
+        value = _unwrapped(value)
+        if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+            for item in value:
+                look(item, depth + 1)
+        elif isinstance(value, dict) and depth < _DEEPEST:
+            for item in value.values():
+                look(item, depth + 1)
+        elif (isinstance(value, Optimizer) or hasattr(type(value), "step")) and id(value) not in seen and is_optimizer(value):
+            seen.add(id(value))
+            open_up(value)
+            found.append(value)
+
+    def open_up(holder: Any) -> None:
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if name not in BARE:
+                look(value, 0)
+
+    open_up(optimizer)
+    return found
+
+
 class Several:
-    """Several optimizers over one model, as one: all of them take a step, or none does."""
+    """Several optimizers over one model, as one: all of them take a step, or none does. Those inside them count as well."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
-        self.members = tuple(bare_optimizer(optimizer) for optimizer in optimizers)
-        if not self.members:
-            raise UsageError("Guard(optimizer=[]): the list is empty; give at least one optimizer")
-        ids = [id(p) for group in self.param_groups for p in group["params"]]
-        if len(set(ids)) < len(ids):
-            raise UsageError("Guard(optimizer=[...]): a parameter is in two optimizers; give each parameter to one of them")
-        self.state = _States(self.members)
         self.defaults: dict[str, Any] = {}
+        self.become(optimizers)
+
+    def become(self, optimizers: Sequence[Any]) -> None:
+        """Be made of these from now on."""
+        members = tuple(_unwrapped(optimizer) for optimizer in optimizers)
+        if not members:
+            raise UsageError("Guard(optimizer=[]): the list is empty; give at least one optimizer")
+        for member in members:
+            if not is_optimizer(member):
+                bare_optimizer(member)
+        self.members = members
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Look again for what the members hold."""
+        families = [(*inside_of(member), member) for member in self.members]
+        owner: dict[int, int] = {}
+        for i, family in enumerate(families):
+            for p in (p for holder in family for group in holder.param_groups for p in group["params"]):
+                if owner.setdefault(id(p), i) != i:
+                    raise UsageError(
+                        "Guard(optimizer=[...]): a parameter is in two optimizers; give each parameter to one of them"
+                    )
+        self.holders = tuple({id(holder): holder for family in families for holder in family}.values())
+        self.state = _States(self.holders)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for member in self.members for group in member.param_groups]
+        return list({id(group): group for holder in self.holders for group in holder.param_groups}.values())
 
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:
         for member in self.members:
-            member.step()
+            member.step() if closure is None else member.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for member in self.members:
-            member.zero_grad(set_to_none)
+            member.zero_grad()
 
 
 class _States(MutableMapping[Any, Any]):
     """The states of several optimizers: that of a parameter is with the optimizer that has it."""
 
-    def __init__(self, members: Sequence[Optimizer]) -> None:
-        self._members = members
+    def __init__(self, holders: Sequence[Any]) -> None:
+        self._holders = holders
 
     def _of(self, key: Any) -> Any:
-        for member in self._members:
-            if key in member.state or any(key is p for group in member.param_groups for p in group["params"]):
-                return member.state
-        return self._members[0].state
+        for holder in self._holders:
+            if key in holder.state or any(key is p for group in holder.param_groups for p in group["params"]):
+                return holder.state
+        return self._holders[0].state
 
     def __contains__(self, key: object) -> bool:
-        return any(key in member.state for member in self._members)
+        return any(key in holder.state for holder in self._holders)
 
     def __getitem__(self, key: Any) -> Any:
         return self._of(key)[key]
@@ -96,13 +179,13 @@ class _States(MutableMapping[Any, Any]):
         del self._of(key)[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return next((member.state[key] for member in self._members if key in member.state), default)
+        return next((holder.state[key] for holder in self._holders if key in holder.state), default)
 
     def __iter__(self) -> Iterator[Any]:
-        return (key for member in self._members for key in member.state)
+        return iter(dict.fromkeys(key for holder in self._holders for key in holder.state))
 
     def __len__(self) -> int:
-        return sum(len(member.state) for member in self._members)
+        return len(set(map(id, self)))
 
 
 class DevicePath:
@@ -114,25 +197,31 @@ class DevicePath:
         self.optimizer = optimizer
         self.note = note
         self.description = f"device: {note}" if note else "device"
+        self._was = [(group, group["fused"], group["foreach"]) for group in (*optimizer.param_groups, optimizer.defaults)]
         self._prepare()
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
 
-    def step(self, verdict: Verdict) -> None:
+    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> None:
         optimizer: Any = self.optimizer
         self._prepare_momentum()
-        optimizer.found_inf = verdict.skip
-        if verdict.divisor is not None:
-            optimizer.grad_scale = verdict.divisor
+        optimizer.found_inf = skip
+        if divisor is not None:
+            optimizer.grad_scale = divisor
         try:
             optimizer.step()
         finally:
             # Left behind, they would make a later GradScaler.step raise.
             del optimizer.found_inf
-            if verdict.divisor is not None:
+            if divisor is not None:
                 del optimizer.grad_scale
 
     def close(self) -> None:
         self._hook.remove()
+
+    def unswitch(self) -> None:
+        """Give the optimizer the form that it had."""
+        for group, fused, foreach in self._was:
+            group["fused"], group["foreach"] = fused, foreach
 
     def _prepare(self) -> None:
         """Make flags and state fit the fused kernels; again after `load_state_dict`, which brings the flags of the checkpoint."""
@@ -155,23 +244,42 @@ class DevicePath:
                     self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-class DevicePaths:
-    """The verdict stays on the device, and the fused kernels of several optimizers read it."""
+class UndoPath:
+    """The verdict stays on the device: the optimizer acts, and where the step was bad, the device puts back what it wrote.
+
+    For torch's Muon, which keeps nothing on the host. Waiting for the verdict would cost it most: its many launches could no
+    longer be queued while backward runs. What is copied, and only on a bad step, goes to pinned memory of the host.
+    """
 
     on_device = True
 
-    def __init__(self, paths: Sequence[DevicePath]) -> None:
-        self._paths = paths
-        self.note = ", ".join(filter(None, (path.note for path in paths)))
-        self.description = f"device: {self.note}" if self.note else "device"
+    def __init__(self, optimizer: Optimizer, aside: Aside) -> None:
+        self.optimizer, self._aside = optimizer, aside
+        self.note = f"{type(optimizer).__name__} is put back on a bad step"
+        self.description = f"device: {self.note}"
 
-    def step(self, verdict: Verdict) -> None:
-        for path in self._paths:
-            path.step(verdict)
+    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> None:
+        if divisor is not None:
+            torch._foreach_div_(gradients, divisor.to(gradients[0].device, non_blocking=True))
+        state = self.optimizer.state
+        written: list[Tensor] = []
+        for p in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if "momentum_buffer" not in state[p]:  # made by a bad step, it would stay bad
+                state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+            written += [p.detach(), state[p]["momentum_buffer"]]
+        self._aside.save(written, skip)
+        self.optimizer.step()
+        self._aside.put_back(written, skip)
 
     def close(self) -> None:
-        for path in self._paths:
-            path.close()
+        pass
+
+
+class Aside(Protocol):
+    """Where tensors are kept on a bad step, without asking the host; see `nanproof.core.judge._kernels`."""
+
+    def save(self, tensors: list[Tensor], skip: Tensor) -> None: ...
+    def put_back(self, tensors: list[Tensor], skip: Tensor) -> None: ...
 
 
 class HostPath:
@@ -179,41 +287,114 @@ class HostPath:
 
     on_device = False
 
-    def __init__(self, optimizer: Optimizer | Several, why: str, note: str = "") -> None:
+    def __init__(self, why: str, note: str = "") -> None:
         """`note`: the reason without the names of settings, for users who made none."""
-        self.optimizer = optimizer
         self.note = note or why
         self.description = f"host: {why}"
-
-    def step(self, reading: Reading, gradients: list[Tensor]) -> None:
-        if reading.bad:
-            return
-        divisor = reading.clip * (reading.scale or 1.0)
-        if divisor != 1:
-            dense = [g for g in gradients if not g.is_sparse]
-            if dense:
-                torch._foreach_div_(dense, divisor)
-            for g in gradients:
-                if g.is_sparse:
-                    g.div_(divisor)
-        self.optimizer.step()
 
     def close(self) -> None:
         pass
 
 
-Path = DevicePath | DevicePaths | HostPath
+def divide(gradients: list[Tensor], divisor: float) -> None:
+    """Clip and unscale gradients in place."""
+    if divisor != 1:
+        dense = [g for g in gradients if not g.is_sparse]
+        if dense:
+            torch._foreach_div_(dense, divisor)
+        for g in gradients:
+            if g.is_sparse:
+                g.div_(divisor)
 
 
-def choose_path(model: nn.Module, optimizer: Any, switch: bool = True) -> Path:
+class CopyPath(HostPath):
+    """A step cannot be vetoed: what it writes is copied first, and put back if it was bad."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.description = f"copy: {why}"
+
+
+class DevicePaths:
+    """The verdict stays on the device for every one of several optimizers."""
+
+    on_device = True
+
+    def __init__(self, paths: Sequence[DevicePath | UndoPath]) -> None:
+        self.paths = tuple(paths)
+        self.note = ", ".join(filter(None, (path.note for path in paths)))
+        self.description = f"device: {self.note}" if self.note else "device"
+
+    def close(self) -> None:
+        for path in self.paths:
+            path.close()
+
+
+Path = DevicePaths | HostPath
+
+
+def choose_path(
+    model: nn.Module, optimizer: Any, switch: bool = True, aside: Callable[[torch.device], Aside | None] | None = None
+) -> Path:
     """The device path where it is exact. With `switch`, one whose user left `fused` and `foreach` unset becomes fused. Of several
-    optimizers, all take it, or none."""
+    optimizers, all take it, or none. `aside`: makes room for what only the device can put back, if there is a way."""
     members = members_of(optimizer)
-    on_host = [why for member in members if (why := _unfused(member) or _host(model, member, switch)) is not None]
+    evaluating = [member for member in members if evaluates(member)]
+    if evaluating:
+        return CopyPath(f"{name_of(evaluating[0])} evaluates the loss inside its step; gradients are not clipped")
+    places = {id(member): aside(member.param_groups[0]["params"][0].device) for member in members if aside and _undoable(member)}
+    on_host = []
+    for member in members:
+        why = None if places.get(id(member)) is not None else _unfused(member) or _host(model, member, switch)
+        on_host += [why] if why is not None else []
     if on_host:
-        return HostPath(optimizer, *on_host[0])
-    paths = [DevicePath(member, "" if _all_fused(member) else f"{type(member).__name__} switched to fused") for member in members]
-    return paths[0] if len(paths) == 1 else DevicePaths(paths)
+        return HostPath(*on_host[0])
+    paths: list[DevicePath | UndoPath] = []
+    for member in members:
+        place = places.get(id(member))
+        name = type(member).__name__
+        paths.append(
+            UndoPath(member, place)
+            if place is not None
+            else DevicePath(member, "" if _all_fused(member) else f"{name} switched to fused")
+        )
+    return DevicePaths(paths)
+
+
+def evaluates(optimizer: Any) -> bool:
+    """Whether its step evaluates the loss itself, and moves weights in between."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    try:
+        asked = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return asked is not None and asked.default is inspect.Parameter.empty
+
+
+class Evaluated:
+    """A closure whose first call, with the weights as they were, returns what was evaluated and judged already."""
+
+    def __init__(self, parameters: Sequence[Tensor], evaluate: Callable[[], Any], first: list[Tensor]) -> None:
+        self._parameters, self._evaluate, self._first = parameters, evaluate, first
+        self._versions = self._written()
+
+    def _written(self) -> list[int]:
+        return [p._version for p in self._parameters]
+
+    def __call__(self) -> Any:
+        first, self._first = self._first, []
+        if first and self._written() == self._versions:
+            return first[0] if len(first) == 1 else torch.stack([loss.reshape(()) for loss in first]).sum()
+        return self._evaluate()
+
+
+def _undoable(optimizer: Any) -> bool:
+    """Whether its step writes nothing but dense tensors on a CUDA device, so that the device can undo it."""
+    if type(optimizer) is not getattr(torch.optim, "Muon", None):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(is_plain(p) and p.device.type == "cuda" and p.dtype == torch.float32 for p in parameters)
 
 
 def _all_fused(optimizer: Optimizer) -> bool:
@@ -253,6 +434,8 @@ def _fused_is_wrong(optimizer: Optimizer, asked: bool) -> bool:
 def _obstacle(model: nn.Module, parameters: Parameters, optimizer: Optimizer) -> str | None:
     """Why the device path would not be exact, or None."""
     name = type(optimizer).__name__
+    if inside_of(optimizer):
+        return f"{name} steps the optimizers inside it itself"
     if type(optimizer) not in _FUSED:
         return f"{name} has no fused form"
     groups = optimizer.param_groups
@@ -267,6 +450,8 @@ def _obstacle(model: nn.Module, parameters: Parameters, optimizer: Optimizer) ->
             return f"{name}(foreach=False) was asked for"
         if any(p.dtype == torch.float16 and p.requires_grad for p in parameters.tensors):
             return "trainable weights are fp16, and switching to fused would hide an underflow in the optimizer"
+    if not all(is_plain(p) or is_dtensor(p) for p in parameters.tensors):
+        return "the fused kernels take no weights that are made of others (quantised ones)"
     if _fused_is_wrong(optimizer, asked=False):
         return "torch's fused SGD computes wrong updates of half-precision weights on CPU"
     trainable = [p for p in parameters.tensors if p.requires_grad]

@@ -54,6 +54,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is one dense block of numbers, neither sharded nor made of others."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
 class NormKernels(Protocol):
     """What `nanproof.core.judge._kernels` offers; None means that it does not apply."""
 
@@ -87,7 +92,6 @@ class Parameters:
         self.names = tuple(names)
         self.left_out = [known[id(p)] for p in inner.parameters() if p.requires_grad and id(p) not in seen]
         """Trainable parameters of the model that the optimizer does not have."""
-        self.count = sum(len(group["params"]) for group in optimizer.param_groups)
         self.device = next((local(p).device for p in self.tensors), torch.device("cpu"))
         """Where verdicts are made: the device of the first parameter."""
         wide = any(p.dtype in (torch.float64, torch.complex128) for p in self.tensors)
@@ -172,28 +176,3 @@ def _group_key(gradient: Tensor) -> Any:
     if is_dtensor(gradient):
         return gradient.device_mesh, gradient.placements, gradient.dtype  # type: ignore[attr-defined]
     return gradient.device, gradient.dtype, gradient.layout
-
-
-def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors that hold a NaN or an Inf. Reads every element and waits: for failures and `close` only."""
-    names = []
-    for name, tensor in tensors:
-        flat = local(tensor).detach()
-        if flat.is_complex():
-            flat = torch.view_as_real(flat)
-        if not flat.is_floating_point() or flat.numel() == 0 or flat.layout is not torch.strided:
-            continue
-        low, high = torch.aminmax(flat)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            names.append(name)
-    return names
-
-
-def state_tensors(model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, Tensor]]:
-    """Weights and optimizer state, by name."""
-    for name, parameter in unwrap(model).named_parameters():
-        yield clean_name(name), parameter
-    for name, p in zip(parameters.names, parameters.tensors, strict=True):
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, Tensor):
-                yield f"optimizer state {key} of {name}", value

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,23 +18,81 @@ from torch import Tensor, nn
 
 from nanproof._errors import UsageError
 from nanproof._policy import Policy
+from nanproof._text import size
+from nanproof._wording import listed
 from nanproof.core._counters import Counters, counted
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._judge import Judge, Norms, Report
-from nanproof.core.judge._keepers import BufferKeeper, WeightKeeper
+from nanproof.core.judge._copies import WeightKeeper, state_tensors
+from nanproof.core.judge._judge import Judge, MaxNorm, Norms, Report
+from nanproof.core.judge._keepers import BufferKeeper
 from nanproof.core.judge._kernels import Kernels
-from nanproof.core.judge._optimizers import HostPath, choose_path, members_of
-from nanproof.core.judge._parameters import Parameters, is_dtensor, nonfinite, state_tensors
+from nanproof.core.judge._optimizers import (
+    CopyPath,
+    DevicePath,
+    HostPath,
+    Path,
+    Several,
+    choose_path,
+    divide,
+    holders_of,
+    inside_of,
+    members_of,
+)
+from nanproof.core.judge._parameters import Parameters, is_dtensor
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
+from nanproof.core.judge._structure import Structure
 from nanproof.core.judge._terms import Terms, mean_of, terms_of, with_terms
 from nanproof.core.judge._verdict import Learned, Reading, Verdict, judge
-from nanproof.core.support._context import learning_rates
+from nanproof.core.support._context import bad_settings, learning_rates, rehearsal, tensor_settings
+from nanproof.core.support._hooks import Hook
+from nanproof.core.support._inner import is_opaque, nonfinite
 from nanproof.core.support._ranks import Ranks
 
 guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have a guard: nobody else should put another one around them."""
+
+
+IN_BACKWARD = "optimizers step inside backward; gradients are not clipped"
+
+
+@dataclass(slots=True)
+class _Acts:
+    """A verdict, and what the optimizers make of it."""
+
+    verdict: Verdict
+    divisors: list[Tensor | None]
+    """What the gradients of each are divided by."""
+    gradients: list[list[Tensor]]
+    closure: Any
+    limits: Mapping[Any, float | None] | None
+    clipped: bool
+    places: list[list[int]]
+    """Which of the norms are whose."""
+    refused: Tensor
+    reading: Reading | None = None
+    """On the host path."""
+    late: list[Callable[[], list[float]]] = field(default_factory=list)
+    """Whether weights broke in an act that came after the verdict was sent."""
+    sent: bool = False
+
+    def after(self, reading: Reading) -> Reading:
+        broke = not reading.refused and any(parcel()[0] for parcel in self.late)
+        self.late.clear()
+        return replace(reading, weights_bad=True) if broke else reading
+
+    def on_host(self, i: int, member: Any) -> float:
+        """What one optimizer's gradients are divided by."""
+        assert self.reading is not None
+        scale = self.reading.scale or 1.0
+        if self.clipped:
+            return scale
+        if self.limits is None:
+            return self.reading.clip * scale
+        limit = self.limits.get(member)
+        total = sum(self.reading.norms[k] ** 2 for k in self.places[i]) ** 0.5
+        return scale if limit is None else scale * max((total + 1e-6) / limit, 1.0)
 
 
 class Stepper(Judge):
@@ -44,29 +102,33 @@ class Stepper(Judge):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        max_norm: float | str | None,
+        max_norm: MaxNorm,
         scaler: Any,
         policy: Policy,
         counters: list[Counters] | None = None,
     ) -> None:
         super().__init__(model, optimizer, max_norm, policy, counters)
         self.parameters = Parameters(model, optimizer)
-        if not any(p.requires_grad for p in self.parameters.tensors):
-            raise UsageError(
-                "Guard: the optimizer has no trainable parameter; set requires_grad on those to train, then build the optimizer"
-            )
+        self._check_trainable()
         device, dtype = self.parameters.device, self.parameters.dtype
         self.ranks = Ranks(model, device)
-        self._path = choose_path(model, optimizer, policy.switch_to_fused)
         self.scale = LossScale(scaler, device) if scaler is not None and scaler.is_enabled() else None
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
-        self.buffers = BufferKeeper(model)
-        self.weights = self._weight_keeper()
         self.courier = Courier(device)
         """How reports get to the host."""
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
-        self.kernels = Kernels.available(device, dtype) if self.on_device else None
+        self._acting: Any = None
+        """The optimizer whose step the guard is taking."""
+        self._inside: dict[int, Tensor] = {}
+        """By parameter: norms of gradients that optimizers stepped on inside backward, since the last step."""
+        self._parted: _Acts | None = None
+        """A verdict on which some of the optimizers may have yet to act."""
+        self._in_backward = False
+        self._choose_path()
+        self.buffers = BufferKeeper(model, self.parameters.tensors, self.begin)
+        self.structure = Structure(model, optimizer, self.parameters)
+        self._watching = self._watch_steps()
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
         self._left: tuple[Any, int] | None = None
@@ -74,14 +136,80 @@ class Stepper(Judge):
         written."""
         self._by_step = False
         """It was a step that left it so."""
-        guarded.update(members_of(optimizer))
+        guarded.update(member for member in members_of(optimizer) if isinstance(member, torch.optim.Optimizer))
         self._probe = self._watch_one_gradient()
         self._note_left()
         self._unreduced = self.ranks.unreduced(self.parameters)
 
+    def _choose_path(self) -> None:
+        aside = None if self._on_cpu else Kernels.aside
+        if self._in_backward:
+            self._path: Path = CopyPath(IN_BACKWARD)
+        else:
+            self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused, aside)
+        self._keep_copies()
+        self.kernels = Kernels.available(self.parameters.device, self.parameters.dtype) if self.on_device else None
+        members = members_of(self.optimizer)
+        families = [{id(p) for h in (m, *inside_of(m)) for g in h.param_groups for p in g["params"]} for m in members]
+        self._owner = [next((i for i, f in enumerate(families) if id(p) in f), 0) for p in self.parameters.tensors]
+        """Of each parameter, the place of the optimizer that steps on it."""
+
+    def _watch_steps(self) -> list[Any]:
+        watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
+        return [holder.register_step_pre_hook(Hook(self, self._before_a_step)) for holder in watched]
+
+    def _before_a_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer that steps inside backward cannot be vetoed: what it writes is copied first, and judged with the loss."""
+        if self._acting is not None or rehearsal or torch._C._current_graph_task_id() == -1:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            for path in getattr(self._path, "paths", ()):
+                if isinstance(path, DevicePath):
+                    path.unswitch()
+            self._path.close()
+            self._choose_path()
+        if self.weights is not None:
+            self.weights.save()
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if mine:
+            for p, norm in zip(mine, self.parameters.norms([p.grad for p in mine]).unbind(), strict=True):
+                self._inside[id(p)] = torch.maximum(norm, self._inside.get(id(p), norm))
+
+    def begin(self) -> None:
+        """With copies that must be there before anything can write."""
+        if self.structure.has_other_modules:
+            self.buffers.follow(self.parameters.tensors)
+        self.buffers.begin()
+        if self.weights is not None and (self.policy.copy is True or self._in_backward):
+            self.weights.save()
+
+    def restore(self) -> None:
+        super().restore()
+        self._inside.clear()
+        if self.weights is not None:
+            self.weights.put_back_now()
+
+    def _keep_copies(self) -> None:
+        must = isinstance(self._path, CopyPath)
+        self.weights = WeightKeeper.of(self.parameters, self.optimizer, self.on_device, must, self.policy, self.ranks)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.parameters.device.type == "cpu"
+
     @property
     def path(self) -> str:
-        return self._path.description
+        said = self._path.description
+        if self.weights is not None and self.weights.restore and (isinstance(self._path, CopyPath) or self.policy.copy is True):
+            said += f"; {size(self.weights.bytes)} are copied before each step"
+        opaque = self._opaque()
+        return f"{said}; not looked into, copied whole: {listed(opaque)}" if opaque else said
+
+    def _opaque(self) -> list[str]:
+        """Kinds of tensors that do not say what they are made of."""
+        tensors = (t for _, t in state_tensors(self.model, self.parameters, self.optimizer))
+        return sorted({type(t).__name__ for t in tensors if is_opaque(t)})
 
     @property
     def path_note(self) -> str:
@@ -142,7 +270,9 @@ class Stepper(Judge):
         """Return a norm without the loss scale."""
         return norm if self.scale is None else norm / self.scale.value()
 
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+    def step(
+        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+    ) -> Report:
         """A bad step that can be run again latches, and whether an overflow is the loss scale's
         fault can wait for a replay."""
         parameters = self.parameters
@@ -154,7 +284,7 @@ class Stepper(Judge):
         probes = list(self._probes)
         self._probes.clear()
         present, gradients = parameters.present_gradients()
-        if not present and not again and not parameters.foreign:
+        if not present and not again and not parameters.foreign and not self._inside and self.policy.copy is not True:
             raise UsageError(
                 "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after"
             )
@@ -166,15 +296,25 @@ class Stepper(Judge):
         if self.scale is not None and any(parameters.tensors[i].dtype == torch.float16 for i in present):
             # What GradScaler.unscale_ says; going on would train fp16 weights without a master copy.
             raise ValueError("Attempting to unscale FP16 gradients.")
-        lr = learning_rates(self.optimizer)
+        inside, self._inside = self._inside, {}
+        if inside:
+            present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
+        lr, settings = learning_rates(self.optimizer), bad_settings(self.optimizer)
         latching = again and self.lag > 0
         summed = self._sum(losses)
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
         known = norms if norms is not None and norms.hold_for(gradients) else None
-        values = parameters.norms(gradients, self.kernels) if known is None else known.values
-        clipped = known is not None and known.clipped
-        max_norm = known.max_norm if known is not None and clipped else self.max_norm
+        if inside:
+            found = [inside[id(parameters.tensors[i])].to(parameters.device, parameters.dtype) for i in present]
+            values = torch.stack(found)
+        else:
+            values = parameters.norms(gradients, self.kernels) if known is None else known.values
+        clipped = bool(inside) or (known is not None and known.clipped) or isinstance(self._path, CopyPath)
+        limits = self.max_norm if isinstance(self.max_norm, Mapping) and not clipped else None
+        max_norm = None if clipped or isinstance(self.max_norm, Mapping) else self.max_norm
+        if known is not None and clipped:
+            max_norm = known.max_norm
         if self._unreduced:
             values = self.ranks.share_norms(values, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
@@ -183,7 +323,8 @@ class Stepper(Judge):
             bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
         latch = self._latch if latching else None
         alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
-        if self.kernels is not None and self.scale is None and self.weights is None:
+        bad_setting = self._bad_setting(settings)
+        if self.kernels is not None and self.scale is None and self.weights is None and bad_setting is None and limits is None:
             verdict = self.kernels.judge(own, values, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
         else:
             verdict = judge(
@@ -197,43 +338,119 @@ class Stepper(Judge):
                 stats=self.stats,
                 skip_spikes=skip_spikes,
                 held=None if latch is None else latch > 0,
+                bad_setting=bad_setting,
             )
+        members = members_of(self.optimizer)
+        places: list[list[int]] = [[] for _ in members]
+        for k, i in enumerate(present if gradients or limits is not None else ()):
+            places[self._owner[i]].append(k)
+        divisors = [verdict.divisor] * len(members)
         if clipped:
-            verdict = replace(verdict, divisor=None if self.scale is None else self.scale.value().float())
-        refused, read = self._apply(verdict, gradients, clipped, mean_of(terms))
-        self.buffers.settle(refused)
+            divisors = [None if self.scale is None else self.scale.value().float()] * len(members)
+        elif limits is not None:
+            divisors = self._own_divisors(limits, verdict, places)
+        shared = [[gradients[k] for k in own] for own in places] if len(members) > 1 else [gradients]
+        acts = _Acts(verdict, divisors, shared, closure, limits, clipped, places, refused=verdict.skip > 0)
+        if self._parted is not None and self.weights is not None:
+            self.weights.forget()  # of a step whose other optimizers never acted
+        self._parted = acts if acting is not None else None
+        read = self._apply(acts, () if inside else acting, mean_of(terms))
+        if closure is not None:
+            self.forget_losses()  # of evaluations inside the step
+        self.buffers.settle(acts.refused)
         if verdict.learned is not None:
-            self._learn(verdict.learned, refused, again, latch)
+            self._learn(verdict.learned, acts.refused, again, latch)
         self._note_left()
-        return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read, terms)
+        total = verdict.packed[Verdict.TOTAL]
+        return Report(own, total, losses, probes, parameters.names, present, lr, read, terms, settings)
 
-    def _apply(
-        self, verdict: Verdict, gradients: list[Tensor], clipped: bool, terms: Terms | None
-    ) -> tuple[Tensor, Callable[[], Reading]]:
-        """Let the optimizer act. Returns whether the step was refused, on the device, and how to
-        read the verdict later. The terms of the loss, and what the loop counts, travel with it."""
+    def act(self, member: Any) -> None:
+        """On the verdict that is already there. If it breaks a weight, the optimizers that have acted are put back too."""
+        acts, i = self._parted, members_of(self.optimizer).index(member)
+        assert acts is not None
+        self._let(i, member, acts)
+        self._look(acts)
+
+    def _bad_setting(self, settings: tuple[str, ...]) -> Tensor | None:
+        """Whether a setting is non-finite, on the device; None where the host knows that none is."""
+        device = self.parameters.device
+        if settings:
+            return torch.ones((), dtype=torch.bool, device=device)
+        tensors = [t.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for t in tensor_settings(self.optimizer)]
+        return ~torch.isfinite(torch.cat(tensors)).all() if tensors else None
+
+    def _own_divisors(self, limits: Mapping[Any, float | None], verdict: Verdict, places: list[list[int]]) -> list[Tensor | None]:
+        """What each optimizer's gradients are divided by, where each is clipped to a norm of its own. The record has the
+        largest."""
+        norms, clips = verdict.packed[Verdict.HEAD :], []
+        for member, own in zip(members_of(self.optimizer), places, strict=True):
+            limit = limits.get(member)
+            total = torch.linalg.vector_norm(norms[own])
+            clips.append(torch.ones_like(total) if limit is None else ((total + 1e-6) / limit).clamp(min=1))
+        verdict.packed[Verdict.CLIP] = torch.stack(clips).max()
+        return [clip.float() if self.scale is None else (clip * self.scale.value()).float() for clip in clips]
+
+    def _apply(self, acts: _Acts, acting: Any, terms: Terms | None) -> Callable[[], Reading]:
+        """Let the optimizers act. Returns how to read the verdict later. The terms of the loss, and what the loop counts, travel
+        with it."""
         counts = counted(self.counters, self.parameters.device) if self.counters else None
         names = [() if found is None else found.names for found in (terms, counts)]
-        keeper, scaled = self.weights, self.scale is not None
-        refused = verdict.skip > 0
-        if keeper is not None:
-            keeper.save()
-        if not isinstance(self._path, HostPath):
-            self._path.step(verdict)
-            if keeper is not None:
-                broken = keeper.broken() & ~refused
-                keeper.put_back(broken)
-                verdict.packed[Verdict.WEIGHTS_BAD] = broken
-                refused = refused | broken
-            parcel = self.courier.send(with_terms(verdict.packed, terms, counts))
-            return refused, lambda: Reading.of(parcel(), scaled, *names)
-        reading = Reading.of(with_terms(verdict.packed, terms, counts).tolist(), scaled, *names)
-        self._path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
-        if keeper is not None and not reading.bad and (broken := keeper.broken()):
-            keeper.put_back_now()
-            reading = replace(reading, weights_bad=True)
-            refused = refused | broken
-        return refused, lambda: reading
+        packed, scaled = acts.verdict.packed, self.scale is not None
+        if isinstance(self._path, HostPath):
+            acts.reading = Reading.of(with_terms(packed, terms, counts).tolist(), scaled, *names)
+        for i, member in enumerate(members_of(self.optimizer)):
+            if acting is None or member is acting:
+                self._let(i, member, acts)
+        self._look(acts)
+        if acting is None or acting == ():
+            self._forget_copy()
+        if acts.reading is not None:
+            return lambda: acts.reading  # type: ignore[return-value]
+        acts.sent = True
+        parcel = self.courier.send(with_terms(packed, terms, counts))
+        return lambda: acts.after(Reading.of(parcel(), scaled, *names))
+
+    def _let(self, i: int, member: Any, acts: _Acts) -> None:
+        """Let one optimizer act on the verdict."""
+        if acts.reading is not None and acts.reading.refused:
+            return
+        if self.weights is not None:
+            self.weights.save()
+        before, self._acting = self._acting, member
+        try:
+            if acts.reading is not None:
+                divide(acts.gradients[i], acts.on_host(i, member))
+                member.step() if acts.closure is None else member.step(acts.closure)
+            elif not isinstance(self._path, HostPath) and acts.gradients[i]:
+                self._path.paths[i].step(acts.verdict.skip, acts.divisors[i], acts.gradients[i])
+        finally:
+            self._acting = before
+
+    def _look(self, acts: _Acts) -> None:
+        """After an optimizer acted: look at what it made of the weights, and put them back where they broke."""
+        keeper = self.weights
+        if keeper is None:
+            return
+        if acts.reading is not None:
+            if acts.reading.bad:
+                keeper.put_back_now()  # what was written before the step: inside backward
+            elif not acts.reading.weights_bad and (broken := keeper.broken()):
+                keeper.put_back_now()
+                acts.reading = replace(acts.reading, weights_bad=True)
+                acts.refused = acts.refused | broken
+            return
+        broken = keeper.broken() & ~acts.refused
+        keeper.put_back(broken)
+        acts.refused = acts.refused | broken
+        if acts.sent:
+            acts.late.append(self.courier.send(broken.float().reshape(1)))
+        else:
+            place = acts.verdict.packed[Verdict.OPTIMIZER]
+            acts.verdict.packed[Verdict.OPTIMIZER] = torch.where(broken, float(Verdict.WEIGHTS_BAD), place)
+
+    def _forget_copy(self) -> None:
+        if self.weights is not None:
+            self.weights.forget()
 
     def _learn(self, learned: Learned, refused: Tensor, again: bool, latch: Tensor | None) -> None:
         self.stats.take(learned.point, learned.loss, learned.spike, ~refused)
@@ -262,19 +479,47 @@ class Stepper(Judge):
     def close(self) -> None:
         if self._probe is not None:
             self._probe.remove()
+        for hook in self._watching:
+            hook.remove()
         super().close()
         self._path.close()
 
     @property
     def outdated(self) -> bool:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != self.parameters.count
+        return self.structure.changed
 
-    def follow(self) -> None:
-        self._path.close()
+    def follow(self) -> str:
+        if isinstance(self.optimizer, Several):
+            self.optimizer.reopen()
+        before, was = self.structure, (self.parameters.device, self.parameters.dtype)
         self.parameters = Parameters(self.model, self.optimizer)
-        self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused)
-        self.weights = self._weight_keeper()
+        self._check_trainable()
+        if (self.parameters.device, self.parameters.dtype) != was:
+            self._move()
+        self._path.close()
+        self._choose_path()
         self._unreduced = self.ranks.unreduced(self.parameters)
+        self.buffers.follow(self.parameters.tensors)
+        for hook in (*self._watching, *([] if self._probe is None else [self._probe])):
+            hook.remove()
+        self._watching, self._probe = self._watch_steps(), self._watch_one_gradient()
+        guarded.update(member for member in members_of(self.optimizer) if isinstance(member, torch.optim.Optimizer))
+        self.structure = Structure(self.model, self.optimizer, self.parameters)
+        return self.structure.since(before)
+
+    def _move(self) -> None:
+        """Weights are on another device, or wider: so are verdicts."""
+        device, dtype = self.parameters.device, self.parameters.dtype
+        stats = RunningStats(device, dtype, self.policy.warmup_steps, self.policy.spike_sensitivity)
+        stats.load_state_dict(self.stats.state_dict())
+        self.stats, self.courier, self._latch = stats, Courier(device), torch.zeros((), device=device)
+        self.ranks = Ranks(self.model, device)
+
+    def _check_trainable(self) -> None:
+        if not any(p.requires_grad for p in self.parameters.tensors):
+            raise UsageError(
+                "Guard: the optimizer has no trainable parameter; set requires_grad on those to train, then build the optimizer"
+            )
 
     def _notice_cleared_gradients(self) -> None:
         """The loop gave up the micro-batches so far (zero_grad after a backward): what was noted of
@@ -282,10 +527,6 @@ class Stepper(Judge):
         if self._probes and self._probe_of is not None and self._probe_of.grad is None:
             self.noted = []
             self._probes.clear()
-
-    def _weight_keeper(self) -> WeightKeeper | None:
-        weights, choice = self.parameters.tensors, self.policy.half_weights
-        return WeightKeeper.of(weights, self.optimizer, self.on_device, choice, self.ranks)
 
     def forget_losses(self) -> None:
         self.noted = []

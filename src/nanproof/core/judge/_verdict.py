@@ -19,10 +19,14 @@ class Verdict:
     """Device tensors. The optimizer reads `skip` and `divisor`; `packed` travels to the host, where it becomes a `Reading`."""
 
     HEAD: ClassVar[int] = 14
-    """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, weights bad; what was
-    usual before this step: means and deviations of norm and loss, size of the loss; and whether the step was held."""
+    """Numbers in `packed` before the norms: loss, total norm, clip, bad, spike, loss scale, bad buffer, the optimizer's part;
+    what was usual before this step: means and deviations of norm and loss, size of the loss; and whether the step was held."""
     TOTAL: ClassVar[int] = 1
-    WEIGHTS_BAD: ClassVar[int] = 7
+    CLIP: ClassVar[int] = 2
+    OPTIMIZER: ClassVar[int] = 7
+    """0, or what the optimizer would make non-finite, or has made so."""
+    WEIGHTS_BAD: ClassVar[int] = 1
+    SETTING_BAD: ClassVar[int] = 2
 
     skip: Tensor
     """Float32, exactly 0 or 1: the step is bad, or held because an earlier one was. What the fused kernels read."""
@@ -57,6 +61,7 @@ class Reading:
     bad_buffer: int
     """Above 0: the forward made a buffer non-finite, whatever loss and gradients say, and which; see BufferKeeper."""
     weights_bad: bool
+    """The optimizer made weights or state non-finite."""
     typical: tuple[float, float]
     spread: tuple[float, float]
     loss_size: float
@@ -67,13 +72,15 @@ class Reading:
     """Name and value of each term of the loss, where they are known."""
     counters: tuple[tuple[str, float], ...] = ()
     """Name and value of what the loop counts itself."""
+    bad_setting: bool = False
+    """A learning rate, or another setting of the optimizer, is non-finite."""
 
     @classmethod
     def of(cls, values: list[float], scaled: bool, terms: tuple[str, ...] = (), counters: tuple[str, ...] = ()) -> Reading:
         """`terms`, `counters`: names of those that stand behind the norms, in this order."""
         last = len(values) - len(counters)
         end = last - len(terms)
-        loss, total, clip, bad, spike, scale, bad_buffer, weights_bad, m0, m1, s0, s1, size, held = values[: Verdict.HEAD]
+        loss, total, clip, bad, spike, scale, bad_buffer, optimizer, m0, m1, s0, s1, size, held = values[: Verdict.HEAD]
         return cls(
             loss,
             total,
@@ -82,7 +89,7 @@ class Reading:
             spike > 0,
             scale if scaled else None,
             int(bad_buffer),
-            weights_bad > 0,
+            optimizer == Verdict.WEIGHTS_BAD,
             (m0, m1),
             (s0, s1),
             size,
@@ -90,6 +97,7 @@ class Reading:
             values[Verdict.HEAD : end],
             tuple(zip(terms, values[end:last], strict=True)),
             tuple(zip(counters, values[last:], strict=True)),
+            optimizer == Verdict.SETTING_BAD,
         )
 
     @property
@@ -134,6 +142,7 @@ def judge(
     stats: RunningStats,
     skip_spikes: bool,
     held: Tensor | None,
+    bad_setting: Tensor | None = None,
 ) -> Verdict:
     """Judge one step. On several ranks loss and buffers are this rank's own and must not decide (`loss_decides=False`)."""
     if scale is not None:
@@ -144,6 +153,8 @@ def judge(
     finite = norm_finite & loss_finite if loss_decides else norm_finite
     if bad_buffer is not None and loss_decides:
         finite = finite & (bad_buffer == 0).to(finite.device, non_blocking=True)
+    if bad_setting is not None:
+        finite = finite & ~bad_setting
     own_loss = loss if loss_decides else torch.zeros_like(total)
     point = stats.point(total, own_loss)
     spike = stats.is_spike(point) & finite
@@ -161,7 +172,16 @@ def judge(
         divisor = (clip if scale is None else clip * scale).float()
     zero = torch.zeros_like(total)
     last = (zero if held is None else held.to(total.dtype)).reshape(1)
-    head = (loss, total, clip, bad, spike, zero if scale is None else scale, zero if bad_buffer is None else bad_buffer, zero)
+    head: tuple[Tensor, ...] = (
+        loss,
+        total,
+        clip,
+        bad,
+        spike,
+        zero if scale is None else scale,
+        zero if bad_buffer is None else bad_buffer,
+    )
+    head = (*head, zero if bad_setting is None else bad_setting * Verdict.SETTING_BAD)
     scalars = torch.stack([x.to(total.device, total.dtype, non_blocking=True) for x in head])
     return Verdict(
         skip=(bad if held is None else bad | held).float(),

@@ -2,7 +2,8 @@
 
 - `_ranks`: who takes part in a distributed run, and what the ranks exchange.
 - `_context`: random state, schedule and mode of a step, saved and restored.
-- `_tree`: the tensors in a batch of any shape. `_casting`: change a weight's dtype in place.
+- `_tree`: the tensors in a batch of any shape. `_inner`: the plain ones that a quantised tensor is made of.
+- `_casting`: change a weight's dtype in place.
 - `_hooks`: hooks that belong to one model in one process.
 - `_files`: atomic writes and locks. `_environment`: versions and device. `_checks`: bad arguments.
 """

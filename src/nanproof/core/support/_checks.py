@@ -29,7 +29,12 @@ def check_arguments(model: Any, max_norm: Any, policy: Any, scheduler: Any, chec
         raise UsageError(f"Guard(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
     if policy is not None and not isinstance(policy, Policy):
         raise UsageError(f"Guard(policy=...): a nanproof.Policy is needed, not {type(policy).__name__}")
-    if scheduler is not None and not hasattr(scheduler, "step"):
+    for each in getattr(scheduler, "schedulers", (scheduler,)) if scheduler is not None else ():
+        _check_scheduler(each)
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if not hasattr(scheduler, "step"):
         raise UsageError(f"Guard(scheduler=...): a learning-rate scheduler is needed, not {type(scheduler).__name__}")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError("Guard(scheduler=ReduceLROnPlateau): it needs a metric; leave it out and call its step yourself")

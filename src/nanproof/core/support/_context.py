@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -160,6 +161,28 @@ class Schedule:
         change_settings(optimizer, self.groups)
 
 
+class Schedulers:
+    """The schedulers of several optimizers, as one."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self.schedulers = tuple(schedulers)
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, scheduler in enumerate(self.schedulers):
+            scheduler.load_state_dict(state[str(i)])
+
+    @property
+    def last_epoch(self) -> Any:
+        return getattr(self.schedulers[0], "last_epoch", None)
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How a step was called: which modules were training, and under which autocast."""
@@ -193,3 +216,25 @@ def _clone(value: Any) -> Any:
 def learning_rates(optimizer: Optimizer) -> tuple[float | Tensor, ...]:
     """One a group; a tensor is cloned, not read."""
     return tuple(_clone(group.get("lr", 0.0)) for group in optimizer.param_groups)
+
+
+_FINITE = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "lr_decay", "rho", "lambd")
+"""Settings that make every weight of their group non-finite if they are. Others may be infinite on purpose."""
+
+
+def bad_settings(optimizer: Any) -> tuple[str, ...]:
+    """The settings that are non-finite on the host, in words: param_groups[0]["lr"] is nan."""
+    found: list[str] = []
+    for i, group in enumerate(optimizer.param_groups):
+        for key in _FINITE:
+            value = group.get(key)
+            for number in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(number, float) and not math.isfinite(number):
+                    found.append(f'param_groups[{i}]["{key}"] is {value}')
+                    break
+    return tuple(found)
+
+
+def tensor_settings(optimizer: Any) -> list[Tensor]:
+    """The same settings where they are tensors, which only the device can look at."""
+    return [value for group in optimizer.param_groups for key in _FINITE if isinstance(value := group.get(key), Tensor)]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,11 @@ from nanproof.core._telemetry import Journal
 from nanproof.core._under_way import UNKNOWN, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.judge._keepers import BufferKeeper
-from nanproof.core.judge._parameters import Parameters, nonfinite
+from nanproof.core.judge._parameters import Parameters
 from nanproof.core.judge._stats import RunningStats, SpikeWatch
 from nanproof.core.judge._terms import Terms, mean_of, with_terms
 from nanproof.core.judge._verdict import Reading, judge
+from nanproof.core.support._inner import nonfinite
 from nanproof.core.support._ranks import Ranks
 from nanproof.explain._diagnose import diagnose
 from nanproof.explain._examiner import shared
@@ -203,7 +204,9 @@ class ZeroJudge(Judge):
     def own_reading(self, reading: Reading, report: Report) -> Reading:
         return replace(reading, loss=float(report.loss))
 
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+    def step(
+        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+    ) -> Report:
         noted, self.noted = self.noted, []
         losses, terms = [own for own, _ in noted], [found for _, found in noted]
         holder, scale = self.holder, self.holder.scale
@@ -275,7 +278,7 @@ class ZeroJudge(Judge):
             bad_buffer=None,
             loss_decides=True,  # it is the mean over the ranks, and so alike on all of them
             scale=torch.tensor(scale, device=self._device) if scaled else None,
-            max_norm=self.max_norm,
+            max_norm=self.max_norm if not isinstance(self.max_norm, Mapping) else None,
             stats=self.stats,
             skip_spikes=self.policy.on_spike == "skip",
             held=None,

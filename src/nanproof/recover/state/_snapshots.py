@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._parameters import is_dtensor, local, nonfinite
+from nanproof.core.judge._parameters import is_dtensor, local
+from nanproof.core.support._inner import nonfinite, numbers
 from nanproof.core.support._ranks import Ranks
 from nanproof.recover.state._state import RunState, rewrapped
 
@@ -194,14 +195,14 @@ class Snapshots:
     def _look(self, parts: Mapping[str, Tensor]) -> Callable[[], bool]:
         """Whether weights, moments and buffers are finite: asked on the device now, read later."""
         not_asked = self._state.buffer_names() | {"guard.stats"}
-        numbers = [_real(t) for name, t in parts.items() if name not in not_asked and _can_go_bad(t)]
+        asked = [number for name, t in parts.items() if name not in not_asked for number in numbers(t)]
         bad = self._state.bad_buffers()
-        if all(t.device.type == "cpu" for t in numbers) and not self._ranks.together:
-            found = bool(nonfinite(("", t) for t in numbers)) or (bad is not None and bool(bad))
+        if all(t.device.type == "cpu" for t in asked) and not self._ranks.together:
+            found = bool(nonfinite(("", t) for t in asked)) or (bad is not None and bool(bad))
             return lambda: not found
-        device = numbers[0].device if numbers else torch.device("cpu")
+        device = asked[0].device if asked else torch.device("cpu")
         flags = [bad.to(device, non_blocking=True)] if bad is not None else []
-        for group in _by_place(numbers):
+        for group in _by_place(asked):
             largest = torch.stack(torch._foreach_norm(group, torch.inf))
             flags.append((~torch.isfinite(largest)).any().to(device, non_blocking=True))
         flag = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
@@ -300,15 +301,6 @@ class Snapshots:
                 )
                 return False
         return True
-
-
-def _can_go_bad(t: Tensor) -> bool:
-    inexact = t.is_floating_point() or t.is_complex()
-    return inexact and t.numel() > 0 and t.layout is torch.strided and t.element_size() > 1
-
-
-def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t
 
 
 def _by_place(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from nanproof._errors import UsageError
 from nanproof._wording import listed
+from nanproof.core.judge._copies import attributes_of, set_attributes
+from nanproof.core.judge._optimizers import holders_of, name_of
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import NumpyState, RandomState, change_settings, settings
+from nanproof.core.support._inner import is_opaque, is_shell, plain, rebuilt, shell_of
+from nanproof.core.support._tree import map_tensors
 
 VERSION = 1
 _NOT_OF_THE_RUN = ("fused", "foreach", "capturable", "differentiable", "maximize")
@@ -47,18 +51,41 @@ class RunState:
     def _live(self) -> Iterator[tuple[str, Tensor]]:
         inner = unwrap(self._stepper.model)
         for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
-            yield f"model.{clean_name(name)}", tensor.detach()
-        parameters, states = self._stepper.parameters, self._stepper.optimizer.state
+            yield from self._inside(f"model.{clean_name(name)}", tensor)
+        parameters = self._stepper.parameters
         for name, p in zip(parameters.names, parameters.tensors, strict=True):
             if name in parameters.foreign:
-                yield f"foreign.{name}", p.detach()
-            for key, value in states.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"optimizer.{name}.{key}", value.detach()
+                yield from self._inside(f"foreign.{name}", p)
+        for name, tensor in self._moments():
+            yield from self._inside(name, tensor)
         if self._stepper.scale is not None:
             for key, value in self._stepper.scale.tensors().items():
                 yield f"scaler.{key}", value
         yield "guard.stats", self._stepper.stats.state
+
+    def _inside(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor, or the plain ones that it is made of. Of one that is sharded as well, each rank has its own."""
+        if not is_shell(tensor):
+            yield name, tensor.detach()
+            return
+        rank = f"@{self._stepper.ranks.rank}" if is_dtensor(tensor) else ""
+        for part, plain_one in plain(tensor):
+            yield f"{name}:{part}{rank}", plain_one
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that optimizers keep of parameters, by name; those of the second optimizer have its number in theirs."""
+        for name, _, state, mark in self._states():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not is_opaque(value):
+                    yield f"optimizer.{name}.{mark}{key}", value
+
+    def _states(self) -> Iterator[tuple[str, Tensor, dict[Any, Any], str]]:
+        """Of every parameter and every optimizer that keeps something of it: its name, the parameter, what is kept, and what
+        marks the optimizer."""
+        parameters = self._stepper.parameters
+        for i, holder in enumerate(holders_of(self._stepper.optimizer)):
+            for name, p in zip(parameters.names, parameters.tensors, strict=True):
+                yield name, p, holder.state.get(p, {}), f"{i}/" if i else ""
 
     def written_by_the_forward(self) -> set[str]:
         """Names of tensors that a forward may change: buffers, and parameters the optimizer does not have."""
@@ -78,7 +105,7 @@ class RunState:
         """Parameters that nothing trains."""
         inner = unwrap(self._stepper.model)
         named = {f"model.{clean_name(name)}": p for name, p in inner.named_parameters()}
-        return {name: p for name, p in named.items() if not p.requires_grad and not p.is_inference()}
+        return {name: p for name, p in named.items() if not p.requires_grad and not p.is_inference() and not is_shell(p)}
 
     def check(self, saved: Mapping[str, tuple[int, ...]], where: str) -> None:
         """Names and shapes of what is to be put back; raises before anything is touched."""
@@ -99,6 +126,9 @@ class RunState:
         own = dict(zip(self._stepper.parameters.names, self._stepper.parameters.tensors, strict=True))
         found: dict[str, Tensor] = {}
         for name, facts in metadata.state_dict_metadata.items():
+            rank = name.rpartition("@")[2] if ":" in name else ""
+            if rank.isdigit() and int(rank) != self._stepper.ranks.rank:
+                continue
             owner = name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else ""
             like = live.get(name, own.get(owner))
             shape, dtype = getattr(facts, "size", None), getattr(getattr(facts, "properties", None), "dtype", None)
@@ -110,7 +140,7 @@ class RunState:
                 found[name] = torch.empty(shape, dtype=dtype)
         return found
 
-    def put(self, saved: Mapping[str, Tensor]) -> None:
+    def put(self, saved: Mapping[str, Tensor], host: Mapping[str, Any]) -> None:
         """Copy tensors back, in place wherever there is a place. What `check` looks at has been looked at."""
         self._put_buffers(saved)
         live = self.tensors()
@@ -119,7 +149,7 @@ class RunState:
                 value = saved.get(name)
                 if value is not None and not name.startswith(("optimizer.", "scaler.")) and tensor.shape == value.shape:
                     _copy(tensor, value)
-        self._put_optimizer(saved)
+        self._put_optimizer(saved, host.get("shells", {}))
         scale = {name.removeprefix("scaler."): t for name, t in saved.items() if name.startswith("scaler.")}
         if self._stepper.scale is not None:
             if scale:
@@ -137,37 +167,48 @@ class RunState:
                     device = buffer.device if buffer is not None else self._stepper.parameters.device
                     owner._buffers[leaf] = value.to(device, copy=True)
 
-    def _put_optimizer(self, saved: Mapping[str, Tensor]) -> None:
-        parameters, optimizer = self._stepper.parameters, self._stepper.optimizer
-        kept: dict[str, dict[str, Tensor]] = {}
+    def _put_optimizer(self, saved: Mapping[str, Tensor], shells: Mapping[str, Any]) -> None:
+        optimizer = self._stepper.optimizer
+        kept: dict[str, dict[str, dict[str, Tensor]]] = {}
         for name, value in saved.items():
             if name.startswith("optimizer."):
-                owner, _, key = name.removeprefix("optimizer.").rpartition(".")
-                kept.setdefault(owner, {})[key] = value
+                whole, _, part = name.removeprefix("optimizer.").partition(":")
+                owner, _, key = whole.rpartition(".")
+                kept.setdefault(owner, {}).setdefault(key, {})[part.partition("@")[0]] = value
         fused = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
-        for name, p in zip(parameters.names, parameters.tensors, strict=True):
-            values, state = kept.get(name, {}), optimizer.state.get(p, {})
+        holders = holders_of(optimizer)
+        for name, p, state, mark in self._states():
+            values = _of_holder(kept.get(name, {}), mark)
             for key in [key for key, value in state.items() if isinstance(value, Tensor) and key not in values]:
                 del state[key]
-            for key, value in values.items():
+            for key, parts in values.items():
                 place = state.get(key)
-                if isinstance(place, Tensor) and place.shape == value.shape:
+                if isinstance(place, Tensor) and _fills(place, parts):
                     with torch.no_grad():
-                        _copy(place, value)
+                        _fill(place, parts)
                     continue
                 on_host = key == "step" and not fused[id(p)]
-                optimizer.state[p][key] = placed(value, p, torch.device("cpu") if on_host else local(p).device)
+                device = torch.device("cpu") if on_host else local(p).device
+                shell = shells.get(f"optimizer.{name}.{mark}{key}")
+                if shell is not None:
+                    made = rebuilt(shell, {part: t.to(device, copy=True) for part, t in parts.items()})
+                    made = rewrapped(made, p) if is_dtensor(p) else made
+                else:
+                    made = placed(parts[""], p, device)
+                holders[int(mark[:-1] or 0)].state[p][key] = made
 
     # -- the host's part -------------------------------------------------------------------------------------------------------
 
     def host(self, step: int, devices: list[torch.device]) -> dict[str, Any]:
         """The rest of the state, at the moment `step` is the next to be taken."""
-        parameters, states = self._stepper.parameters, self._stepper.optimizer.state
         values: dict[str, Any] = {}
-        for name, p in zip(parameters.names, parameters.tensors, strict=True):
-            rest = {k: copy.deepcopy(v) for k, v in states.get(p, {}).items() if not isinstance(v, Tensor)}
+        for name, _, state, mark in self._states():
+            rest = {f"{mark}{k}": copy.deepcopy(v) for k, v in state.items() if not isinstance(v, Tensor) or is_opaque(v)}
             if rest:
-                values[name] = rest
+                values.setdefault(name, {}).update(rest)
+        holders = holders_of(self._stepper.optimizer)
+        more = [(f"{i}/" if i else "", key, value) for i, h in enumerate(holders) for key, value in h.state.items()]
+        shells = {name: shell for name, tensor in self._moments() if (shell := shell_of(tensor)) is not None}
         return {
             "version": VERSION,
             "step": step,
@@ -175,7 +216,9 @@ class RunState:
             "random": encode_random(RandomState.now(devices)),
             "schedule": self.schedule(),
             "optimizer": values,
-            "optimizer_more": {key: copy.deepcopy(value) for key, value in states.items() if isinstance(key, str)},
+            "optimizer_more": {f"{mark}{key}": copy.deepcopy(value) for mark, key, value in more if isinstance(key, str)},
+            "attributes": [copy.deepcopy(attributes_of(holder)) for holder in holders],
+            "shells": shells,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
@@ -198,27 +241,31 @@ class RunState:
     def _kinds(self) -> dict[str, str | None]:
         scheduler, scaler = self._scheduler, self._stepper.scale
         return {
-            "optimizer": type(self._stepper.optimizer).__name__,
+            "optimizer": name_of(self._stepper.optimizer),
             "scheduler": None if scheduler is None else type(scheduler).__name__,
             "scaler": None if scaler is None else "GradScaler",
         }
 
     def put_host(self, host: Mapping[str, Any], random: bool) -> None:
         """All of it but what the healer knows: in a run that goes back, that is not forgotten."""
-        optimizer = self._stepper.optimizer
-        named = dict(zip(self._stepper.parameters.names, self._stepper.parameters.tensors, strict=True))
-        for name, p in named.items():
-            values, state = host["optimizer"].get(name, {}), optimizer.state.get(p, {})
-            for key in [key for key, value in state.items() if not isinstance(value, Tensor) and key not in values]:
+        holders = holders_of(self._stepper.optimizer)
+        for name, p, state, mark in self._states():
+            own = _of_holder(host["optimizer"].get(name, {}), mark)
+            values = {k: _beside(p, copy.deepcopy(v)) for k, v in own.items()}
+            for key in [k for k, v in state.items() if (not isinstance(v, Tensor) or is_opaque(v)) and k not in values]:
                 del state[key]
+            holder = holders[int(mark[:-1] or 0)]
             if values:
-                optimizer.state[p].update(copy.deepcopy(values))
-            elif p in optimizer.state and not state:
-                del optimizer.state[p]
-        for key in [key for key in optimizer.state if isinstance(key, str)]:
-            del optimizer.state[key]
-        more: dict[Any, Any] = copy.deepcopy(host.get("optimizer_more", {}))
-        optimizer.state.update(more)
+                holder.state[p].update(values)
+            elif p in holder.state and not state:
+                del holder.state[p]
+        for i, holder in enumerate(holders):
+            mark = f"{i}/" if i else ""
+            for key in [key for key in holder.state if isinstance(key, str)]:
+                del holder.state[key]
+            holder.state.update(copy.deepcopy(_of_holder(host.get("optimizer_more", {}), mark)))
+        for holder, attributes in zip(holders, host.get("attributes", ()), strict=False):
+            set_attributes(holder, attributes)
         self.put_schedule(host["schedule"])
         for name, part in self._parts.items():
             if name in host["parts"] and name != "heal":
@@ -252,6 +299,31 @@ def rewrapped(part: Tensor, like: Any) -> Tensor:
         shape, stride = like.shape, like.stride()
         return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
     return DTensor(part, like._spec, requires_grad=False)
+
+
+def _of_holder(values: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """What belongs to the optimizer with this mark, without it."""
+    return {k.removeprefix(mark): v for k, v in values.items() if k.startswith(mark) and (mark or "/" not in k)}
+
+
+def _fills(place: Tensor, parts: Mapping[str, Tensor]) -> bool:
+    if not is_shell(place):
+        return parts.keys() == {""} and place.shape == parts[""].shape
+    return {name: t.shape for name, t in plain(place)} == {name: t.shape for name, t in parts.items()}
+
+
+def _fill(place: Tensor, parts: Mapping[str, Tensor]) -> None:
+    if not is_shell(place):
+        _copy(place, parts[""])
+        return
+    for name, live in plain(place):
+        live.copy_(parts[name])
+
+
+def _beside(p: Tensor, value: Any) -> Any:
+    """What an optimizer keeps of a parameter in lists lies where the parameter does; single numbers stay where they are."""
+    device = local(p).device
+    return map_tensors(value, lambda t: t.to(device) if t.dim() else t) if isinstance(value, (list, tuple, dict)) else value
 
 
 def _copy(place: Tensor, value: Tensor) -> None:

@@ -1,0 +1,123 @@
+"""What a tensor is made of. A sharded or quantised tensor is a shell around plain ones, and only those can be looked at,
+copied and put back bit for bit: most operations are not defined on the shell."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nanproof.core.judge._parameters import is_dtensor, local
+
+_ONE_BYTE = 1
+
+
+def plain(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The plain tensors that one is made of on this rank, each with its name inside: [("", tensor)] for one that is plain."""
+    tensor = local(tensor.detach())
+    if not is_traceable_wrapper_subclass(tensor):
+        return [("", tensor)]
+    names, _ = tensor.__tensor_flatten__()
+    return [(":".join(filter(None, (name, rest))), part) for name in names for rest, part in plain(getattr(tensor, name))]
+
+
+def is_shell(tensor: Tensor) -> bool:
+    """Whether it is made of others, besides being sharded."""
+    return type(tensor) is not Tensor and is_traceable_wrapper_subclass(local(tensor.detach()))
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Whether it decides itself what every operation does, and does not say what it is made of."""
+    kind = type(tensor)
+    if kind is Tensor or kind is torch.nn.Parameter or is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor):
+        return False
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def numbers(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors in it that can be non-finite, in a form whose norm can be taken."""
+    if is_opaque(tensor):
+        return
+    for _, part in plain(tensor):
+        if part.layout is torch.sparse_coo:
+            part = part.coalesce().values()
+        elif part.layout is not torch.strided:
+            part = part.values()
+        if part.is_complex():
+            part = torch.view_as_real(part)
+        if not part.is_floating_point() or not part.numel() or part.is_meta:
+            continue
+        yield part.float() if part.element_size() == _ONE_BYTE else part
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number in it is finite. Reads all of them and waits: for failures and the end."""
+    for part in numbers(tensor):
+        low, high = torch.aminmax(part)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            return False
+    return True
+
+
+def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the tensors that hold a NaN or an Inf. Waits: for failures and `close` only."""
+    return [name for name, tensor in tensors if not is_finite(tensor)]
+
+
+def own_copy_of(value: Any) -> Any:
+    """A copy of anything that an optimizer keeps."""
+    return value.detach().clone() if isinstance(value, Tensor) and not is_opaque(value) else copy.deepcopy(value)
+
+
+def fits(place: Any, value: Any) -> bool:
+    """Whether a tensor can be written into another without a change of its kind."""
+    if not (isinstance(place, Tensor) and isinstance(value, Tensor)) or type(place) is not type(value):
+        return False
+    if place is value or is_opaque(place) or place.dtype != value.dtype:
+        return False
+    inside, other = plain(place), plain(value)
+    return [(name, t.shape, t.dtype) for name, t in inside] == [(name, t.shape, t.dtype) for name, t in other]
+
+
+@torch.no_grad()
+def write(place: Tensor, value: Tensor) -> None:
+    """Write one tensor into another that it fits, bit for bit."""
+    for (_, live), (_, kept) in zip(plain(place), plain(value), strict=True):
+        live.copy_(kept)
+
+
+def shell_of(tensor: Tensor) -> dict[str, Any] | None:
+    """How a tensor is made of plain ones, in plain values; None if it is plain itself."""
+    tensor = local(tensor.detach())
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return {
+        "class": [type(tensor).__module__, type(tensor).__qualname__],
+        "context": context,
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "inner": {name: shell_of(getattr(tensor, name)) for name in names},
+    }
+
+
+def rebuilt(shell: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+    """A tensor from its plain ones, by their names inside. Its class must be one that this process has loaded already: what a
+    file says is never a reason to import anything."""
+    module, name = shell["class"]
+    kind: Any = sys.modules.get(module)
+    for word in name.split("."):
+        kind = getattr(kind, word, None)
+    if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise ValueError(f"a tensor of class {module}.{name} is not known here; import what defines it before this")
+    inner: dict[str, Tensor] = {}
+    for name, below in shell["inner"].items():
+        own = {rest: t for key, t in parts.items() for head, _, rest in [key.partition(":")] if head == name}
+        inner[name] = own[""] if below is None else rebuilt(below, own)
+    made: Tensor = kind.__tensor_unflatten__(inner, shell["context"], torch.Size(shell["shape"]), shell["stride"])
+    return made
