@@ -794,19 +794,28 @@ class Engine:
             log.warning("nanproof: while closing: %s", halted)
         finally:
             self.closed = True
-            self._look_at_the_end()
+            self._look_at_the_end(alone)
             self.judge.close()
             self.lookout.close(alone)
             self.tell.close()
             self.explainer.close(alone)
             self.recovery.close(alone)
 
-    def _look_at_the_end(self) -> None:
+    def _look_at_the_end(self, alone: bool) -> None:
+        """What is non-finite now would be saved as the result: a good state takes its place, if there
+        is one."""
         broken = self.judge.broken_state()
-        if broken and not any(i.kind == "nonfinite-weight" for i in self.account.incidents):
-            step, seen = max(self.next_step - 1, 0), wording.found_at_close(broken)
-            incident = Incident(step=step, kind="nonfinite-weight", action="recorded", message=seen)
-            self.tell.incident(self.explainer.at_close(incident, self.account.history))
+        back = self.recovery.has_good and not alone
+        if not broken or (not back and any(i.kind == "nonfinite-weight" for i in self.account.incidents)):
+            return
+        step, seen = max(self.next_step - 1, 0), wording.found_at_close(broken)
+        incident = Incident(step=step, kind="nonfinite-weight", action="recorded", message=seen)
+        incident = self.explainer.at_close(incident, self.account.history)
+        if not back:
+            self.tell.incident(incident)
+            return
+        with suppress(TrainingHalted):  # it is told, and the run is over
+            self._resolve(self._matter("state", incident))
 
     def leave(self, error: BaseException | None) -> None:
         """Close at the end of a `with`, or of a loop that may have raised."""

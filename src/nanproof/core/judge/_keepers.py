@@ -312,7 +312,7 @@ class _Untrained:
         self._written: set[Key] = set()
         self._begins = 0
         self._before: Any = None
-        self._counts: list[tuple[int, int]] = []
+        self._counts = self._counted()
         self._said: tuple[Callable[[], list[float]], int] | None = None
         self._small = sum(_live(key).nbytes for key in keys) <= _MOST
 
