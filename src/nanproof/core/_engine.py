@@ -39,7 +39,7 @@ from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account, Teller
 from nanproof.core._under_way import UNKNOWN, Attempt, LossFn, Remark, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
-from nanproof.core.judge._optimizers import Evaluated, evaluates, members_of
+from nanproof.core.judge._optimizers import Evaluated, may_evaluate, members_of
 from nanproof.core.judge._stats import Finding, SpikeWatch
 from nanproof.core.judge._verdict import Reading
 from nanproof.core.support._checks import check_scalar
@@ -334,7 +334,7 @@ class Engine:
     def _closure(self, attempt: Attempt) -> dict[str, Any]:
         """How an optimizer that asks for it evaluates the loss of the step again. Its first evaluation is the one that was
         judged."""
-        if not any(evaluates(member) for member in members_of(self.judge.optimizer)):
+        if not any(may_evaluate(member) for member in members_of(self.judge.optimizer)):
             return {}
 
         def evaluate() -> Tensor:

@@ -125,9 +125,15 @@ def refill(live: dict[Any, Any], kept: dict[Any, Any], but: str = "") -> None:
 
 
 def can_break(optimizer: Any) -> bool:
-    """Whether an optimizer's arithmetic may make a finite number non-finite: any but torch's own, and those with an eps of 0."""
-    if type(optimizer) not in _SAFE_KINDS:
-        return True
+    """Whether an optimizer's arithmetic may make a finite number non-finite: any but torch's own, and those with an eps of 0.
+    One that is made of others is what they are."""
+    inside = inside_of(optimizer)
+    if inside:
+        return any(can_break(inner) for inner in inside if not inside_of(inner))
+    return type(optimizer) not in _SAFE_KINDS or _divides_by_zero(optimizer)
+
+
+def _divides_by_zero(optimizer: Any) -> bool:
     return any(isinstance(eps := group.get("eps"), float) and eps < 1e-38 for group in optimizer.param_groups)
 
 
@@ -162,7 +168,8 @@ class WeightKeeper:
         broken_by = [member for member in members_of(optimizer) if can_break(member)]
         risky = {id(p) for member in broken_by for holder in (member, *inside_of(member)) for p in _parameters_of(holder)}
         looked = {id(p): p for p in (*half, *(p for p in trainable if id(p) in risky))}
-        copies = policy.copy is True or must or (policy.copy == "auto" and bool(risky) and weighs <= _MOST)
+        certain = any(_divides_by_zero(holder) for holder in holders_of(optimizer))
+        copies = policy.copy is True or must or (policy.copy == "auto" and certain and weighs <= _MOST)
         if must or policy.copy is True:
             looked = {id(p): p for p in trainable}
         if not looked:
@@ -190,14 +197,22 @@ class WeightKeeper:
     def broken(self) -> Tensor:
         """Bool on the device: some weight or state that is looked at is non-finite now. Of sharded weights each rank has a part,
         so the ranks agree: one small collective."""
-        first = local(self._looked[0])
+        device = local(self._looked[0]).device
         groups: dict[Any, list[Tensor]] = {}
         for tensor in self._tensors(self._looked):
             for part in numbers(tensor):
                 if part.dim():
                     groups.setdefault((part.device, part.dtype), []).append(part)
-        largest = [n.to(first.device, torch.float32) for group in groups.values() for n in torch._foreach_norm(group, torch.inf)]
-        bad = ~torch.isfinite(torch.stack(largest)).all() if largest else torch.zeros((), dtype=torch.bool, device=first.device)
+        found: list[Tensor] = []
+        for (place, _), group in groups.items():
+            # The largest of a tensor on CPU: a norm takes several times as long as both ends of it.
+            found += (
+                [end for part in group for end in torch.aminmax(part)]
+                if place.type == "cpu"
+                else torch._foreach_norm(group, torch.inf)
+            )
+        largest = [n.to(device, torch.float32) for n in found]
+        bad = ~torch.isfinite(torch.stack(largest)).all() if largest else torch.zeros((), dtype=torch.bool, device=device)
         return bad if self._agree is None else self._agree(bad)
 
     def put_back(self, broken: Tensor) -> None:

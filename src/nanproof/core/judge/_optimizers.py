@@ -333,6 +333,9 @@ class DevicePaths:
 Path = DevicePaths | HostPath
 
 
+EVALUATES = "evaluates the loss inside its step; gradients are not clipped"
+
+
 def choose_path(
     model: nn.Module, optimizer: Any, switch: bool = True, aside: Callable[[torch.device], Aside | None] | None = None
 ) -> Path:
@@ -341,7 +344,7 @@ def choose_path(
     members = members_of(optimizer)
     evaluating = [member for member in members if evaluates(member)]
     if evaluating:
-        return CopyPath(f"{name_of(evaluating[0])} evaluates the loss inside its step; gradients are not clipped")
+        return CopyPath(f"{name_of(evaluating[0])} {EVALUATES}")
     places = {id(member): aside(member.param_groups[0]["params"][0].device) for member in members if aside and _undoable(member)}
     on_host = []
     for member in members:
@@ -363,13 +366,20 @@ def choose_path(
 
 def evaluates(optimizer: Any) -> bool:
     """Whether its step evaluates the loss itself, and moves weights in between."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return True
+    asked = _closure_of(optimizer)
+    return isinstance(optimizer, torch.optim.LBFGS) or (asked is not None and asked.default is inspect.Parameter.empty)
+
+
+def may_evaluate(optimizer: Any) -> bool:
+    """Whether its step may do so if it can: one that is not torch's own and takes a closure (SAM)."""
+    return evaluates(optimizer) or (not type(optimizer).__module__.startswith("torch.") and _closure_of(optimizer) is not None)
+
+
+def _closure_of(optimizer: Any) -> inspect.Parameter | None:
     try:
-        asked = inspect.signature(optimizer.step).parameters.get("closure")
+        return inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):
-        return False
-    return asked is not None and asked.default is inspect.Parameter.empty
+        return None
 
 
 class Evaluated:
@@ -377,6 +387,8 @@ class Evaluated:
 
     def __init__(self, parameters: Sequence[Tensor], evaluate: Callable[[], Any], first: list[Tensor]) -> None:
         self._parameters, self._evaluate, self._first = parameters, evaluate, first
+        self.again = False
+        """It was evaluated with weights that the optimizer had moved."""
         self._versions = self._written()
 
     def _written(self) -> list[int]:
@@ -386,6 +398,7 @@ class Evaluated:
         first, self._first = self._first, []
         if first and self._written() == self._versions:
             return first[0] if len(first) == 1 else torch.stack([loss.reshape(()) for loss in first]).sum()
+        self.again = True
         return self._evaluate()
 
 

@@ -28,6 +28,7 @@ from nanproof.core.judge._judge import Judge, MaxNorm, Norms, Report
 from nanproof.core.judge._keepers import BufferKeeper
 from nanproof.core.judge._kernels import Kernels
 from nanproof.core.judge._optimizers import (
+    EVALUATES,
     CopyPath,
     DevicePath,
     HostPath,
@@ -37,7 +38,9 @@ from nanproof.core.judge._optimizers import (
     divide,
     holders_of,
     inside_of,
+    may_evaluate,
     members_of,
+    name_of,
 )
 from nanproof.core.judge._parameters import Parameters, is_dtensor
 from nanproof.core.judge._scaling import LossScale
@@ -124,7 +127,8 @@ class Stepper(Judge):
         """By parameter: norms of gradients that optimizers stepped on inside backward, since the last step."""
         self._parted: _Acts | None = None
         """A verdict on which some of the optimizers may have yet to act."""
-        self._in_backward = False
+        self._unvetoed = ""
+        """Why a step cannot be vetoed, where that showed only later."""
         self._choose_path()
         self.buffers = BufferKeeper(model, self.parameters.tensors, self.begin)
         self.structure = Structure(model, optimizer, self.parameters)
@@ -143,8 +147,8 @@ class Stepper(Judge):
 
     def _choose_path(self) -> None:
         aside = None if self._on_cpu else Kernels.aside
-        if self._in_backward:
-            self._path: Path = CopyPath(IN_BACKWARD)
+        if self._unvetoed:
+            self._path: Path = CopyPath(self._unvetoed)
         else:
             self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused, aside)
         self._keep_copies()
@@ -162,13 +166,7 @@ class Stepper(Judge):
         """An optimizer that steps inside backward cannot be vetoed: what it writes is copied first, and judged with the loss."""
         if self._acting is not None or rehearsal or torch._C._current_graph_task_id() == -1:
             return
-        if not self._in_backward:
-            self._in_backward = True
-            for path in getattr(self._path, "paths", ()):
-                if isinstance(path, DevicePath):
-                    path.unswitch()
-            self._path.close()
-            self._choose_path()
+        self._cannot_veto(IN_BACKWARD)
         if self.weights is not None:
             self.weights.save()
         mine = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -176,12 +174,21 @@ class Stepper(Judge):
             for p, norm in zip(mine, self.parameters.norms([p.grad for p in mine]).unbind(), strict=True):
                 self._inside[id(p)] = torch.maximum(norm, self._inside.get(id(p), norm))
 
+    def _cannot_veto(self, why: str) -> None:
+        if not self._unvetoed and not isinstance(self._path, CopyPath):
+            self._unvetoed = why
+            for path in getattr(self._path, "paths", ()):
+                if isinstance(path, DevicePath):
+                    path.unswitch()
+            self._path.close()
+            self._choose_path()
+
     def begin(self) -> None:
         """With copies that must be there before anything can write."""
         if self.structure.has_other_modules:
             self.buffers.follow(self.parameters.tensors)
         self.buffers.begin()
-        if self.weights is not None and (self.policy.copy is True or self._in_backward):
+        if self.weights is not None and (self.policy.copy is True or self._unvetoed == IN_BACKWARD):
             self.weights.save()
 
     def restore(self) -> None:
@@ -357,6 +364,8 @@ class Stepper(Judge):
         read = self._apply(acts, () if inside else acting, mean_of(terms))
         if closure is not None:
             self.forget_losses()  # of evaluations inside the step
+            if closure.again:
+                self._cannot_veto(f"{name_of(self.optimizer)} {EVALUATES}")
         self.buffers.settle(acts.refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, acts.refused, again, latch)
@@ -420,7 +429,7 @@ class Stepper(Judge):
         try:
             if acts.reading is not None:
                 divide(acts.gradients[i], acts.on_host(i, member))
-                member.step() if acts.closure is None else member.step(acts.closure)
+                member.step(acts.closure) if acts.closure is not None and may_evaluate(member) else member.step()
             elif not isinstance(self._path, HostPath) and acts.gradients[i]:
                 self._path.paths[i].step(acts.verdict.skip, acts.divisors[i], acts.gradients[i])
         finally:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nanproof.core.judge._parameters import is_dtensor, local
+from nanproof.core.support._tree import map_tensors
 
 _ONE_BYTE = 1
 
@@ -71,7 +72,27 @@ def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def own_copy_of(value: Any) -> Any:
     """A copy of anything that an optimizer keeps."""
-    return value.detach().clone() if isinstance(value, Tensor) and not is_opaque(value) else copy.deepcopy(value)
+    if isinstance(value, (list, tuple, dict)):
+        return map_tensors(value, own_copy_of) if type(value) in (list, tuple, dict) else copy.deepcopy(value)
+    if not isinstance(value, Tensor) or is_opaque(value):
+        return copy.deepcopy(value)
+    if not is_shell(value):
+        return value.detach().clone()
+    inner: Any = local(value.detach())
+    names, context = inner.__tensor_flatten__()
+    kept = {name: own_copy_of(getattr(inner, name)) for name in names}
+    made: Tensor = type(inner).__tensor_unflatten__(kept, context, inner.shape, inner.stride())
+    return rewrapped(made, value) if is_dtensor(value) else made
+
+
+def rewrapped(part: Tensor, like: Any) -> Tensor:
+    """This rank's part as a sharded tensor again. `DTensor.from_local` would move the part to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    if part.device.type == like.device_mesh.device_type:
+        shape, stride = like.shape, like.stride()
+        return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor(part, like._spec, requires_grad=False)
 
 
 def fits(place: Any, value: Any) -> bool:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import is_dtensor, local
-from nanproof.core.support._inner import nonfinite, numbers
+from nanproof.core.support._inner import nonfinite, numbers, rewrapped
 from nanproof.core.support._ranks import Ranks
-from nanproof.recover.state._state import RunState, rewrapped
+from nanproof.recover.state._state import RunState
 
 log = logging.getLogger("nanproof")
 

@@ -21,7 +21,7 @@ from nanproof.core.judge._optimizers import holders_of, name_of
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import NumpyState, RandomState, change_settings, settings
-from nanproof.core.support._inner import is_opaque, is_shell, plain, rebuilt, shell_of
+from nanproof.core.support._inner import is_opaque, is_shell, plain, rebuilt, rewrapped, shell_of
 from nanproof.core.support._tree import map_tensors
 
 VERSION = 1
@@ -289,16 +289,6 @@ def placed(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
     if is_dtensor(value):
         return rewrapped(local(value).to(device).clone(), value)
     return value.to(device, copy=True)
-
-
-def rewrapped(part: Tensor, like: Any) -> Tensor:
-    """This rank's part as a sharded tensor again. `DTensor.from_local` would move the part to the mesh's device."""
-    from torch.distributed.tensor import DTensor
-
-    if part.device.type == like.device_mesh.device_type:
-        shape, stride = like.shape, like.stride()
-        return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-    return DTensor(part, like._spec, requires_grad=False)
 
 
 def _of_holder(values: Mapping[str, Any], mark: str) -> dict[str, Any]:
