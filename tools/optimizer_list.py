@@ -306,14 +306,9 @@ def _named(section: str, prefix: str, module: str, **classes: dict[str, Any]) ->
     return [Entry(f"{prefix} {name}", section, of(module, name, **settings)) for name, settings in classes.items()]
 
 
-TRANSFORMERS, TORCH, OTHERS = "TrainingArguments(optim=...)", "torch", "Other packages and ways to write one"
+TRANSFORMERS, TORCH, OTHERS = "`TrainingArguments(optim=...)`", "torch", "Other packages, and optimizers written by hand"
 
 ENTRIES = [
-    *(
-        Entry(f"torchao {name}", "torchao", of("torchao.optim", name))
-        for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer")
-    ),
-    Entry("torchao AdamW8bit, compiled", "torchao", of("torchao.optim", "AdamW8bit"), compiled=True),
     *(Entry(str(name.value), TRANSFORMERS, of_trainer(name.value), _kind(name.value)) for name in OptimizerNames),
     *(
         Entry(f"torch {name}", TORCH, of("torch.optim", name))
@@ -325,6 +320,11 @@ ENTRIES = [
     Entry("torch SparseAdam", TORCH, sparse_adam),
     Entry("torch Muon", TORCH, muon),
     Entry("torch LBFGS", TORCH, of("torch.optim", "LBFGS", lr=0.1, max_iter=4), "closure"),
+    *(
+        Entry(f"torchao {name}", "torchao", of("torchao.optim", name))
+        for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW", "CPUOffloadOptimizer")
+    ),
+    Entry("torchao AdamW8bit, compiled", "torchao", of("torchao.optim", "AdamW8bit"), compiled=True),
     *_named(
         "bitsandbytes",
         "bitsandbytes",

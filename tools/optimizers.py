@@ -184,18 +184,20 @@ def page(rows: dict[str, Row]) -> str:
         "shared machine: differences below 0.1 mean nothing. torch.compile is off except where the name says so.",
     ]
     for section in dict.fromkeys(row["section"] for row in built.values()):
-        lines += ["", f"## {section[:1].upper() + section[1:]}" if "(" not in section else f"## `{section}`", ""]
+        lines += ["", f"## {section}", ""]
         lines += [
             "| name | from | path | unchanged | refused | rolled back | resumed | Trainer | cost |",
             "|" + "---|" * 8 + "---:|",
         ]
         lines += [table_row(name, row) for name, row in built.items() if row["section"] == section]
-    failures = [
-        (name, check, verdict) for name, row in built.items() for check, verdict in verdicts(row).items() if not passed(verdict)
-    ]
+    failures: dict[tuple[str, str], list[str]] = {}
+    for name, row in built.items():
+        for check, verdict in verdicts(row).items():
+            if not passed(verdict):
+                failures.setdefault((name, verdict), []).append(check)
     lines += ["", "## What fails, and how", ""]
-    lines += ["| name | check | what happens |", "|---|---|---|"] if failures else ["Nothing."]
-    lines += [f"| {name} | {check} | {escaped(verdict)} |" for name, check, verdict in failures]
+    lines += ["| name | checks | what happens |", "|---|---|---|"] if failures else ["Nothing."]
+    lines += [f"| {name} | {'; '.join(of)} | {escaped(verdict)} |" for (name, verdict), of in failures.items()]
     lines += ["", "## Not available on a CPU", "", "| name | why | what building it raises |", "|---|---|---|"]
     for name, row in rows.items():
         if "absent" in row:
@@ -206,7 +208,7 @@ def page(rows: dict[str, Row]) -> str:
 def table_row(name: str, row: Row) -> str:
     found = {check: verdict.split(":")[0] for check, verdict in verdicts(row).items()}
     weight, moment = found.pop("rolled back, weight"), found.pop("rolled back, moment")
-    back = weight if weight == moment else f"weight {weight}, state {moment}"
+    back = weight if moment in (weight, "no state") else f"weight {weight}, state {moment}"
     path = escaped(str(row.get("path", ""))).replace("crash: ", "")
     cost = row.get("cost", "")
     cells = [name, row["from"], path if len(path) <= 60 else path[:59] + "…", found["unchanged"], found["refused"], back]
@@ -215,7 +217,9 @@ def table_row(name: str, row: Row) -> str:
 
 
 def escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """Return the first line of a text, short, as a cell of a table."""
+    line = text.partition("\n")[0]
+    return (line if len(line) <= 200 else line[:199] + "…").replace("|", "\\|").replace("<", "&lt;")
 
 
 def main() -> None:
