@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format wheels bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs clean
+.PHONY: demo test check format wheels bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -92,6 +92,16 @@ wheels: .venv/ready  ## both wheels in dist/, installed into an empty environmen
 logs: .venv/ready  ## the logs that doctor is tested on, made anew by running the tools that write them
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group logs
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/logs/make_corpus.py
+
+optimizers: build/optimizers/ready  ## what the guard does with each optimizer people use: docs/optimizers.md; under ten minutes
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 build/optimizers/bin/python -W ignore -m tools.optimizers
+
+# An environment of its own: with torchao and bitsandbytes installed, transformers imports both, and the tests would too.
+build/optimizers/ready: constraints.txt pyproject.toml
+	test -x build/optimizers/bin/python || $(PYTHON) -m venv build/optimizers
+	build/optimizers/bin/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	build/optimizers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group optimizers
+	touch $@
 
 .venv/pip: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
