@@ -6,6 +6,7 @@ attributes and the parts of tensor subclasses, with no NaN among them.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import multiprocessing
@@ -48,7 +49,10 @@ class Training:
 
     def guard(self, **settings: Any) -> nanproof.Guard:
         given = self.members if len(self.members) > 1 else self.members[0]
-        return nanproof.Guard(self.model, given, loss_fn=loss_fn, **settings)
+        policy = settings.pop("policy", nanproof.Policy())
+        if self.kind == "fused_backward":  # nothing shows that weights move, so it must be said
+            policy = dataclasses.replace(policy, copy=True)
+        return nanproof.Guard(self.model, given, loss_fn=loss_fn, policy=policy, **settings)
 
     def backward(self, batch: Batch) -> Tensor:
         """Clear the gradients, then compute new ones."""

@@ -286,6 +286,8 @@ class HostPath:
     """The verdict is read once a step, and a refused step is not taken."""
 
     on_device = False
+    clips = True
+    """Whether gradients can be clipped before the optimizer acts."""
 
     def __init__(self, why: str, note: str = "") -> None:
         """`note`: the reason without the names of settings, for users who made none."""
@@ -310,15 +312,16 @@ def divide(gradients: list[Tensor], divisor: float) -> None:
 class CopyPath(HostPath):
     """A step cannot be vetoed: what it writes is copied first, and put back if it was bad."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, clips: bool) -> None:
         super().__init__(why)
-        self.description = f"copy: {why}"
+        self.clips = clips
+        self.description = f"copy: {why}" if clips else f"copy: {why}; gradients are not clipped"
 
 
 class DevicePaths:
     """The verdict stays on the device for every one of several optimizers."""
 
-    on_device = True
+    on_device = clips = True
 
     def __init__(self, paths: Sequence[DevicePath | UndoPath]) -> None:
         self.paths = tuple(paths)
@@ -333,7 +336,7 @@ class DevicePaths:
 Path = DevicePaths | HostPath
 
 
-EVALUATES = "evaluates the loss inside its step; gradients are not clipped"
+EVALUATES = "evaluates the loss inside its step"
 
 
 def choose_path(
@@ -344,7 +347,7 @@ def choose_path(
     members = members_of(optimizer)
     evaluating = [member for member in members if evaluates(member)]
     if evaluating:
-        return CopyPath(f"{name_of(evaluating[0])} {EVALUATES}")
+        return CopyPath(f"{name_of(evaluating[0])} {EVALUATES}", clips=False)
     places = {id(member): aside(member.param_groups[0]["params"][0].device) for member in members if aside and _undoable(member)}
     on_host = []
     for member in members:

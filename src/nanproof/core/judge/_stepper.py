@@ -7,6 +7,7 @@ guard's business.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from nanproof.core.judge._optimizers import (
     Several,
     choose_path,
     divide,
+    evaluates,
     holders_of,
     inside_of,
     may_evaluate,
@@ -53,11 +55,13 @@ from nanproof.core.support._hooks import Hook
 from nanproof.core.support._inner import is_opaque, nonfinite
 from nanproof.core.support._ranks import Ranks
 
+log = logging.getLogger("nanproof")
+
 guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have a guard: nobody else should put another one around them."""
 
 
-IN_BACKWARD = "optimizers step inside backward; gradients are not clipped"
+IN_BACKWARD = "optimizers step inside backward"
 
 
 @dataclass(slots=True)
@@ -148,7 +152,7 @@ class Stepper(Judge):
     def _choose_path(self) -> None:
         aside = None if self._on_cpu else Kernels.aside
         if self._unvetoed:
-            self._path: Path = CopyPath(self._unvetoed)
+            self._path: Path = CopyPath(self._unvetoed, clips=self._unvetoed != IN_BACKWARD)
         else:
             self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused, aside)
         self._keep_copies()
@@ -164,7 +168,11 @@ class Stepper(Judge):
 
     def _before_a_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer that steps inside backward cannot be vetoed: what it writes is copied first, and judged with the loss."""
-        if self._acting is not None or rehearsal or torch._C._current_graph_task_id() == -1:
+        if self._acting is not None or torch._C._current_graph_task_id() == -1:
+            return
+        if rehearsal:  # a step that is only run again to look at it moves nothing: one without a gradient does not
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = None
             return
         self._cannot_veto(IN_BACKWARD)
         if self.weights is not None:
@@ -293,7 +301,8 @@ class Stepper(Judge):
         present, gradients = parameters.present_gradients()
         if not present and not again and not parameters.foreign and not self._inside and self.policy.copy is not True:
             raise UsageError(
-                "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after"
+                "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after. "
+                "An optimizer that moves weights inside backward by itself needs Policy(copy=True)"
             )
         if self.scale is not None and not losses and self.scale.untouched:
             raise UsageError(
@@ -304,6 +313,8 @@ class Stepper(Judge):
             # What GradScaler.unscale_ says; going on would train fp16 weights without a master copy.
             raise ValueError("Attempting to unscale FP16 gradients.")
         inside, self._inside = self._inside, {}
+        moved = bool(inside) or (not present and self.policy.copy is True)
+        """The optimizers have acted already."""
         if inside:
             present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
         lr, settings = learning_rates(self.optimizer), bad_settings(self.optimizer)
@@ -317,7 +328,7 @@ class Stepper(Judge):
             values = torch.stack(found)
         else:
             values = parameters.norms(gradients, self.kernels) if known is None else known.values
-        clipped = bool(inside) or (known is not None and known.clipped) or isinstance(self._path, CopyPath)
+        clipped = bool(inside) or (known is not None and known.clipped) or not self._path.clips
         limits = self.max_norm if isinstance(self.max_norm, Mapping) and not clipped else None
         max_norm = None if clipped or isinstance(self.max_norm, Mapping) else self.max_norm
         if known is not None and clipped:
@@ -361,7 +372,7 @@ class Stepper(Judge):
         if self._parted is not None and self.weights is not None:
             self.weights.forget()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
-        read = self._apply(acts, () if inside else acting, mean_of(terms))
+        read = self._apply(acts, () if moved else acting, mean_of(terms))
         if closure is not None:
             self.forget_losses()  # of evaluations inside the step
             if closure.again:
@@ -407,6 +418,9 @@ class Stepper(Judge):
         packed, scaled = acts.verdict.packed, self.scale is not None
         if isinstance(self._path, HostPath):
             acts.reading = Reading.of(with_terms(packed, terms, counts).tolist(), scaled, *names)
+            may_act = not acts.reading.bad and acting != () and isinstance(self._path, CopyPath)
+            if may_act and self.weights is not None and (broken := self.weights.broken()):  # LBFGS would go around it silently
+                acts.reading, acts.refused = replace(acts.reading, bad=True), acts.refused | broken
         for i, member in enumerate(members_of(self.optimizer)):
             if acting is None or member is acting:
                 self._let(i, member, acts)
@@ -429,11 +443,33 @@ class Stepper(Judge):
         try:
             if acts.reading is not None:
                 divide(acts.gradients[i], acts.on_host(i, member))
-                member.step(acts.closure) if acts.closure is not None and may_evaluate(member) else member.step()
+                self._step(member, acts)
             elif not isinstance(self._path, HostPath) and acts.gradients[i]:
                 self._path.paths[i].step(acts.verdict.skip, acts.divisors[i], acts.gradients[i])
         finally:
             self._acting = before
+
+    def _step(self, member: Any, acts: _Acts) -> None:
+        """The optimizer's own step, on the host path. One that is not known to want a closure is given one only if it will not
+        step without. If it raises because what it holds is non-finite already, the step counts as refused for that."""
+        closure = acts.closure
+        versions = [p._version for p in self.parameters.tensors] if closure is not None else []
+        try:
+            if closure is None or not evaluates(member):
+                try:
+                    member.step()
+                except Exception:
+                    if closure is None or not may_evaluate(member) or versions != [p._version for p in self.parameters.tensors]:
+                        raise
+                    member.step(closure)
+            else:
+                member.step(closure)
+        except Exception as error:
+            assert acts.reading is not None
+            if not self.broken_state():
+                raise
+            log.warning("nanproof: %s.step() raised %s: %s", type(member).__name__, type(error).__name__, error)
+            acts.reading, acts.refused = replace(acts.reading, bad=True), torch.ones_like(acts.refused)
 
     def _look(self, acts: _Acts) -> None:
         """After an optimizer acted: look at what it made of the weights, and put them back where they broke."""

@@ -234,8 +234,11 @@ class _Watch(TrainerCallback):
                 "nanproof.protect(trainer.model_wrapped), or train without it"
             )
         optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
-        if optimizer in ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer"):
-            raise UnsupportedError(f"protect(trainer): {optimizer} updates weights inside backward, so no step can be refused")
+        if optimizer in ("Lomo", "AdaLomo"):
+            raise UnsupportedError(
+                f"protect(trainer): {optimizer} moves weights inside backward, without a step; in a loop of your own, "
+                "Guard(..., policy=Policy(copy=True)) guards it"
+            )
 
     def _schedule(self) -> Any:
         """The schedule, which advances with accepted steps. None for one that goes by a metric: it stays the trainer's."""

@@ -1,6 +1,7 @@
 """Good states of a run, in memory and on disk.
 
 - `_state` names everything a run consists of; `_snapshots` copies it in memory.
+- `_plainly` turns what odd optimizers keep into plain values, and back.
 - `_store` keeps checkpoints on disk, each complete or absent; `_saver` writes them in a background thread.
 - `_sealed` marks a checkpoint as good and checks that it is still what was written.
 """

@@ -20,9 +20,10 @@ from nanproof.core.judge._copies import attributes_of, set_attributes
 from nanproof.core.judge._optimizers import holders_of, name_of
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.judge._stepper import Stepper
-from nanproof.core.support._context import NumpyState, RandomState, change_settings, settings
+from nanproof.core.support._context import NumpyState, RandomState, change_settings
 from nanproof.core.support._inner import is_opaque, is_shell, plain, rebuilt, rewrapped, shell_of
 from nanproof.core.support._tree import map_tensors
+from nanproof.recover.state._plainly import Plainly
 
 VERSION = 1
 _NOT_OF_THE_RUN = ("fused", "foreach", "capturable", "differentiable", "maximize")
@@ -202,8 +203,9 @@ class RunState:
     def host(self, step: int, devices: list[torch.device]) -> dict[str, Any]:
         """The rest of the state, at the moment `step` is the next to be taken."""
         values: dict[str, Any] = {}
+        plainly = self._plainly()
         for name, _, state, mark in self._states():
-            rest = {f"{mark}{k}": copy.deepcopy(v) for k, v in state.items() if not isinstance(v, Tensor) or is_opaque(v)}
+            rest = {f"{mark}{k}": plainly.out(v) for k, v in state.items() if not isinstance(v, Tensor) or is_opaque(v)}
             if rest:
                 values.setdefault(name, {}).update(rest)
         holders = holders_of(self._stepper.optimizer)
@@ -216,17 +218,21 @@ class RunState:
             "random": encode_random(RandomState.now(devices)),
             "schedule": self.schedule(),
             "optimizer": values,
-            "optimizer_more": {f"{mark}{key}": copy.deepcopy(value) for mark, key, value in more if isinstance(key, str)},
-            "attributes": [copy.deepcopy(attributes_of(holder)) for holder in holders],
+            "optimizer_more": {f"{mark}{key}": plainly.out(value) for mark, key, value in more if isinstance(key, str)},
+            "attributes": [plainly.out(attributes_of(holder)) for holder in holders],
             "shells": shells,
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def schedule(self) -> dict[str, Any]:
         """Settings, and the scheduler that sets them."""
-        groups = [{k: v for k, v in group.items() if k not in _NOT_OF_THE_RUN} for group in settings(self._stepper.optimizer)]
+        plainly = self._plainly()
+        groups = [
+            {k: plainly.out(v) for k, v in group.items() if k not in ("params", *_NOT_OF_THE_RUN)}
+            for group in self._stepper.optimizer.param_groups
+        ]
         state = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
-        return {"groups": copy.deepcopy(groups), "scheduler": state}
+        return {"groups": groups, "scheduler": state}
 
     def check_host(self, host: Mapping[str, Any], where: str) -> None:
         """The same kind of optimizer and scheduler; raises before anything is touched."""
@@ -248,10 +254,10 @@ class RunState:
 
     def put_host(self, host: Mapping[str, Any], random: bool) -> None:
         """All of it but what the healer knows: in a run that goes back, that is not forgotten."""
-        holders = holders_of(self._stepper.optimizer)
+        holders, plainly = holders_of(self._stepper.optimizer), self._plainly()
         for name, p, state, mark in self._states():
             own = _of_holder(host["optimizer"].get(name, {}), mark)
-            values = {k: _beside(p, copy.deepcopy(v)) for k, v in own.items()}
+            values = {k: _beside(p, plainly.back(v)) for k, v in own.items()}
             for key in [k for k, v in state.items() if (not isinstance(v, Tensor) or is_opaque(v)) and k not in values]:
                 del state[key]
             holder = holders[int(mark[:-1] or 0)]
@@ -263,9 +269,9 @@ class RunState:
             mark = f"{i}/" if i else ""
             for key in [key for key in holder.state if isinstance(key, str)]:
                 del holder.state[key]
-            holder.state.update(copy.deepcopy(_of_holder(host.get("optimizer_more", {}), mark)))
+            holder.state.update(plainly.back(_of_holder(host.get("optimizer_more", {}), mark)))
         for holder, attributes in zip(holders, host.get("attributes", ()), strict=False):
-            set_attributes(holder, attributes)
+            set_attributes(holder, plainly.back(attributes))
         self.put_schedule(host["schedule"])
         for name, part in self._parts.items():
             if name in host["parts"] and name != "heal":
@@ -281,7 +287,11 @@ class RunState:
     def put_schedule(self, schedule: Mapping[str, Any]) -> None:
         if self._scheduler is not None and schedule["scheduler"] is not None:
             self._scheduler.load_state_dict(copy.deepcopy(schedule["scheduler"]))
-        change_settings(self._stepper.optimizer, copy.deepcopy(schedule["groups"]))
+        change_settings(self._stepper.optimizer, self._plainly().back(schedule["groups"]))
+
+    def _plainly(self) -> Plainly:
+        parameters = self._stepper.parameters
+        return Plainly(dict(zip(parameters.names, parameters.tensors, strict=True)), holders_of(self._stepper.optimizer))
 
 
 def placed(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
