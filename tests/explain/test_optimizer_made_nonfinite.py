@@ -114,6 +114,69 @@ def test_an_optimizer_that_divides_by_0_is_named_with_its_line(checked):
     assert "divi" in told.fix and "checkpoint" not in told.fix
 
 
+def test_a_loop_of_your_own_is_verified_too(checked):
+    """The step cannot be run again, but its gradients are still there."""
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=0.0)
+    with nanproof.Guard(model, optimizer, policy=nanproof.Policy(**checked)) as guard:
+        loss = regress(model, words(1)[0])
+        loss.backward()
+        guard.step(loss)
+    _, told = first(guard)
+    assert told.cause == CAUSE and told.verified and told.where == "embed.weight", told.evidence
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_verdict_that_comes_late_is_about_the_settings_of_its_step(checked, lag):
+    """The rate is NaN in one step only, and finite again when the host reads the verdict."""
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+
+    def between(step):
+        optimizer.param_groups[0]["lr"] = math.nan if step == 3 else 1e-2
+
+    guard = trained(model, optimizer, batches(8), mse, between, policy={**checked, "lag": lag})
+    incident, told = first(guard)
+    assert incident.step == 3 and told.cause == CAUSE and told.verified, told.evidence
+    assert told.where == 'param_groups[0]["lr"]' and "0.01 at step 2" in " ".join(told.evidence)
+
+
+@pytest.mark.parametrize(("rate", "eps"), [(1e-2, 0.0), (math.nan, 1e-8), (1e-2, 1e-8)])
+def test_weights_that_are_not_checked_show_it_a_step_later(rate, eps):
+    """What is known of the optimizer is reported, unverified; without a hint, something else may have done it."""
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True, eps=eps)
+    optimizer.param_groups[0]["lr"] = rate
+
+    def between(step):
+        if eps and math.isfinite(rate) and step == 1:
+            model.embed.weight.data[8] = math.nan
+
+    def loss_fn(model, batch):
+        return regress(model, batch) + 0 * model.embed.weight.sum()
+
+    guard = trained(model, optimizer, words(3), loss_fn, between, policy={"half_weights": "off"})
+    incident, told = first(guard)
+    hinted = eps == 0 or not math.isfinite(rate)
+    if incident.step == 0:  # the judge refuses the setting, or the step
+        assert told.cause == CAUSE
+        return
+    assert incident.step == 1 and not told.verified
+    assert told.cause == (CAUSE if hinted else MID_RUN) and (hinted or CAUSE in told.alternatives)
+
+
+def test_moments_that_were_loaded_non_finite(checked):
+    """Before the first step of the run: the state as it was loaded is to blame."""
+    model = net(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    mse(model, batches(1)[0]).backward()
+    optimizer.step()
+    optimizer.state[model[0].weight]["exp_avg_sq"][0, 0] = math.inf
+    optimizer.state[model[0].weight]["exp_avg"][0, 0] = math.nan
+    _, told = first(trained(model, optimizer, batches(3), mse, policy=checked))
+    assert told.cause == AT_START and not told.verified and "exp_avg of 0.weight" in " ".join(told.evidence)
+
+
 def test_what_copies_do_not_show_is_reported_unverified(checked):
     """The fault depends on something that a copy of the optimizer does not have any more."""
     model = net(dropout=0.0)
@@ -309,6 +372,18 @@ def test_a_run_goes_on_with_the_eps_that_was_verified(checked):
     assert (incident.action, incident.remedy) == ("healed", "the optimizer has eps=1e-08")
     assert [r.action != "skipped" for r in guard.history].count(True) == 6
     assert optimizer.param_groups[0]["eps"] == 1e-8
+
+
+def test_a_run_goes_on_at_its_last_finite_rate(checked):
+    """The schedule goes on giving NaN, and every step is taken."""
+    model = net(dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: math.nan if step >= 3 else 1.0 - 0.1 * step)
+    guard = trained(model, optimizer, batches(8), mse, scheduler=scheduler, policy={**checked, "heal": True})
+    (incident,) = guard.incidents
+    assert incident.action == "healed" and "lr=0.008" in incident.remedy
+    taken = [r for r in guard.history if r.action != "skipped"]
+    assert len(taken) == 8 and taken[-1].lr == (pytest.approx(0.008),)
 
 
 def test_preflight_finds_it_before_the_first_step():

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanproof.core.judge._optimizers import members_of
 
 _LISTS = ("optimizers", "chained_optimizers")
-_ONE = ("optimizer", "base_optimizer", "_optimizer")
+_ONE = ("optimizer", "base_optimizer", "_optimizer", "optim")
 """Attributes under which optimizers keep the ones they contain."""
 _MUST_BE_FINITE = ("lr", "weight_decay", "betas", "momentum", "eps")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,8 +81,12 @@ class Fp16OptimizerUnderflow(Cause):
         wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
         broke = as_is is not None and not all_finite(as_is)
         remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
-        if case.healing and all_finite(step_on_copies(case.optimizer, gradients, settings={"eps": 1e-4})):
-            remedies.append(Prescription("optimizer-settings", {"eps": 1e-4}))
+        groups = groups_of(case.optimizer)
+        half = [i for i, g in enumerate(groups) if any(p.dtype in HALVES for p in g["params"])]
+        by_group = {id(groups[i]): {"eps": 1e-4} for i in half}
+        if case.healing and all_finite(step_on_copies(case.optimizer, gradients, by_group=by_group)):
+            only = {"groups": half} if len(half) < len(groups) else {}
+            remedies.append(Prescription("optimizer-settings", {"eps": 1e-4, **only}))
         return Trial(broke and all_finite(wide), "every weight finite after the step", tuple(remedies))
 
 
@@ -96,8 +100,10 @@ class OptimizerMadeNonfinite(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.optimizer is None or case.signal or not (case.weights_broke or case.refused_for_settings):
+        if case.optimizer is None or case.signal:
             return None
+        if not (case.weights_broke or case.refused_for_settings):
+            return self._a_step_later(case)
         if case.bad_settings:
             return self._settings(case)
         if not case.can_look_at_the_step:
@@ -117,6 +123,31 @@ class OptimizerMadeNonfinite(Cause):
             said = "the same step on copies is finite: it depends on something that a copy does not have any more"
             return self._unverified(case, said, None)
         return self._broken(case, gradients, broken, origin)
+
+    def _a_step_later(self, case: Case) -> Match | None:
+        """Weights are not checked after every step of every run: what the optimizer broke may show in the next one only."""
+        last, bad = case.last_taken, case.bad_weights
+        if not bad or last is None or last.weights_checked or case.bad_since_start(b.name for b in bad):
+            return None
+        assert case.optimizer is not None
+        unchecked = f"{listed([b.name for b in bad])} became non-finite, and weights were not checked after step {last.step}"
+        broken = {id(b.tensor) for b in bad}
+        groups = [g for g in groups_of(case.optimizer) if any(id(p) in broken for p in g["params"])]
+        name = name_of(case.optimizer, bad[0].tensor)
+        if case.bad_settings:
+            return replace(self._settings(case), trial=None, tried="", confidence=0.93)
+        no_eps = any(g.get("eps") == 0 for g in groups)
+        return Match(
+            confidence=0.92 if no_eps else 0.5,
+            evidence=(unchecked, f"{name} has eps=0: where its second moment is 0, the update is 0/0")
+            if no_eps
+            else (unchecked,),
+            phase="optimizer",
+            where=bad[0].name,
+            op=name,
+            samples=(),
+            fix=f"Set eps=1e-8 for {name}: it is 0." if no_eps else "",
+        )
 
     # -- a setting that is NaN or Inf ------------------------------------------------------------------------------------------
 
@@ -141,6 +172,7 @@ class OptimizerMadeNonfinite(Cause):
         for bad in (first, *more):
             by_group.setdefault(id(bad.group), {})[bad.key] = _last_finite(case, bad)
         values = ", ".join(dict.fromkeys(f"{key}={_shown(v)}" for found in by_group.values() for key, v in found.items()))
+        known = "the last finite value" if since else "as the optimizer was built"
         gradients = gradients_of(case)
         return Match(
             confidence=0.97,
@@ -152,7 +184,7 @@ class OptimizerMadeNonfinite(Cause):
             samples=(),
             fix=fix,
             trial=(lambda: self._with(case, gradients, by_group)) if gradients is not None else None,
-            tried=f"{values}, the last finite value",
+            tried=f"{values}, {known}",
             on=_ON_COPIES,
         )
 
@@ -161,7 +193,10 @@ class OptimizerMadeNonfinite(Cause):
         changed = step_on_copies(case.optimizer, gradients, by_group=by_group)
         if as_is is None or changed is None:
             return Trial(False, "the step cannot be tried on copies")
-        return Trial(not all_finite(as_is) and all_finite(changed), _compared(changed, as_is))
+        places = {id(group): i for i, group in enumerate(groups_of(case.optimizer))}
+        values = [[places[group], key, _plain(value)] for group, found in by_group.items() for key, value in found.items()]
+        remedies = (Prescription("finite-settings", {"values": values}),)
+        return Trial(not all_finite(as_is) and all_finite(changed), _compared(changed, as_is), remedies)
 
     # -- a step that breaks with finite settings -------------------------------------------------------------------------------
 
@@ -328,7 +363,7 @@ def _reasons(case: Case, copied: Copied, gradients: Mapping[Tensor, Tensor]) -> 
 
 def _compared(changed: list[Copied], as_is: list[Copied]) -> str:
     broke = sum(not each.finite for each in as_is)
-    return f"all {len(changed)} parameters and their state are finite after the step; without it {broke} are not"
+    return f"all {len(changed)} parameters and their state are finite after the step; without it, not so for {broke}"
 
 
 def _last_rate(case: Case, bad: BadSetting) -> tuple[float, int] | None:
@@ -352,6 +387,10 @@ def _last_finite(case: Case, bad: BadSetting) -> Any:
         if all(isinstance(x, (int, float, Tensor)) and math.isfinite(float(x)) for x in numbers):
             return value
     return _USUAL[bad.key]
+
+
+def _plain(value: Any) -> Any:
+    return [float(x) for x in value] if isinstance(value, (tuple, list)) else float(value)
 
 
 def _shown(value: Any) -> str:

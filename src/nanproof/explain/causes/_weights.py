@@ -90,11 +90,13 @@ class NonfiniteWeightsMidRun(Cause):
         evidence = [f"non-finite before the step: {said}, {seen}"]
         last = case.last_taken
         if last is not None:
-            evidence.append(f"loss and gradients of step {last.step} were finite, which was taken")
+            evidence.append(f"step {last.step} was taken with a finite loss and finite gradients")
             if last.weights_checked:
-                evidence.append(f"after step {last.step} the weights were looked at, and finite: no step did it")
+                evidence.append(
+                    f"the weights were checked after step {last.step} and were finite, so the optimizer did not do it"
+                )
             else:
-                evidence.append(f"the weights were not looked at after step {last.step}, so that step may have done it too")
+                evidence.append(f"the weights were not checked after step {last.step}, so that step may have broken them")
         evidence += case.details.get("mid_run", ())
         return Match(
             confidence=0.9,

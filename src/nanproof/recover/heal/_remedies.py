@@ -6,6 +6,7 @@ the labels or the loss, and none replaces a bad gradient: what is bad stays visi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -317,6 +318,49 @@ class RateFloor(Remedy):
             if float(group["lr"]) < floor:
                 _set(group, "lr", floor)
         yield
+
+
+class FiniteSettings(Remedy):
+    """A setting that a schedule makes NaN or Inf stays at its last finite value, as long as it would be so."""
+
+    name = "finite-settings"
+
+    def __init__(self, patient: Patient, **settings: Any) -> None:
+        super().__init__(patient, **settings)
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    @property
+    def description(self) -> str:
+        shown = [f"{key}={_shown(value)}" for _, key, value in self.settings["values"]]
+        return f"a setting that is not finite is {listed(list(dict.fromkeys(shown)))}, whatever the schedule says"
+
+    def undo(self) -> None:
+        """What was there before; the schedule sets the next ones."""
+        for group, key, value in reversed(self._before):
+            _set(group, key, value)
+        self._before = []
+
+    @contextmanager
+    def living(self) -> Iterator[None]:
+        groups = groups_of(self.patient.optimizer)
+        found = []
+        for place, key, value in self.settings["values"]:
+            group = groups[place] if place < len(groups) else {}
+            if key in group and not _is_finite(group[key]):
+                kept = group[key].clone() if isinstance(group[key], Tensor) else group[key]
+                found.append((group, key, kept))
+                _set(group, key, tuple(value) if isinstance(value, (list, tuple)) else value)
+        self._before = found or self._before
+        yield
+
+
+def _is_finite(setting: Any) -> bool:
+    numbers = setting if isinstance(setting, (tuple, list)) else (setting,)
+    return all(math.isfinite(float(x)) for x in numbers)
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, (tuple, list)) else f"{value:g}"
 
 
 class GradientFactor(Remedy):
