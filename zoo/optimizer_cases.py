@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,41 +167,59 @@ def frozen_encoder_with_nan(fixed: bool) -> Training:
 # nonfinite-weights-mid-run
 
 
+class WithCallback(torch.optim.lr_scheduler.LambdaLR):
+    """A constant rate, and something else that the loop does after every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, callback: Callable[[int], None]) -> None:
+        self.callback = callback
+        super().__init__(optimizer, lambda _: 1.0)
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        if self.last_epoch > 0:
+            self.callback(self.last_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "callback"}
+
+
 @case("nonfinite-weights-mid-run", step=6)
 def rows_normalised_between_steps(fixed: bool) -> Training:
-    """Every three steps the loop divides the rows of an embedding by their norm; the row of the padding is 0."""
+    """Every six steps a callback divides the rows of an embedding by their norm; the row of the padding is 0."""
     torch.manual_seed(40)
     table = nn.Embedding(12, 8, padding_idx=0)
     model = nn.Sequential(table, nn.Flatten(), nn.Linear(8 * 5, 1))
     worth = torch.randn(12)
+    batches = [(ids, worth[ids].mean(-1)) for ids in torch.randint(0, 12, (12, 16, 5))]
 
-    def batches() -> Iterator[Pair]:
-        for step in range(12):
-            if step % 3 == 0 and step > 3:
-                norms = table.weight.data.norm(dim=1, keepdim=True)
-                table.weight.data /= norms.clamp(min=1e-12) if fixed else norms
-            ids = torch.randint(0, 12, (16, 5))
-            yield ids, worth[ids].mean(-1)
+    def normalise(taken: int) -> None:
+        if taken % 6 == 0:
+            norms = table.weight.data.norm(dim=1, keepdim=True)
+            table.weight.data /= norms.clamp(min=1e-12) if fixed else norms
 
-    return Training(model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2), loss_fn=regress, batches=batches())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return Training(
+        model=model, optimizer=optimizer, loss_fn=regress, batches=batches, scheduler=WithCallback(optimizer, normalise)
+    )
 
 
 @case("nonfinite-weights-mid-run", step=5)
 def averaged_weights_swapped_in(fixed: bool) -> Training:
-    """A callback puts an average of weights in their place; the average counts 0 of them and is 0 / 0."""
+    """A callback puts an average of weights in their place; it has counted none of them, and the average is 0 / 0."""
     torch.manual_seed(41)
-    model, data = small_cnn(), pictures(12)
+    model, batches = small_cnn(), pictures(12)
+    head = model[6].weight
+    total, count = torch.zeros_like(head), torch.zeros(())
 
-    def batches() -> Iterator[Pair]:
-        total, count = torch.zeros_like(model[6].weight), 0
-        for step, batch in enumerate(data):
-            if fixed:
-                total, count = total + model[6].weight.detach(), count + 1
-            if step == 5:
-                model[6].weight.data.copy_(total / count)
-            yield batch
+    def swap(taken: int) -> None:
+        if fixed:
+            total.add_(head.detach())
+            count.add_(1)
+        if taken == 5:
+            head.data.copy_(total / count)
 
-    return Training(model=model, optimizer=torch.optim.SGD(model.parameters(), 1e-2), loss_fn=classify, batches=batches())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    return Training(model=model, optimizer=optimizer, loss_fn=classify, batches=batches, scheduler=WithCallback(optimizer, swap))
 
 
 # uninitialized-rows
