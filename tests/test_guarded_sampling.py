@@ -83,7 +83,7 @@ def test_weights_that_are_nan_halt_the_run_at_once(tmp_path):
         with pytest.raises(TrainingHalted, match="no row of a generation could be sampled") as halted:
             run.step()
     found = halted.value.incident.diagnosis
-    assert found.cause == "nonfinite-weights-at-start" and found.where == "model.layers.0.mlp.up_proj.weight"
+    assert found.cause == "nonfinite-weights-mid-run" and found.where == "model.layers.0.mlp.up_proj.weight"
 
 
 def test_with_a_snapshot_the_run_goes_back_and_no_row_is_valid(tmp_path):

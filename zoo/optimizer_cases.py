@@ -164,6 +164,64 @@ def frozen_encoder_with_nan(fixed: bool) -> Training:
     return Training(model=model, optimizer=torch.optim.AdamW(trainable(model), 1e-2), loss_fn=loss_fn, batches=pictures(12))
 
 
+# nonfinite-weights-mid-run
+
+
+class WithCallback(torch.optim.lr_scheduler.LambdaLR):
+    """A constant rate, and something else that the loop does after every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, callback: Callable[[int], None]) -> None:
+        self.callback = callback
+        super().__init__(optimizer, lambda _: 1.0)
+
+    def step(self, epoch: Any = None) -> None:
+        super().step()
+        if self.last_epoch > 0:
+            self.callback(self.last_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "callback"}
+
+
+@case("nonfinite-weights-mid-run", step=6)
+def rows_normalised_between_steps(fixed: bool) -> Training:
+    """Every six steps a callback divides the rows of an embedding by their norm; the row of the padding is 0."""
+    torch.manual_seed(40)
+    table = nn.Embedding(12, 8, padding_idx=0)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(8 * 5, 1))
+    worth = torch.randn(12)
+    batches = [(ids, worth[ids].mean(-1)) for ids in torch.randint(0, 12, (12, 16, 5))]
+
+    def normalise(taken: int) -> None:
+        if taken % 6 == 0:
+            norms = table.weight.data.norm(dim=1, keepdim=True)
+            table.weight.data /= norms.clamp(min=1e-12) if fixed else norms
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return Training(
+        model=model, optimizer=optimizer, loss_fn=regress, batches=batches, scheduler=WithCallback(optimizer, normalise)
+    )
+
+
+@case("nonfinite-weights-mid-run", step=5)
+def averaged_weights_swapped_in(fixed: bool) -> Training:
+    """A callback puts an average of weights in their place; it has counted none of them, and the average is 0 / 0."""
+    torch.manual_seed(41)
+    model, batches = small_cnn(), pictures(12)
+    head = model[6].weight
+    total, count = torch.zeros_like(head), torch.zeros(())
+
+    def swap(taken: int) -> None:
+        if fixed:
+            total.add_(head.detach())
+            count.add_(1)
+        if taken == 5:
+            head.data.copy_(total / count)
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    return Training(model=model, optimizer=optimizer, loss_fn=classify, batches=batches, scheduler=WithCallback(optimizer, swap))
+
+
 # uninitialized-rows
 
 
@@ -209,7 +267,7 @@ def recommender_with_new_products(fixed: bool) -> Training:
     return Training(model=model, optimizer=torch.optim.AdamW(model.parameters(), 2e-2), loss_fn=regress, batches=batches)
 
 
-# fp16-optimizer-underflow, fp16-weights-with-grad-scaler
+# fp16-optimizer-underflow, optimizer-made-nonfinite, fp16-weights-with-grad-scaler
 
 
 @case("fp16-optimizer-underflow", step=0, sources=("bitsandbytes-foundation/bitsandbytes#1756",))
@@ -228,6 +286,37 @@ def half_precision_adapters_under_adamw(fixed: bool) -> Training:
     batches = [(x.half(), y) for x, y in pictures(14)]
     optimizer = torch.optim.AdamW(trainable(model), 1e-2, foreach=True)
     return Training(model=model, optimizer=optimizer, loss_fn=classify, batches=batches)
+
+
+@case("optimizer-made-nonfinite", step=0)
+def adam_without_an_eps(fixed: bool) -> Training:
+    """Adam with eps = 0 over bf16 weights: products that nobody bought have no gradient, and their update is 0 / 0."""
+    torch.manual_seed(42)
+    model = nn.Sequential(nn.EmbeddingBag(32, 8), nn.Linear(8, 1)).bfloat16()
+    batches = [(bought, bought.float().mean(1).bfloat16() / 16) for bought in torch.randint(0, 24, (12, 16, 4))]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-6 if fixed else 0.0, foreach=True)
+
+    def loss_fn(model: nn.Module, batch: Pair) -> Tensor:
+        return F.mse_loss(model(batch[0]).squeeze(-1).float(), batch[1].float())
+
+    return Training(model=model, optimizer=optimizer, loss_fn=loss_fn, batches=batches)
+
+
+@case("optimizer-made-nonfinite", step=4)
+def schedule_that_divides_by_0(fixed: bool) -> Training:
+    """The warm-up takes as many steps as the whole schedule, so what is left for the decay is 0 / 0: a learning rate of NaN."""
+    torch.manual_seed(43)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).bfloat16()
+    warmup, total = 4, 12 if fixed else 4
+
+    def share(step: int) -> float:
+        done, decay = torch.tensor([float(step - warmup), float(total - warmup)])
+        return (step + 1) / warmup if step < warmup else float(1 - done / decay)
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    batches = [(x.bfloat16(), y) for x, y in pictures(10)]
+    return Training(model=model, optimizer=optimizer, loss_fn=classify, batches=batches, scheduler=scheduler)
 
 
 @case("fp16-weights-with-grad-scaler", step=0, sources=("huggingface/peft#341",))

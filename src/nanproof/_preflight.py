@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from nanproof.explain._diagnose import explain
 from nanproof.explain._silent import HUGE, TINY, UNCHANGED, is_shifted, shifted_pairs
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.locate._locate import batch_shape, where_in_batch
-from nanproof.explain.replay._rehearse import changed_share, step_on_copies
+from nanproof.explain.replay._copies import all_finite, changed_share, step_on_copies
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Outcome, Replay
 
 HEADROOM = 8.0
@@ -35,7 +35,7 @@ HEADROOM = 8.0
 
 def preflight(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Tensor],
     *,
@@ -48,7 +48,7 @@ def preflight(
 
     Args:
         model: the module as it will be trained.
-        optimizer: the optimizer over its parameters.
+        optimizer: the optimizer over its parameters, or a list of them.
         batch: one batch as the loop will give it.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss.
         scaler: the GradScaler, if there will be one.
@@ -229,20 +229,23 @@ class _Flight:
 
     def _first_update(self, outcome: Outcome) -> None:
         """The optimizer's first step, on copies: does it break, round away, or do next to nothing?"""
+        if self._case("nonfinite-weight").bad_settings:
+            self._explain("nonfinite-weight", weights_broke=True)
+            return
         if self.scheduler is not None or all(float(g.get("lr", 1.0)) == 0 for g in self.optimizer.param_groups):
             return
         gradients = {self.replay.parameters[n]: g for n, g in self.replay.gradients(self.max_norm).items()}
-        pairs = step_on_copies(self.optimizer, gradients)
-        if pairs is None or outcome.total == 0:
+        copied = step_on_copies(self.optimizer, gradients)
+        if copied is None or outcome.total == 0:
             return
-        if not all(bool(torch.isfinite(after).all()) for _, after in pairs):
+        if not all_finite(copied):
             self._explain("nonfinite-weight", weights_broke=True)
-        elif changed_share(pairs) < UNCHANGED:
-            details = {"share": changed_share(pairs)}
+        elif changed_share(copied) < UNCHANGED:
+            details = {"share": changed_share(copied)}
             self._suspect("no-learning", signal="unchanged-weights", details=details, record=_record(outcome))
         else:
-            moved = math.sqrt(sum(float((b.float() - a.float()).square().sum()) for a, b in pairs))
-            size = math.sqrt(sum(float(a.float().square().sum()) for a, _ in pairs))
+            moved = math.sqrt(sum(float((each.after.float() - each.before.float()).square().sum()) for each in copied))
+            size = math.sqrt(sum(float(each.before.float().square().sum()) for each in copied))
             if moved < TINY * size:
                 self._suspect("no-learning", signal="tiny-updates", record=_record(outcome))
 

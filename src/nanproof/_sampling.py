@@ -134,8 +134,8 @@ def _diagnosis(guard: Guard | ProtectedRun, rows: Sequence[int], births: Sequenc
     if broken:
         cause, confidence, where = "nonfinite-weights-at-start", 0.96, broken[0]
         if any(record.action != "skipped" for record in guard.history):
-            fix = f"Find what else writes into {where}: no step that the guard let through did. Snapshots or checkpoints let "
-            fix += "the run go back by itself."
+            cause, confidence = "nonfinite-weights-mid-run", 0.9
+            fix = f"Find what writes into {where} between steps. Snapshots or checkpoints let the run go back by itself."
     elif first is not None and first.kind == "all-banned":
         cause, confidence = "all-tokens-banned", 0.9
     return Diagnosis(

@@ -171,6 +171,16 @@ def lowest_scale(scale: float | None, error: object) -> str:
     return f"the loss scale is {scale or 1.0:g} and cannot be lowered further: {error}"
 
 
+def bad_settings(settings: Sequence[str]) -> str:
+    """Settings of the optimizer that are NaN or Inf; empty where none is."""
+    return listed(settings) if settings else ""
+
+
+def would_have_broken(settings: Sequence[str], parameters: int) -> str:
+    many = f"{parameters} parameter{'s' if parameters != 1 else ''}"
+    return f"{bad_settings(settings) or 'a setting of the optimizer is non-finite'}: the step would have made {many} non-finite"
+
+
 BROKE_IN_THE_STEP = "loss and gradients were finite, but the step made weights or moments non-finite"
 NORM_OVERFLOW = "every gradient is finite, but the sum of their squares is not; clipping would have set all of them to 0"
 NOT_CLEARED = "the step before was refused too: was zero_grad called in between?"

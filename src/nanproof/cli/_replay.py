@@ -122,6 +122,7 @@ class Result:
 
 def run(path: Path, entry: str, seconds: float) -> Result:
     """Read the bundle, build the model, run the step twice, explain what is bad."""
+    from nanproof.core.judge._optimizers import bare_optimizer
     from nanproof.core.judge._parameters import unwrap
     from nanproof.core.support._inner import nonfinite
     from nanproof.explain.bundle._bundle import read_bundle
@@ -132,7 +133,8 @@ def run(path: Path, entry: str, seconds: float) -> Result:
     notes = notes_on(bundle)
     with numerics(bundle.mode.numerics):
         made = built(entry)
-        model, loss_fn, optimizer = made.model, made.loss_fn, made.optimizer
+        model, loss_fn = made.model, made.loss_fn
+        optimizer = None if made.optimizer is None else bare_optimizer(made.optimizer)
         notes += load_model(bundle, model) + load_optimizer(bundle, model, optimizer)
         for note in notes:
             typer.echo(f"note: {note}", err=True)
@@ -197,9 +199,10 @@ def _same(bundle: Bundle, outcome: Outcome) -> bool | None:
 def _diagnosis(result: Result, step: Replay, optimizer: Any, seconds: float) -> Diagnosis:
     from nanproof.explain._case import Case
     from nanproof.explain._diagnose import explain
+    from nanproof.explain.causes._weights import NonfiniteWeightsMidRun
     from nanproof.explain.replay._replay import Deadline, Replay
 
-    bundle, outcome = result.bundle, result.runs[0]
+    bundle, outcome, then = result.bundle, result.runs[0], result.bundle.incident.diagnosis
     kind, micro = bundle.incident.kind, bundle.incident.micro_batch
     scale = bundle.record.scale if bundle.record is not None else None
     if micro is not None and len(step.batches) > max(1, micro):
@@ -217,6 +220,7 @@ def _diagnosis(result: Result, step: Replay, optimizer: Any, seconds: float) -> 
         error=outcome.error,
         bad_buffer=result.buffer,
         weights_broke=kind == "nonfinite-weight" and outcome.finite and not result.buffer,
+        details={"mid_run": then.evidence} if then is not None and then.cause == NonfiniteWeightsMidRun.slug else {},
     )
     return explain(case)
 

@@ -92,12 +92,25 @@ def make_incident(
     witness: Witness,
     gradients: Gradients | None,
     broken: list[str],
+    *,
+    settings: Sequence[str] = (),
+    affected: int = 0,
+    put_back: bool = False,
 ) -> Incident:
-    """What happened, the earliest fault first: what is bad before a step makes all after it bad."""
+    """What happened, the earliest fault first: what is bad before a step makes all after it bad.
+
+    Args:
+        settings: settings of the optimizer that are non-finite, in words.
+        affected: parameters that they apply to.
+        put_back: weights and state are as they were before the step, so what is broken was so then.
+    """
     norms = gradients.norms if gradients is not None and gradients.norms is not None else norms
     guilty = [(name, norm) for name, norm in norms if not math.isfinite(norm)]
     bad = [name for name, _ in guilty]
-    if reading.weights_bad:
+    # The squares of finite numbers add up to Inf at most.
+    overflow = gradients is not None and gradients.all_finite and not any(math.isnan(norm) for _, norm in guilty)
+    beside = wording.bad_settings(settings)
+    if reading.weights_bad and not (put_back and witness.weights_bad):
         kind, seen = "nonfinite-weight", wording.BROKE_IN_THE_STEP
     elif witness.weights_bad:
         kind, seen = "nonfinite-weight", wording.broken_before(broken)
@@ -105,10 +118,12 @@ def make_incident(
         kind, seen = "nonfinite-loss", wording.bad_loss(reading.loss, bad, len(norms))
     elif witness.buffers_bad:
         kind, seen = "nonfinite-weight", wording.bad_buffers(broken)
+    elif math.isfinite(reading.total) and reading.bad_setting:
+        kind, seen, beside = "nonfinite-weight", wording.would_have_broken(settings, affected), ""
     elif math.isfinite(reading.total):
         kind, seen = "spike", wording.spike(reading.loss, reading.total)
         guilty = list(largest(norms))
-    elif (gradients is not None and gradients.all_finite) or not guilty:
+    elif overflow or not guilty:
         kind, seen = "gradient-norm-overflow", wording.NORM_OVERFLOW
     else:
         kind, seen = "nonfinite-gradient", wording.bad_gradients_of_a_finite_loss(reading.loss, bad, len(norms))
@@ -122,7 +137,7 @@ def make_incident(
         culprits=tuple(guilty[:_NAMED]),
         rank=rank,
         micro_batch=witness.micro_batch,
-        message=wording.located(seen, witness.micro_batch, rank),
+        message=wording.located("; ".join(filter(None, (seen, beside))), witness.micro_batch, rank),
     )
 
 

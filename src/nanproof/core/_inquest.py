@@ -18,6 +18,7 @@ from nanproof.core._under_way import Attempt, Remark
 from nanproof.core.judge._judge import Judge, Report
 from nanproof.core.judge._terms import NamedTerms, Terms, mean_of, read
 from nanproof.core.judge._verdict import Reading
+from nanproof.core.support._members import bad_settings, groups_of
 from nanproof.core.support._ranks import Ranks
 
 log = logging.getLogger("nanproof")
@@ -102,6 +103,7 @@ class Inquest:
             seen = wording.bad_scale(reading.scale)
             return Incident(step=attempt.step, kind="loss-scale-collapse", action="skipped", message=seen)
         gradients: Gradients | None = None
+        settings, affected = self._settings(report, reading)
         if witness.only_gradients and not reading.weights_bad and not reading.total < torch.inf:
             if again and (judge.scaled or judge.lag or (judge.ranks.together and witness.rank is None)):
                 gradients = self._explainer.rehearse(attempt)
@@ -118,7 +120,18 @@ class Inquest:
             elif not judge.lag:
                 gradients = judge.look_at_gradients(report.present)
         norms = [(report.names[i], norm) for i, norm in zip(report.present, reading.norms, strict=True)]
-        incident = make_incident(attempt.step, mine, norms, witness, gradients, broken)
+        keeper = judge.weights
+        incident = make_incident(
+            attempt.step,
+            mine,
+            norms,
+            witness,
+            gradients,
+            broken,
+            settings=settings,
+            affected=affected,
+            put_back=keeper is not None and keeper.restore,
+        )
         incident = replace(incident, loss=reading.loss)
         if reading.weights_bad and judge.weights is not None and not judge.weights.restore:
             self.state_broken = True
@@ -129,3 +142,14 @@ class Inquest:
             seen = wording.collapsed_scale(incident.message, reading.scale)
             return replace(incident, kind="loss-scale-collapse", message=seen)
         return incident
+
+    def _settings(self, report: Report, reading: Reading) -> tuple[tuple[str, ...], int]:
+        """The optimizer's settings that are non-finite, in words, and how many parameters they apply to."""
+        if not reading.bad_setting:
+            return (), 0
+        judge = self._judge
+        found = bad_settings(judge.optimizer)
+        groups = {id(bad.group) for bad in found}
+        hit = {id(p) for group in groups_of(judge.optimizer) if id(group) in groups for p in group["params"]}
+        affected = [i for i in report.present if id(judge.parameters.tensors[i]) in hit]
+        return report.settings or tuple(map(str, found)), len(affected or report.present)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from nanproof._records import StepRecord
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
+from nanproof.core.support._inner import nonfinite
+from nanproof.core.support._members import BadSetting, bad_settings, groups_of, states_of
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain.locate._calls import Survey
 from nanproof.explain.locate._locate import Birth, batch_shape, locate, survey, where_in_batch
@@ -78,7 +80,7 @@ class Case:
         model: nn.Module | None = None,
         batches: Sequence[Any] | None = None,
         replay: Replay | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         record: StepRecord | None = None,
         history: Sequence[StepRecord] = (),
         moments: Sequence[Moment] = (),
@@ -162,6 +164,61 @@ class Case:
     @cached_property
     def bad_buffers(self) -> list[BadWeight]:
         return [] if self.model is None else _bad_tensors(self.model, buffers=True)
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bad_settings(self) -> list[BadSetting]:
+        """Settings of the optimizer that are NaN or Inf."""
+        return [] if self.optimizer is None else bad_settings(self.optimizer)
+
+    @property
+    def refused_for_settings(self) -> bool:
+        """The step was refused before it was taken: with these settings no weight would have stayed finite."""
+        return self.kind == "nonfinite-weight" and bool(self.bad_settings) and not (self.bad_weights or self.bad_buffer)
+
+    @property
+    def can_look_at_the_step(self) -> bool:
+        """Weights and state are those from before the step."""
+        return bool(self.details.get("put_back", True))
+
+    @cached_property
+    def bad_state(self) -> list[tuple[str, str]]:
+        """(parameter, key) of the optimizer's state that is non-finite."""
+        found = []
+        for p, state in states_of(self.optimizer) if self.optimizer is not None else ():
+            for key, value in state.items() if isinstance(p, Tensor) and isinstance(state, dict) else ():
+                if isinstance(value, Tensor) and nonfinite([(key, value)]):
+                    found.append((self.name_of(p), key))
+        return found
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter in the model; its place in the optimizer where the model does not have it."""
+        named = unwrap(self.model).named_parameters() if self.model is not None else ()
+        own = next((clean_name(name) for name, p in named if p is parameter), None)
+        if own is not None:
+            return own
+        places = ((i, j, p) for i, g in enumerate(groups_of(self.optimizer)) for j, p in enumerate(g["params"]))
+        return next((f"param_groups[{i}].params[{j}]" for i, j, p in places if p is parameter), "a parameter")
+
+    # -- the run ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def last_taken(self) -> StepRecord | None:
+        """The last step that was taken before this one, as far as is known."""
+        return next((record for record in reversed(list(self.history)) if record.action != "skipped"), None)
+
+    def bad_since_start(self, names: Iterable[str]) -> bool:
+        """Whether what is non-finite was so before the first step: no step was taken since, or it was seen to be."""
+        if self.details.get("mid_run"):
+            return False
+        finite = self.details.get("finite_at_start")
+        return self.last_taken is None or (finite is not None and any(name not in finite for name in names))
+
+    def could_be_uninitialised(self, names: Iterable[str]) -> bool:
+        """Whether one of them was non-finite when the run began, or nobody knows."""
+        finite = self.details.get("finite_at_start")
+        return not self.details.get("mid_run") and (finite is None or any(name not in finite for name in names))
 
     # -- the replay ------------------------------------------------------------------------------------------------------------
 

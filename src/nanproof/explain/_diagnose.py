@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from nanproof._errors import UsageError
 from nanproof._records import Diagnosis
+from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
 from nanproof.explain._case import Case, Prescription
@@ -137,7 +138,7 @@ def _try(match: Match, troubles: list[str]) -> tuple[bool, str, tuple[Prescripti
         troubles.append(f"the fix could not be tried: {type(error).__name__}: {error}"[:200])
         return False, "", ()
     outcome = "it holds" if trial.held else "it does not help"
-    said = f"tried on the replay with {match.tried}, {outcome}: {trial.result}"
+    said = f"tried on {match.on} with {match.tried}, {outcome}: {trial.result}"
     return trial.held, said, trial.remedies if trial.held else ()
 
 
@@ -216,7 +217,13 @@ def _context(case: Case) -> list[str]:
     return said
 
 
-_NOT_OF_THE_SCALE = ("nonfinite-batch", "nonfinite-weights-at-start", "transient-fault", "gradients-not-cleared")
+_NOT_OF_THE_SCALE = (
+    "nonfinite-batch",
+    "nonfinite-weights-at-start",
+    "nonfinite-weights-mid-run",
+    "transient-fault",
+    "gradients-not-cleared",
+)
 
 
 def _checked(diagnosis: Diagnosis, case: Case) -> Diagnosis:
@@ -239,7 +246,7 @@ def diagnose(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     batch: Any,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     healthy: Any = (),
     seconds: float = 60.0,
 ) -> Diagnosis:
@@ -249,7 +256,7 @@ def diagnose(
         model: the module, with the weights the batch fails on. It is left as it was, random numbers included.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss.
         batch: the bad batch.
-        optimizer: if given, its settings are looked at too.
+        optimizer: if given, its settings are looked at too; a list where there are several.
         healthy: other batches of the same shape, used to single out the bad sample.
         seconds: how long it may take.
 
@@ -265,7 +272,8 @@ def diagnose(
     recorder = Recorder()
     for i, other in enumerate(healthy):
         recorder.keep(-1 - i, (other,), replay.random, replay.mode)
-    case = Case("nonfinite-loss", replay=replay, optimizer=optimizer, moments=list(recorder))
+    used = None if optimizer is None else bare_optimizer(optimizer)
+    case = Case("nonfinite-loss", replay=replay, optimizer=used, moments=list(recorder))
     control = case.control
     assert control is not None
     if control.finite:

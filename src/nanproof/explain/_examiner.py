@@ -27,11 +27,12 @@ from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
 from nanproof.core._under_way import Attempt, LossFn
 from nanproof.core.judge._stepper import Stepper
-from nanproof.core.support._context import Schedule
+from nanproof.core.support._context import Schedule, change_settings
 from nanproof.core.support._ranks import Ranks
 from nanproof.explain._case import Case
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
 from nanproof.explain._silent import Signal, SilentWatch, WeightSample, is_shifted, shifted_pairs
+from nanproof.explain._start import WeightsAtStart
 from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.replay._recorder import Moment, Recorder
 from nanproof.explain.replay._rehearse import adam_update
@@ -88,6 +89,7 @@ class Examiner(Explainer):
         self._written: list[Tensor] = []
         """Parameters that the forward itself writes, as a momentum encoder's."""
         self._bad_at_start = stepper.buffers.broken() if self.on else []
+        self._start = WeightsAtStart(stepper.model) if self.on else None
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
         """Adam's update over the learning rate, at spikes."""
@@ -287,6 +289,9 @@ class Examiner(Explainer):
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
+        if attempt.batches is not None and attempt.schedule is not None:
+            # A verdict that comes late is about the settings of then. The engine puts back the rest of that moment next.
+            change_settings(self._stepper.optimizer, attempt.schedule.groups)
         if mine and self._asked:
             try:
                 incident = self._examined(incident, refusal, moment)
@@ -312,9 +317,10 @@ class Examiner(Explainer):
         data = BadData.of(given)
         incident = replace(incident, bad_samples=data.samples)
         like = fingerprint(incident, weights_broke, refusal.buffer, again, data.names)
-        details: dict[str, Any] = {"part": incident.micro_batch is not None}
+        details: dict[str, Any] = {"part": incident.micro_batch is not None, "put_back": incident.action != "recorded"}
         if moment is None:
             details["why_not_again"] = attempt.why_not_again
+            details["gradients_are_there"] = not self._stepper.lag
 
         def make() -> Case:
             return self._case(
@@ -394,6 +400,7 @@ class Examiner(Explainer):
         self.recorder.clear()
         self._looks.clear()
         self._updates.clear()
+        self._start = WeightsAtStart(self._stepper.model) if self.on else None
 
     def close(self, alone: bool = False) -> None:
         """Wait for the bundles on their way to the disk."""
@@ -440,6 +447,7 @@ class Examiner(Explainer):
         if kind == "nonfinite-gradient" and stepper.scale is not None and not stepper.scale.fixed:
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
+        details["finite_at_start"] = self._start.finite(stepper.model) if self._start is not None else None
         return Case(
             kind,
             model=stepper.model,

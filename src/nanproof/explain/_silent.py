@@ -29,6 +29,7 @@ from nanproof._records import ABSENT, StepRecord
 from nanproof._wording import listed
 from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import Parameters, local
+from nanproof.core.support._members import optimizers_in
 from nanproof.core.support._tree import tensors_in
 
 FIRST_STEPS = 3
@@ -231,12 +232,11 @@ class WeightSample:
 
     def _promise(self) -> list[Tensor | None]:
         """Learning rate times gradient, summed over the sample: what plain SGD will do, before scale and clipping."""
-        if not isinstance(self._optimizer, torch.optim.SGD):
-            return [None] * len(self._chosen)
-        rates = {id(p): group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
-        usable = [p.grad is not None and p.grad.layout is torch.strided for p in self._chosen]
+        plain = [each for each in optimizers_in(self._optimizer) if isinstance(each, torch.optim.SGD)]
+        rates = {id(p): group["lr"] for each in plain for group in each.param_groups for p in group["params"]}
+        usable = [id(p) in rates and p.grad is not None and p.grad.layout is torch.strided for p in self._chosen]
         return [
-            self._some(p.grad).float().abs().sum() * rates.get(id(p), 0.0) if ok and p.grad is not None else None
+            self._some(p.grad).float().abs().sum() * rates[id(p)] if ok and p.grad is not None else None
             for p, ok in zip(self._chosen, usable, strict=True)
         ]
 

@@ -8,9 +8,10 @@ fits a device, `problems` what is wrong with a model and its optimizer, `cast_tr
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -19,12 +20,15 @@ from nanproof._errors import UsageError
 from nanproof._wording import listed
 from nanproof.core.judge._parameters import clean_name, local, unwrap
 from nanproof.core.support._casting import HALF, buffers_beside, cast
+from nanproof.core.support._members import optimizers_in
 from nanproof.explain.causes._learning import Bf16UpdateRounding
-from nanproof.explain.causes._optimizer import Fp16OptimizerUnderflow, Fp16WeightsWithGradScaler
+from nanproof.explain.causes._optimizer import Fp16WeightsWithGradScaler
+from nanproof.explain.causes._update import Fp16OptimizerUnderflow
 
 __all__ = ["Ask", "Precision", "Problem", "cast_trainable", "choose", "problems"]
 
 Ask = Literal["auto", "bf16", "fp16", "fp32"]
+Optimizers: TypeAlias = "optim.Optimizer | Sequence[optim.Optimizer]"
 _DIVIDES_BY_EPS = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad)
 """Optimizers whose step is 0/0 for a gradient of 0 where eps is 0, unless they are fused."""
 _ENOUGH_EPS = 1e-4
@@ -170,7 +174,7 @@ class Problem:
 
 def problems(
     model: nn.Module,
-    optimizer: optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     fp16: bool = False,
     bf16: bool = False,
@@ -180,7 +184,7 @@ def problems(
     an fp16 base under fp32 adapters is no problem.
 
     Args:
-        optimizer: the one it will be trained with; without it nothing is said of eps.
+        optimizer: the one it will be trained with, or a list of them; without it nothing is said of eps.
         fp16: the Trainer's argument, or autocast to fp16.
         bf16: the Trainer's argument, or autocast to bf16.
         scaler: the GradScaler, if there will be one.
@@ -195,8 +199,10 @@ def problems(
             '"Attempting to unscale FP16 gradients." at their gradients'
         )
         found.append(Problem(Fp16WeightsWithGradScaler.slug, said, f"{Fp16WeightsWithGradScaler.fix} {_CAST}"))
-    if half and optimizer is not None and (eps := _eps_in_fp16(optimizer)) is not None:
-        said = f"{len(half)} parameters that learn are fp16 ({listed(half)}) under {type(optimizer).__name__}, not fused: "
+    small = [(each, eps) for each in _all_of(optimizer) if (eps := _eps_in_fp16(each)) is not None]
+    if half and small:
+        (first, eps), *_ = small
+        said = f"{len(half)} parameters that learn are fp16 ({listed(half)}) under {type(first).__name__}, not fused: "
         rounded = float(torch.tensor(eps, dtype=torch.float16))
         if rounded == 0:
             said += f"eps={eps:g} is 0 in fp16, so the first step divides by 0 wherever the second moment is 0 too"
@@ -213,11 +219,12 @@ def problems(
     return found
 
 
-def _rounding(dtype: torch.dtype, names: list[str], optimizer: optim.Optimizer | None, autocast: bool) -> Problem:
+def _rounding(dtype: torch.dtype, names: list[str], optimizer: Optimizers | None, autocast: bool) -> Problem:
     kind, part = _names_of([dtype]), 2 ** (_BITS[dtype] + 1)
     said = f"{len(names)} parameters that learn are {kind} ({listed(names)}): an update below 1/{part} of its weight is lost"
-    if isinstance(optimizer, (optim.Adam, optim.AdamW)):
-        rate = max(float(group["lr"]) for group in optimizer.param_groups)
+    adams = [each for each in _all_of(optimizer) if isinstance(each, (optim.Adam, optim.AdamW))]
+    if adams:
+        rate = max(float(group["lr"]) for each in adams for group in each.param_groups)
         if rate > 0:
             said += f"; Adam moves a weight by about lr={rate:g}, so those above {rate * part:.2g} in size stand still"
     if autocast:
@@ -225,9 +232,7 @@ def _rounding(dtype: torch.dtype, names: list[str], optimizer: optim.Optimizer |
     return Problem(Bf16UpdateRounding.slug, said, f"{Bf16UpdateRounding.remedy}. {_CAST}")
 
 
-def cast_trainable(
-    model: nn.Module, dtype: torch.dtype = torch.float32, optimizer: optim.Optimizer | None = None
-) -> tuple[str, ...]:
+def cast_trainable(model: nn.Module, dtype: torch.dtype = torch.float32, optimizer: Optimizers | None = None) -> tuple[str, ...]:
     """The weights that learn in fp32, in place: names of those that were narrower. Parameters stay the objects they are; their
     gradients, and half-precision buffers of the modules that own them, are cast too. Frozen weights stay as they are: run the
     forward under autocast (`Precision.autocast`) where they are half.
@@ -242,7 +247,7 @@ def cast_trainable(
     narrow = _narrow(model, dtype)
     beside = buffers_beside(model, narrow.values())
     for tensor in (*narrow.values(), *beside):
-        cast(tensor, dtype, optimizer)
+        cast(tensor, dtype, *_all_of(optimizer))
     return tuple(narrow)
 
 
@@ -254,6 +259,10 @@ def _narrow(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, T
         for name, p in unwrap(model).named_parameters()
         if p.requires_grad and p.is_floating_point() and torch.finfo(p.dtype).bits < wanted
     }
+
+
+def _all_of(optimizer: Optimizers | None) -> list[Any]:
+    return [] if optimizer is None else optimizers_in(optimizer)
 
 
 def _eps_in_fp16(optimizer: optim.Optimizer) -> float | None:

@@ -9,10 +9,10 @@ import statistics
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-
-import torch
+from typing import Any
 
 from nanproof._records import ABSENT, Forecast, Observed, StepRecord
+from nanproof.core.support._members import optimizers_in
 
 STALE = 2.0
 """RMS of Adam's update over the learning rate; healthy is 1 at the most."""
@@ -63,15 +63,21 @@ class Watch(ABC):
 
 
 class MomentWatch(Watch):
-    """Adam divides by a running mean of squared gradients. Where gradients have grown faster than that, steps are too long."""
+    """Adam divides by a running mean of squared gradients. Where gradients have grown faster than that, steps are too long.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, embeddings: set[str]) -> None:
+    Beside another optimizer, only what Adam trains is watched.
+    """
+
+    def __init__(self, optimizer: Any, embeddings: set[str]) -> None:
         super().__init__()
-        group = optimizer.param_groups[0]
-        betas = group.get("betas")
+        groups = [group for each in optimizers_in(optimizer) for group in each.param_groups if _is_adam(group)]
         self._betas: tuple[float, float] | None = None
-        if isinstance(betas, (tuple, list)) and len(betas) == 2 and "eps" in group:
-            self._betas = float(betas[0]), float(betas[1])
+        if groups:
+            self._betas = float(groups[0]["betas"][0]), float(groups[0]["betas"][1])
+        held = {id(p) for group in groups for p in group["params"]}
+        each = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self.places = [key in held for key in each]
+        """By parameter, in the order of records: whether Adam trains it."""
         self._embeddings = embeddings
         """Rows that are seldom used have large updates in good health."""
         self._first, self._second, self._steps = 0.0, 0.0, 0
@@ -81,7 +87,7 @@ class MomentWatch(Watch):
         if self._betas is None:
             return False
         b1, b2 = self._betas
-        norm = record.grad_norm / record.clip
+        norm = self._norm(record) / record.clip
         self._steps += 1
         self._first += (1 - b1) * (norm - self._first)
         self._second += (1 - b2) * (norm * norm - self._second)
@@ -89,12 +95,26 @@ class MomentWatch(Watch):
         self.asks = second > 0 and self._first / (1 - b1**self._steps) > SUSPECT * second**0.5
         return self._steps > YOUNG and record.observed is not None and bool(record.observed.updates)
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is an Adam to watch."""
+        return self._betas is not None
+
+    def _mine(self, record: StepRecord) -> list[bool]:
+        """The places in this record that Adam trains; all of them where parameters were added since."""
+        return self.places if len(self.places) == len(record.names) else [True] * len(record.names)
+
+    def _norm(self, record: StepRecord) -> float:
+        """The norm of the gradients that Adam gets."""
+        mine = self._mine(record)
+        if all(mine):
+            return record.grad_norm
+        return math.sqrt(sum(n * n for n, ok in zip(record.norms, mine, strict=True) if ok and n != ABSENT))
+
     def look(self, record: StepRecord) -> tuple[str, str | None, str] | None:
         assert record.observed is not None and self._betas is not None
-        updates = record.observed.updates["over_lr"]
-        moved = [
-            (u, name) for u, name in zip(updates, record.names, strict=True) if name not in self._embeddings and u < math.inf
-        ]
+        updates = zip(record.observed.updates["over_lr"], record.names, self._mine(record), strict=True)
+        moved = [(u, name) for u, name, mine in updates if mine and name not in self._embeddings and u < math.inf]
         stale = [(u, name) for u, name in moved if u >= STALE]
         if len(stale) < max(2, len(moved) / 20):
             return None
@@ -231,6 +251,11 @@ class EntropyWatch(Watch):
                 )
                 return "entropy-collapse", name, message
         return None
+
+
+def _is_adam(group: dict[str, Any]) -> bool:
+    betas = group.get("betas")
+    return isinstance(betas, (tuple, list)) and len(betas) == 2 and "eps" in group
 
 
 def middle_ratio(observed: Observed) -> float | None:

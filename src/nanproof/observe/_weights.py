@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from nanproof._records import ABSENT
 from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import Parameters, clean_name, fills_its_memory, local, unwrap
+from nanproof.core.support._members import state_of
 from nanproof.observe._kernels import ElementReader
 
 ELEMENTS, ROWS = 256, 1024
@@ -37,7 +39,7 @@ class Moved:
 class WeightWatch:
     """Weights before and after a step, on the device until the record is read."""
 
-    def __init__(self, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, parameters: Parameters, optimizer: Any) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._courier = Courier(parameters.device)
         self._model = model
@@ -125,7 +127,7 @@ class WeightWatch:
             torch._foreach_copy_(self._slots[id(rows)], self._elements)
 
     def _never_moved(self, name: str, weight: Tensor) -> Tensor:
-        second = self._optimizer.state.get(weight, {}).get("exp_avg_sq")
+        second = state_of(self._optimizer, weight).get("exp_avg_sq")
         if isinstance(second, Tensor) and second.shape == weight.shape:
             return (_rows(second).amax(1) == 0).float().mean()
         return (_row_sums(weight) == self._first[name]).float().mean()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+
+from nanproof.core.support._members import groups_of
 
 
 class Rewarm:
     """Lowers the rate around the optimizer's step, and puts it back right after."""
 
-    def __init__(self, optimizer: Optimizer, steps: int) -> None:
+    def __init__(self, optimizer: Any, steps: int) -> None:
         self._optimizer, self._steps = optimizer, steps
         self._since: int | None = None
         self._lowered: list[tuple[dict[str, Any], Any]] = []
@@ -33,7 +34,9 @@ class Rewarm:
         if share >= 1:
             self._since = None
             return
-        for group in self._optimizer.param_groups:
+        for group in groups_of(self._optimizer):
+            if "lr" not in group:
+                continue
             rate = group["lr"]
             self._lowered.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
             if isinstance(rate, Tensor):

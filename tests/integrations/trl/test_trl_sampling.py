@@ -137,13 +137,13 @@ def test_a_model_that_is_broken_throughout_goes_back_or_halts(tmp_path):
     trainer.train()
     (incident,) = guard.incidents
     assert (incident.kind, incident.action, incident.step) == ("generation", "rewound", 2)
-    assert incident.diagnosis.cause == "nonfinite-weights-at-start" and incident.diagnosis.where == "model.norm.weight"
+    assert incident.diagnosis.cause == "nonfinite-weights-mid-run" and incident.diagnosis.where == "model.norm.weight"
     assert tiny.finite(trainer) and trainer.state.global_step == 4 and guard.accepted_so_far == 4
 
     trainer = tiny.grpo(tmp_path / "halt", max_steps=4)
     trainer.add_callback(Spoil())
     protect(trainer)
-    with pytest.raises(TrainingHalted, match=r"no row of a generation could be sampled.*nonfinite-weights-at-start") as halted:
+    with pytest.raises(TrainingHalted, match=r"no row of a generation could be sampled.*nonfinite-weights-mid-run") as halted:
         trainer.train()
     assert halted.value.incident.action == "halted" and trainer.state.global_step == 2
 

@@ -256,6 +256,7 @@ REMEDIES = [
     Prescription("optimizer-settings", {"eps": 1e-4, "beta2": 0.95}),
     Prescription("learning-rate", {"factor": 0.1}),
     Prescription("learning-rate-floor", {"floor": 0.5}),
+    Prescription("finite-settings", {"values": [[0, "lr", 0.01]]}),
     Prescription("gradient-factor", {"factor": 2.0**-20}),
     Prescription("smaller-backward", {"factor": 2.0**-12}),
     Prescription("own-parameters", {"names": ["2.bias"]}),

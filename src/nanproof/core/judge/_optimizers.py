@@ -74,7 +74,7 @@ def holders_of(optimizer: Any) -> tuple[Any, ...]:
 
 def name_of(optimizer: Any) -> str:
     """The class of an optimizer; of several, each."""
-    return " + ".join(dict.fromkeys(type(member).__name__ for member in members_of(optimizer)))
+    return ", ".join(dict.fromkeys(type(member).__name__ for member in members_of(optimizer)))
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -84,7 +84,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def inside_of(optimizer: Any) -> list[Any]:
-    """The optimizers that one holds in its attributes, and those that they hold, innermost first."""
+    """The optimizers that one holds in its attributes, and those that they hold, outermost first."""
     found: list[Any] = []
     seen = {id(optimizer)}
 
@@ -98,8 +98,8 @@ def inside_of(optimizer: Any) -> list[Any]:
                 look(item, depth + 1)
         elif (isinstance(value, Optimizer) or hasattr(type(value), "step")) and id(value) not in seen and is_optimizer(value):
             seen.add(id(value))
-            open_up(value)
             found.append(value)
+            open_up(value)
 
     def open_up(holder: Any) -> None:
         for name, value in getattr(holder, "__dict__", {}).items():

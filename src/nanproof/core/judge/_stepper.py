@@ -50,9 +50,10 @@ from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._structure import Structure
 from nanproof.core.judge._terms import Terms, mean_of, terms_of, with_terms
 from nanproof.core.judge._verdict import Learned, Reading, Verdict, judge
-from nanproof.core.support._context import bad_settings, learning_rates, rehearsal, tensor_settings
+from nanproof.core.support._context import learning_rates, rehearsal
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._inner import is_opaque, nonfinite
+from nanproof.core.support._members import bad_settings, has_bad_setting, tensor_settings
 from nanproof.core.support._ranks import Ranks
 
 log = logging.getLogger("nanproof")
@@ -317,7 +318,8 @@ class Stepper(Judge):
         """The optimizers have acted already."""
         if inside:
             present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
-        lr, settings = learning_rates(self.optimizer), bad_settings(self.optimizer)
+        lr = learning_rates(self.optimizer)
+        settings = tuple(map(str, bad_settings(self.optimizer))) if has_bad_setting(self.optimizer) else ()
         latching = again and self.lag > 0
         summed = self._sum(losses)
         own = self._scalar(loss) if loss is not None else summed

@@ -24,14 +24,15 @@ def buffers_beside(model: nn.Module, parameters: Iterable[Tensor]) -> list[Tenso
     return list(found.values())
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """The tensor in another dtype, in place; its gradient, and what the optimizer keeps of it, too. Counters (0-d) stay."""
+def cast(tensor: Tensor, dtype: torch.dtype, *optimizers: torch.optim.Optimizer) -> None:
+    """The tensor in another dtype, in place; its gradient, and what optimizers keep of it, too. Counters (0-d) stay."""
     was, gradient = tensor.dtype, tensor.grad
     tensor.grad = None  # a gradient and its weight have one dtype at any time
     tensor.data = tensor.data.to(dtype)
     if gradient is not None:
         tensor.grad = gradient.to(dtype)
-    state = optimizer.state.get(tensor, {}) if optimizer is not None else {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.dtype == was:
-            state[key] = value.to(dtype)
+    for optimizer in optimizers:
+        state = optimizer.state.get(tensor, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.dtype == was:
+                state[key] = value.to(dtype)

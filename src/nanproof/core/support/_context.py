@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import math
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -216,25 +215,3 @@ def _clone(value: Any) -> Any:
 def learning_rates(optimizer: Optimizer) -> tuple[float | Tensor, ...]:
     """One a group; a tensor is cloned, not read."""
     return tuple(_clone(group.get("lr", 0.0)) for group in optimizer.param_groups)
-
-
-_FINITE = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "lr_decay", "rho", "lambd")
-"""Settings that make every weight of their group non-finite if they are. Others may be infinite on purpose."""
-
-
-def bad_settings(optimizer: Any) -> tuple[str, ...]:
-    """The settings that are non-finite on the host, in words: param_groups[0]["lr"] is nan."""
-    found: list[str] = []
-    for i, group in enumerate(optimizer.param_groups):
-        for key in _FINITE:
-            value = group.get(key)
-            for number in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(number, float) and not math.isfinite(number):
-                    found.append(f'param_groups[{i}]["{key}"] is {value}')
-                    break
-    return tuple(found)
-
-
-def tensor_settings(optimizer: Any) -> list[Tensor]:
-    """The same settings where they are tensors, which only the device can look at."""
-    return [value for group in optimizer.param_groups for key in _FINITE if isinstance(value := group.get(key), Tensor)]

@@ -27,13 +27,14 @@ from nanproof.core.support._environment import device_name, policy_out, versions
 from nanproof.explain.bundle._facts import (
     ModeFacts,
     OptimizerFacts,
-    groups_out,
+    all_groups_out,
     mode_out,
+    optimizer_out,
     random_out,
     state_out,
     weights_out,
 )
-from nanproof.explain.bundle._pack import Packer, type_name
+from nanproof.explain.bundle._pack import Packer
 from nanproof.explain.bundle._shelf import Parcel, Shelf
 
 log = logging.getLogger("nanproof")
@@ -141,7 +142,7 @@ class BundleWriter:
         packed = [batch.pack(b, f"batches[{i}]") for i, b in enumerate(batches)]
         states = numbers.pack(random_out(random), "random")
         names = {id(p): clean_name(name) for name, p in unwrap(model).named_parameters()}
-        settings = None if optimizer is None else groups_out(optimizer, names, groups)
+        settings = None if optimizer is None else all_groups_out(optimizer, names, groups)
         left_out: list[str] = []
         weights, renamed = weights_out(model, left_out)
         state, values = state_out(optimizer, names, left_out)
@@ -152,7 +153,7 @@ class BundleWriter:
             return None
         if state is not None and size + weights.size + state.size > self.max_bytes:
             left_out.append(f"optimizer state: with it {_mib(size + weights.size + state.size)}, over {_mib(self.max_bytes)}")
-            state = values = None
+            state, values = None, []
         if renamed is not None and size + weights.size > self.max_bytes:
             left_out.append(f"weights: with them {_mib(size + weights.size)}, over the cap of {_mib(self.max_bytes)}")
             weights, renamed = Packer(), None
@@ -176,7 +177,7 @@ class BundleWriter:
             "random": states,
             "mode": mode_out(mode, model),
             "weights": renamed,
-            "optimizer": None if settings is None else {"class": type_name(optimizer), "groups": settings, "state": values},
+            "optimizer": None if settings is None else optimizer_out(optimizer, settings, values),
             "policy": None if policy is None else policy_out(policy),
             "checkpoint": None if checkpoint is None else without_home(str(checkpoint)),
             "left_out": without_home([*(text for part in parts for text in part.left_out), *left_out]),

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.judge._optimizers import members_of
 from nanproof.core.judge._parameters import clean_name, is_dtensor, unwrap
 from nanproof.core.support._context import Mode, NumpyState, RandomState
-from nanproof.explain.bundle._pack import Node, Packer, dtype_name
+from nanproof.core.support._members import optimizers_in
+from nanproof.explain.bundle._pack import Node, Packer, dtype_name, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class OptimizerFacts:
     """Settings of each parameter group; its "params" are names."""
     state: dict[str, dict[str, Any]] | None
     """By parameter; None where it was left out."""
+    inside: tuple[OptimizerFacts, ...] = ()
+    """The optimizers that it contains."""
 
 
 def module_paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -68,6 +72,17 @@ def weights_out(model: nn.Module, left_out: list[str]) -> tuple[Packer, dict[str
     return packer, {name: node for name, node in kept.items() if node != {"tensor": name}}
 
 
+def kind_of(optimizer: Any) -> str:
+    """Class of an optimizer; of several, all of them in order."""
+    return ", ".join(type_name(member) for member in members_of(optimizer))
+
+
+def inside(optimizer: Any) -> list[Any]:
+    """The optimizers that others contain, without those that stand side by side."""
+    members = members_of(optimizer)
+    return [each for each in optimizers_in(optimizer) if not any(each is member for member in members)]
+
+
 def parameter_names(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]:
     """The names of every group's parameters; `names` is by id."""
     return [
@@ -76,27 +91,50 @@ def parameter_names(optimizer: Any, names: Mapping[int, str]) -> list[list[str]]
     ]
 
 
-def groups_out(optimizer: Any, names: Mapping[int, str], packer: Packer) -> list[Node]:
+def groups_out(optimizer: Any, names: Mapping[int, str], packer: Packer, prefix: str = "") -> list[Node]:
     each = parameter_names(optimizer, names)
     return [
-        packer.pack({**group, "params": params}, f"groups[{i}]")
+        packer.pack({**group, "params": params}, f"{prefix}groups[{i}]")
         for i, (group, params) in enumerate(zip(optimizer.param_groups, each, strict=True))
     ]
 
 
-def state_out(optimizer: Any, names: Mapping[int, str], left_out: list[str]) -> tuple[Packer | None, Node]:
+def state_out(optimizer: Any, names: Mapping[int, str], left_out: list[str]) -> tuple[Packer | None, list[Node]]:
+    """The state of the optimizer and of those it contains, by parameter; a Packer of None where it cannot be stored."""
     if optimizer is None:
-        return None, None
+        return None, []
     packer = Packer()
+    try:
+        return packer, [_states(each, names, packer, place) for place, each in _placed(optimizer)]
+    except Exception as error:
+        left_out.append(f"optimizer state: it could not be read ({type(error).__name__}: {error})")
+        return None, []
+
+
+def _placed(optimizer: Any) -> list[tuple[str, Any]]:
+    return [("", optimizer), *((f"inside[{i}].", each) for i, each in enumerate(inside(optimizer)))]
+
+
+def _states(optimizer: Any, names: Mapping[int, str], packer: Packer, prefix: str) -> Node:
     known = dict(names)
     for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         known.update({id(p): name for p, name in zip(group["params"], params, strict=True)})
-    try:
-        by_name = {known[id(p)]: values for p, values in optimizer.state.items()}
-        return packer, {name: packer.pack(values, name) for name, values in by_name.items()}
-    except Exception as error:
-        left_out.append(f"optimizer state: it could not be read ({type(error).__name__}: {error})")
-        return None, None
+    by_name = {known[id(p)]: values for p, values in optimizer.state.items()}
+    return {name: packer.pack(values, f"{prefix}{name}") for name, values in by_name.items()}
+
+
+def optimizer_out(optimizer: Any, groups: list[list[Node]], states: list[Node]) -> Node:
+    """The optimizer as the manifest has it. `groups`, `states`: of itself, then of those it contains."""
+    parts = [
+        {"class": kind_of(each), "groups": groups[i], "state": states[i] if states else None}
+        for i, (_, each) in enumerate(_placed(optimizer))
+    ]
+    return {**parts[0], "inside": parts[1:]} if len(parts) > 1 else parts[0]
+
+
+def all_groups_out(optimizer: Any, names: Mapping[int, str], packer: Packer) -> list[list[Node]]:
+    """The settings of the optimizer's groups, then of those it contains."""
+    return [groups_out(each, names, packer, prefix) for prefix, each in _placed(optimizer)]
 
 
 def random_out(random: RandomState) -> dict[str, Any]:

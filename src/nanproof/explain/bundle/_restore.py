@@ -16,8 +16,8 @@ from nanproof.core.judge._parameters import clean_name, unwrap
 from nanproof.core.support._context import RandomState, change_settings
 from nanproof.core.support._environment import device_name
 from nanproof.explain.bundle._bundle import Bundle
-from nanproof.explain.bundle._facts import dtype_of, named_tensors, parameter_names
-from nanproof.explain.bundle._pack import nearest, type_name
+from nanproof.explain.bundle._facts import OptimizerFacts, dtype_of, inside, kind_of, named_tensors, parameter_names
+from nanproof.explain.bundle._pack import nearest
 
 
 def notes_on(bundle: Bundle) -> list[str]:
@@ -66,27 +66,32 @@ def load_model(bundle: Bundle, model: nn.Module) -> list[str]:
 
 
 def load_optimizer(bundle: Bundle, model: nn.Module, optimizer: Any) -> list[str]:
-    """Settings and state, by group and by parameter."""
+    """Settings and state, by group and by parameter; of the optimizers that it contains, too."""
     facts = bundle.optimizer
     if optimizer is None or facts is None:
         return []
-    if type_name(optimizer) != facts.kind:
-        return [f"the optimizer is {type_name(optimizer)}, recorded was {facts.kind}: it is taken as the entry built it"]
-    notes = []
+    own, contained = kind_of(optimizer), inside(optimizer)
+    if own != facts.kind:
+        return [f"the optimizer is {own}, recorded was {facts.kind}: it is taken as the entry built it"]
+    pairs = [(optimizer, facts), *zip(contained, facts.inside, strict=False)]
     names = {id(p): clean_name(name) for name, p in unwrap(model).named_parameters()}
-    listed = parameter_names(optimizer, names)
-    if listed != [group["params"] for group in facts.groups]:
+    same = len(contained) == len(facts.inside) and all(kind_of(each) == then.kind for each, then in pairs)
+    if not same or any(parameter_names(each, names) != [g["params"] for g in then.groups] for each, then in pairs):
         return ["the optimizer's groups are not those recorded: it is taken as the entry built it"]
+    for each, then in pairs:
+        _load(each, then, names)
+    return [] if facts.state is not None else ["the optimizer starts without the recorded moments"]
+
+
+def _load(optimizer: Any, facts: OptimizerFacts, names: Mapping[int, str]) -> None:
     change_settings(optimizer, [{k: v for k, v in group.items() if k != "params"} for group in facts.groups])
     if facts.state is None:
-        notes.append("the optimizer starts without the recorded moments")
-        return notes
+        return
     optimizer.state.clear()
-    for group, params in zip(optimizer.param_groups, listed, strict=True):
+    for group, params in zip(optimizer.param_groups, parameter_names(optimizer, names), strict=True):
         for p, name in zip(group["params"], params, strict=True):
             if name in facts.state:
                 optimizer.state[p] = {key: _beside(p, value) for key, value in facts.state[name].items()}
-    return notes
 
 
 def _beside(p: Tensor, value: Any) -> Any:

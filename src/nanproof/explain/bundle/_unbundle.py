@@ -66,9 +66,7 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
         weights = {name: maker.unpack(node) for name, node in nodes.items()}
     optimizer = None
     if manifest["optimizer"] is not None:
-        said, maker = manifest["optimizer"], unpacker("optimizer.safetensors")
-        state = None if said["state"] is None else {name: maker.unpack(node) for name, node in said["state"].items()}
-        optimizer = OptimizerFacts(said["class"], tuple(maker.unpack(node) for node in said["groups"]), state)
+        optimizer = _optimizer(manifest["optimizer"], unpacker("optimizer.safetensors"))
     mode = manifest["mode"]
     return Bundle(
         path=folder,
@@ -87,6 +85,12 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
         device_name=manifest["device_name"],
         left_out=tuple(manifest["left_out"]),
     )
+
+
+def _optimizer(data: Mapping[str, Any], maker: Unpacker) -> OptimizerFacts:
+    state = None if data["state"] is None else {name: maker.unpack(node) for name, node in data["state"].items()}
+    inside = tuple(_optimizer(each, maker) for each in data.get("inside", ()))
+    return OptimizerFacts(data["class"], tuple(maker.unpack(node) for node in data["groups"]), state, inside)
 
 
 def _verified(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> set[str]:

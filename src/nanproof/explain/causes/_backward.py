@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.core.support._members import state_of
 from nanproof.explain._case import Case, Prescription, Trial, living
 from nanproof.explain.causes._cause import Cause, Match, at_birth
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
@@ -203,7 +204,7 @@ class NormalizeZeroVector(Cause):
         p = case.replay.parameters.get(name)
         if p is None or not norms[name] > 0.9 * case.record.grad_norm:
             return {}
-        state = case.optimizer.state.get(p, {}) if case.optimizer is not None else {}
+        state = state_of(case.optimizer, p) if case.optimizer is not None else {}
         trail = state.get("exp_avg_sq", state.get("momentum_buffer", p.grad))
         value = p.detach().clone()
         if p.dim() < 2 or trail is None:

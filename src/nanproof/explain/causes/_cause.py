@@ -32,6 +32,8 @@ class Match:
     """Tries the fix on the replay."""
     tried: str = ""
     """The fix that was tried, as the end of "with ...": "the input of exp clamped"."""
+    on: str = "the replay"
+    """What it was tried on."""
     fix: str = ""
     """Where it can be said more exactly than for the cause in general."""
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from nanproof._wording import listed
+from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain._case import Case, Prescription, Trial, living
 from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._calls import tensors_of
+from nanproof.explain.replay._copies import HALVES, changed_share, step_on_copies
 from nanproof.explain.replay._interventions import Leaky
-from nanproof.explain.replay._rehearse import changed_share, rehearse, slope_ratio, step_on_copies
+from nanproof.explain.replay._rehearse import rehearse, slope_ratio
 from nanproof.explain.replay._surroundings import Attached, NonReentrant, weights_as
 
 
@@ -41,23 +43,30 @@ class OptimizerForeignParameters(Cause):
         if case.optimizer is None or case.replay is None:
             return Trial(False, "no step to try it on")
         gradients = case.replay.gradients()
-        held = {id(p) for g in case.optimizer.param_groups for p in g["params"]}
+        held = {id(p) for g in groups_of(case.optimizer) for p in g["params"]}
         left = {name: g for name, g in gradients.items() if id(case.replay.parameters[name]) not in held}
         if not left:
             return Trial(False, "the parameters that are left out have no gradient")
         name, gradient = max(left.items(), key=lambda item: float(item[1].float().norm()))
         p = case.replay.parameters[name].detach().clone().requires_grad_()
         p.grad = gradient
-        settings = {k: v for k, v in case.optimizer.param_groups[0].items() if k != "params"}
-        try:
-            other = type(case.optimizer)([{**settings, "params": [p]}])  # type: ignore[call-arg]
-            before = p.detach().clone()
-            other.step()
-        except Exception as error:
-            return Trial(False, f"a second optimizer cannot be made: {error}")
+        before = p.detach().clone()
+        if not self._stepped(case, p):
+            return Trial(False, "a second optimizer cannot be made")
         changed = int((p.detach() != before).sum())
         said = f"{changed} of {p.numel()} elements of {name} change in a step; now none can"
         return Trial(changed > 0, said, (Prescription("own-parameters", {"names": list(case.details["left_out"])}),))
+
+    def _stepped(self, case: Case, p: Tensor) -> bool:
+        """A step of an optimizer like one of the run's over this parameter alone; False where none can be made."""
+        for each in optimizers_in(case.optimizer):
+            settings = {k: v for k, v in each.param_groups[0].items() if k != "params"}
+            try:
+                type(each)([{**settings, "params": [p]}]).step()
+            except Exception:
+                continue
+            return True
+        return False
 
 
 class NoGradientPath(Cause):
@@ -231,23 +240,25 @@ class LearningRateZero(Cause):
         assert case.optimizer is not None and case.replay is not None
         gradients = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
         now = changed_share(step_on_copies(case.optimizer, gradients))
-        then = changed_share(step_on_copies(case.optimizer, gradients, lr=1e-3))
+        then = changed_share(step_on_copies(case.optimizer, gradients, settings={"lr": 1e-3}))
         said = f"{then:.0%} of the elements change in a step instead of {now:.0%}"
         return Trial(now == 0 and then > 0, said, self._floors(case) if case.healing else ())
 
     def _floors(self, case: Case) -> tuple[Prescription, ...]:
         """Rates at which the loss does not rise over the last batches: the mean of those the run had, else a tenth of it."""
         assert case.optimizer is not None and case.replay is not None
-        had = [max(r.lr) for r in case.history if r.lr and max(r.lr) > 0]
+        had = [r.lr for r in case.history if r.lr and max(r.lr) > 0 and len(r.lr) == len(case.optimizer.param_groups)]
         if not had or not case.moments:
             return ()
-        usual = math.fsum(had) / len(had)
+        usual = [math.fsum(rates) / len(had) for rates in zip(*had, strict=True)]
         found, ends = [], {}
-        for rate in (0.0, usual, 0.1 * usual):
-            losses = rehearse(case.replay, case.optimizer, case.moments, rate=rate, max_norm=case.max_norm)
-            ends[rate] = losses[-1] if losses is not None and math.isfinite(losses[-1]) else math.inf
-            if rate and ends[rate] <= ends[0.0] < math.inf:
-                found.append(Prescription("learning-rate-floor", {"floor": rate}))
+        for share in (0.0, 1.0, 0.1):
+            rates = [share * rate for rate in usual]
+            losses = rehearse(case.replay, case.optimizer, case.moments, rates=rates, max_norm=case.max_norm)
+            ends[share] = losses[-1] if losses is not None and math.isfinite(losses[-1]) else math.inf
+            if share and ends[share] <= ends[0.0] < math.inf:
+                floor = rates[0] if len(set(rates)) == 1 else rates
+                found.append(Prescription("learning-rate-floor", {"floor": floor}))
         return tuple(found)
 
 
@@ -261,10 +272,10 @@ class Bf16UpdateRounding(Cause):
     def match(self, case: Case) -> Match | None:
         if case.signal != "unchanged-weights" or case.optimizer is None:
             return None
-        half = [p.dtype for g in case.optimizer.param_groups for p in g["params"] if p.dtype in (torch.bfloat16, torch.float16)]
+        half = [p for g in groups_of(case.optimizer) for p in g["params"] if p.dtype in HALVES]
         if not half:
             return None
-        kind = str(half[0]).removeprefix("torch.")
+        kind, name = str(half[0].dtype).removeprefix("torch."), name_of(case.optimizer, half[0])
         norm = case.record.grad_norm if case.record is not None else math.nan
         said = (
             f"a step changes {case.details['share']:.1%} of the sampled {kind} weights, with a gradient norm of {norm:.4g}: "
@@ -274,8 +285,8 @@ class Bf16UpdateRounding(Cause):
             confidence=0.95,
             evidence=(said,),
             phase="optimizer",
-            where=f"{type(case.optimizer).__name__}.step",
-            op=type(case.optimizer).__name__,
+            where=f"{name}.step",
+            op=name,
             trial=(lambda: self._in_fp32(case)) if case.replay is not None else None,
             tried="fp32 weights",
         )
@@ -347,7 +358,7 @@ class GradientScaleMismatch(Cause):
         """A plain step along the gradient as it is, and with the factor undone: which one lowers the loss?"""
         assert case.replay is not None and case.optimizer is not None
         gradients = case.replay.gradients()
-        rate = max((float(g.get("lr", 0.0)) for g in case.optimizer.param_groups), default=0.0)
+        rate = max((float(g.get("lr", 0.0)) for g in groups_of(case.optimizer)), default=0.0)
         start, as_is = _loss(case), self._stepped(case, gradients, rate)
         for share in (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5):
             after = self._stepped(case, gradients, rate * ratio * share)
@@ -359,7 +370,7 @@ class GradientScaleMismatch(Cause):
     def _plain_step(self, case: Case, kept: float) -> Trial:
         assert case.replay is not None and case.optimizer is not None
         gradients = case.replay.gradients(case.max_norm)
-        rate = max((float(g.get("lr", 0.0)) for g in case.optimizer.param_groups), default=0.0)
+        rate = max((float(g.get("lr", 0.0)) for g in groups_of(case.optimizer)), default=0.0)
         start, plain = _loss(case), self._stepped(case, gradients, rate)
         as_is = self._stepped(case, gradients, rate * kept)
         held = start - plain > 5 * abs(start - as_is)

@@ -3,68 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanproof.core.support._members import groups_of, name_of, optimizers_in, states_of
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain.causes._cause import Cause, Match
-from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio, step_on_copies
+from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio
+
+CANNOT_REHEARSE = "whole steps cannot be rehearsed here: the model is too large, or the optimizer needs a closure"
 
 
-def _by_tensor(case: Case) -> dict[Tensor, Tensor]:
-    assert case.replay is not None
-    return {case.replay.parameters[name]: g for name, g in case.replay.gradients(case.max_norm).items()}
+def _adam(optimizer: Any) -> str:
+    """The class of the optimizer that keeps a second moment."""
+    names = [type(each).__name__ for each in optimizers_in(optimizer) if any("betas" in g for g in each.param_groups)]
+    return names[-1] if names else name_of(optimizer)
 
 
-def _finite(pairs: list[tuple[Tensor, Tensor]] | None) -> bool:
-    return pairs is not None and all(bool(torch.isfinite(after).all()) for _, after in pairs)
-
-
-class Fp16OptimizerUnderflow(Cause):
-    """Adam's eps is 0 in fp16: finite gradients, NaN weights."""
-
-    slug = "fp16-optimizer-underflow"
-    fix = (
-        "Keep trainable parameters in fp32 (autocast for the forward), or use the fused optimizer, or eps of at least 1e-4: "
-        "1e-8 is 0 in fp16."
-    )
-
-    def match(self, case: Case) -> Match | None:
-        if not case.weights_broke or case.optimizer is None:
-            return None
-        half = [p for g in case.optimizer.param_groups for p in g["params"] if p.dtype in (torch.float16, torch.bfloat16)]
-        if not half:
-            return None
-        eps = min((g["eps"] for g in case.optimizer.param_groups if isinstance(g.get("eps"), float)), default=None)
-        kind = str(half[0].dtype).removeprefix("torch.")
-        said = f"gradients are finite and the weights are {kind}; the step itself made them non-finite"
-        if eps is not None:
-            rounded = float(torch.tensor(eps, dtype=half[0].dtype))
-            said += (
-                f". eps={eps:g} is {rounded:g} in {kind}, so an element whose second moment underflows is divided by {rounded:g}"
-            )
-        name = type(case.optimizer).__name__
-        return Match(
-            confidence=0.95,
-            evidence=(said,),
-            phase="optimizer",
-            where=f"{name}.step",
-            op=name,
-            trial=(lambda: self._in_fp32(case)) if case.replay is not None else None,
-            tried="weights and moments in fp32",
-        )
-
-    def _in_fp32(self, case: Case) -> Trial:
-        assert case.optimizer is not None
-        gradients = _by_tensor(case)
-        as_is = step_on_copies(case.optimizer, gradients)
-        wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
-        broke = as_is is not None and not _finite(as_is)
-        remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
-        if case.healing and _finite(step_on_copies(case.optimizer, gradients, eps=1e-4)):
-            remedies.append(Prescription("optimizer-settings", {"eps": 1e-4}))
-        return Trial(broke and _finite(wide), "every weight finite after the step", tuple(remedies))
+def _kept(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+    """Every parameter with its group and what its optimizer keeps of it."""
+    for each in optimizers_in(optimizer):
+        for group in each.param_groups:
+            yield from ((group, p, each.state.get(p, {})) for p in group["params"])
 
 
 class Fp16WeightsWithGradScaler(Cause):
@@ -79,7 +42,7 @@ class Fp16WeightsWithGradScaler(Cause):
     def match(self, case: Case) -> Match | None:
         if case.error is None or "unscale FP16 gradients" not in str(case.error):
             return None
-        groups = case.optimizer.param_groups if case.optimizer is not None else []
+        groups = groups_of(case.optimizer) if case.optimizer is not None else []
         half = [p for g in groups for p in g["params"] if p.dtype == torch.float16 and p.requires_grad]
         return Match(
             confidence=0.98,
@@ -133,8 +96,8 @@ class GradientNormOverflow(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.kind != "gradient-norm-overflow":
-            return None
+        if case.kind != "gradient-norm-overflow" or (case.control is not None and not case.control.gradients_finite):
+            return None  # run again, a gradient itself is bad
         largest = max((n for n in (case.record.norms if case.record else ()) if math.isfinite(n)), default=math.nan)
         if case.control is not None and case.control.norms:
             largest = max((n for n in case.control.norms.values() if math.isfinite(n)), default=largest)
@@ -156,7 +119,8 @@ class GradientNormOverflow(Cause):
         found: list[float] = []
 
         def look() -> None:
-            grads = [p.grad.float() for p in case.replay.parameters.values() if p.grad is not None]  # type: ignore[union-attr]
+            assert case.replay is not None
+            grads = [p.grad.to_dense().float() for p in case.replay.parameters.values() if p.grad is not None]
             found.append(float(torch.stack([g.norm() for g in grads]).norm()))
 
         outcome = case.replay.run(scale=factor, after=look)
@@ -201,7 +165,7 @@ class LearningRateTooHigh(Cause):
         for factor in (1.0, 0.1, 0.01):
             losses = rehearse(case.replay, case.optimizer, case.moments, factor=factor, max_norm=case.max_norm, rounds=2)
             if losses is None:
-                return Trial(False, "the model is too large to rehearse")
+                return Trial(False, CANNOT_REHEARSE)
             results[factor] = losses[-1] if math.isfinite(losses[-1]) else math.inf
         best = min(results[0.1], results[0.01])
         helped = [factor for factor in (0.1, 0.01) if results[factor] < 0.8 * results[1.0]]
@@ -221,7 +185,7 @@ class StaleSecondMoment(Cause):
         if case.kind not in ("spike", "divergence") or case.optimizer is None or case.record is None:
             return None
         size = case.details.get("update")
-        betas = max((g["betas"][1] for g in case.optimizer.param_groups if g.get("betas")), default=0.0)
+        betas = max((g["betas"][1] for g in groups_of(case.optimizer) if g.get("betas")), default=0.0)
         if size is None or size < self.HIGH or betas < 0.97:
             return None
         said = (
@@ -233,8 +197,8 @@ class StaleSecondMoment(Cause):
             confidence=0.92 if case.kind == "divergence" else 0.5,
             evidence=(said,),
             phase="optimizer",
-            where=f"{type(case.optimizer).__name__}.step",
-            op=type(case.optimizer).__name__,
+            where=f"{_adam(case.optimizer)}.step",
+            op=_adam(case.optimizer),
             samples=(),
             trial=(lambda: self._quicker(case)) if case.replay is not None else None,
             tried="beta2=0.95 over the last batches",
@@ -249,26 +213,25 @@ class StaleSecondMoment(Cause):
             found: dict[Tensor, Tensor] = {}
 
             def take(found: dict[Tensor, Tensor] = found) -> None:
-                found.update({p: p.grad.detach().clone() for p in case.replay.parameters.values() if p.grad is not None})  # type: ignore[union-attr]
+                assert case.replay is not None
+                found.update({p: p.grad.to_dense().clone() for p in case.replay.parameters.values() if p.grad is not None})
 
             if not case.replay.run(batches=moment.batches, random=moment.random, after=take).finite:
                 continue
             seen += 1
             for p, g in found.items():
-                g = g.float().square() * 0.05
+                g = g.detach().float().square() * 0.05
                 squares[p] = squares[p] * 0.95 + g if p in squares else g
         total, count = 0.0, 0
-        for group in case.optimizer.param_groups:
-            for p in group["params"]:
-                state = case.optimizer.state.get(p, {})
-                if p not in squares or "exp_avg" not in state or "exp_avg_sq" not in state:
-                    continue
-                n = float(state["step"])
-                first = state["exp_avg"].float() / (1 - group["betas"][0] ** n)
-                second = state["exp_avg_sq"].float() / (1 - group["betas"][1] ** n)
-                quick = torch.maximum(second, squares[p] / (1 - 0.95**seen))
-                total += float((first / (quick.sqrt() + group.get("eps", 1e-8))).square().sum())
-                count += first.numel()
+        for group, p, state in _kept(case.optimizer):
+            if p not in squares or "exp_avg" not in state or "exp_avg_sq" not in state:
+                continue
+            n = float(state["step"])
+            first = state["exp_avg"].float() / (1 - group["betas"][0] ** n)
+            second = state["exp_avg_sq"].float() / (1 - group["betas"][1] ** n)
+            quick = torch.maximum(second, squares[p] / (1 - 0.95**seen))
+            total += float((first / (quick.sqrt() + group.get("eps", 1e-8))).square().sum())
+            count += first.numel()
         now, after = adam_update(case.optimizer) or math.inf, math.sqrt(total / count) if count else math.inf
         said = f"the update is {after:.3g} times the learning rate instead of {now:.3g}"
         return Trial(after < 0.9 * now, said, (Prescription("optimizer-settings", {"beta2": 0.95}),))
@@ -286,7 +249,7 @@ class OptimizerStateReset(Cause):
     def match(self, case: Case) -> Match | None:
         if case.kind not in ("spike", "divergence") or case.optimizer is None or case.record is None:
             return None
-        steps = [float(s["step"]) for s in case.optimizer.state.values() if isinstance(s, dict) and "step" in s]
+        steps = [float(s["step"]) for _, s in states_of(case.optimizer) if isinstance(s, dict) and "step" in s]
         if not steps or max(steps) > 100:
             return None
         done = int(max(steps))
@@ -328,7 +291,7 @@ class OptimizerStateReset(Cause):
         fresh = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm, fresh=True)
         kept = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm)
         if fresh is None or kept is None:
-            return Trial(False, "the model is too large to rehearse")
+            return Trial(False, CANNOT_REHEARSE)
         return Trial(max(fresh) > 1.5 * max(kept), f"the loss reaches {max(kept):.4g} instead of {max(fresh):.4g}")
 
     def _untrained_loss(self, case: Case) -> float | None:

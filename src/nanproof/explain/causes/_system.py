@@ -25,7 +25,7 @@ class TransientFault(Cause):
             or not case.control.finite
         ):
             return None
-        if case.bad_weights or case.bad_buffers:
+        if case.bad_weights or case.bad_buffers or case.bad_settings:
             return None
         return Match(
             confidence=0.9,

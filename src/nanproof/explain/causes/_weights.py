@@ -35,28 +35,94 @@ class NonfiniteWeightsAtStart(Cause):
 
     def match(self, case: Case) -> Match | None:
         bad = case.bad_weights
-        if not bad or case.weights_broke or case.signal:
-            return None
+        if case.signal or not (_of_weights(case) and case.bad_since_start(b.name for b in bad)):
+            return self._state(case)
         frozen = "" if bad[0].tensor.requires_grad else ", which is frozen"
         said = f"non-finite before the step: {_listed(bad)}{frozen}"
-        taken = [r.step for r in case.history if r.action != "skipped"]
-        fix = ""
-        if taken:
-            said += f"; up to step {taken[-1]} the steps were finite, so it came later"
-            fix = (
-                f"Find what else writes into {bad[0].name} or its optimizer state (.data, an average of weights, a callback): no "
-                "refused step did. Snapshots or checkpoints let the run go back by itself."
-            )
+        if case.last_taken is not None:
+            said += f"; it was so when the run began, and no step up to step {case.last_taken.step} used it"
         return Match(
             confidence=0.96,
             evidence=(said,),
-            fix=fix,
             phase="weights",
             where=bad[0].name,
             samples=(),
             trial=lambda: _repaired(case, bad),
             tried="the non-finite weights set to 0",
         )
+
+    def _state(self, case: Case) -> Match | None:
+        """Moments that were loaded non-finite."""
+        if case.signal or not _of_state(case) or not case.bad_since_start(()):
+            return None
+        name, key = case.bad_state[0]
+        return Match(
+            confidence=0.96,
+            evidence=(f"the optimizer's state was non-finite before the first step: {_listed_state(case)}",),
+            phase="weights",
+            where=name,
+            samples=(),
+            fix=f"Load an optimizer state in which every tensor is finite, or start without one: {key} of {name} is not.",
+        )
+
+
+class NonfiniteWeightsMidRun(Cause):
+    """Weights or moments that were finite became NaN or Inf between steps, while the run went on."""
+
+    slug = "nonfinite-weights-mid-run"
+    fix = (
+        "Find what writes into weights or optimizer state between steps (.data, an average of weights, a callback); if nothing "
+        "does, suspect the device's memory. Snapshots or checkpoints let the run go back by itself."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal:
+            return None
+        if _of_weights(case):
+            names, said = [b.name for b in case.bad_weights], _listed(case.bad_weights)
+        elif _of_state(case):
+            names, said = [name for name, _ in case.bad_state], f"optimizer state {_listed_state(case)}"
+        else:
+            return None
+        if case.bad_since_start(names if _of_weights(case) else ()):
+            return None
+        seen = f"first seen at step {case.record.step}" if case.record is not None else "seen at the end of the run"
+        evidence = [f"non-finite before the step: {said}, {seen}"]
+        last = case.last_taken
+        if last is not None:
+            evidence.append(f"step {last.step} was taken with a finite loss and finite gradients")
+            if last.weights_checked:
+                evidence.append(
+                    f"the weights were checked after step {last.step} and were finite, so the optimizer did not do it"
+                )
+            else:
+                evidence.append(f"the weights were not checked after step {last.step}, so that step may have broken them")
+        evidence += case.details.get("mid_run", ())
+        return Match(
+            confidence=0.9,
+            evidence=tuple(evidence),
+            phase="weights",
+            where=names[0],
+            samples=(),
+            fix=(
+                f"Find what writes into {names[0]} or its optimizer state between steps (.data, an average of weights, a "
+                "callback); if nothing does, suspect the device's memory. Snapshots or checkpoints let the run go back by itself."
+            ),
+        )
+
+
+def _of_weights(case: Case) -> bool:
+    """Weights were non-finite before the step."""
+    return bool(case.bad_weights) and not case.weights_broke
+
+
+def _of_state(case: Case) -> bool:
+    """Weights were finite before the step, and moments were not."""
+    return case.kind == "nonfinite-weight" and case.can_look_at_the_step and not case.bad_weights and bool(case.bad_state)
+
+
+def _listed_state(case: Case) -> str:
+    return listed([f"{key} of {name}" for name, key in case.bad_state])
 
 
 class UninitializedRows(Cause):
@@ -73,6 +139,8 @@ class UninitializedRows(Cause):
             return None
         tables = {len(m.weight) for m in case.replay.modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         bad = case.bad_weights
+        if bad and not case.could_be_uninitialised(b.name for b in bad):
+            return None
         rows_only = bool(bad) and all(_some_rows(b, tables) for b in bad)
         if rows_only:
             first = bad[0]

@@ -1,111 +1,84 @@
-"""The optimizer's step on copies, and a few whole steps that are undone again: what would happen with another setting?"""
+"""A few whole steps that are undone again: what would happen with another setting?"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from nanproof.core.support._members import groups_of, optimizers_in
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import Replay
 from nanproof.explain.replay._surroundings import weights_as
 
-LARGEST = 1 << 26
-"""Elements of the weights that are copied for one look at the optimizer's step, at the most."""
 LARGEST_REHEARSAL = 1 << 29
 """Elements of the weights above which whole steps are not rehearsed: it takes a copy of weights and optimizer state."""
-
-
-def step_on_copies(
-    optimizer: Optimizer,
-    gradients: Mapping[Tensor, Tensor],
-    dtype: torch.dtype | None = None,
-    fresh: bool = False,
-    **settings: Any,
-) -> list[tuple[Tensor, Tensor]] | None:
-    """(weight before, weight after) of one step on copies, in another dtype or with other settings.
-
-    None where a second optimizer of the same kind cannot be made.
-    """
-    groups, copies, size = [], [], 0
-    for group in optimizer.param_groups:
-        members = []
-        for p in group["params"]:
-            gradient = gradients.get(p)
-            if gradient is None or size > LARGEST:
-                continue
-            size += p.numel()
-            clone = p.detach().clone().to(dtype or p.dtype).requires_grad_()
-            clone.grad = gradient.detach().to(clone.dtype)
-            members.append(clone)
-            copies.append((p, clone))
-        if members:
-            kept = {k: _own(v) for k, v in group.items() if k != "params"}
-            groups.append({**kept, **{k: v for k, v in settings.items() if k in kept}, "params": members})
-    if not groups:
-        return None
-    try:
-        other = type(optimizer)(groups)  # type: ignore[call-arg]
-        for p, clone in copies if not fresh else ():
-            other.state[clone] = {k: _cast(v, p, clone) for k, v in optimizer.state.get(p, {}).items()}
-        before = [clone.detach().clone() for _, clone in copies]
-        other.step()
-    except Exception:
-        return None
-    return list(zip(before, [clone.detach() for _, clone in copies], strict=True))
 
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-def _cast(value: Any, p: Tensor, clone: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    same = value.is_floating_point() and value.dtype == p.dtype and value.dim() > 0
-    return value.clone().to(clone.dtype) if same else value.clone()
-
-
 @contextmanager
-def undone(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Whatever is done to weights, buffers and the optimizer inside is undone; the optimizer's step hooks are not called."""
-    members = [p for group in optimizer.param_groups for p in group["params"]]
+def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Undo whatever happens inside to weights, buffers and every optimizer that a step reaches. Step hooks are not called."""
+    members = [p for group in groups_of(optimizer) for p in group["params"]]
     tensors = list({id(t): t for t in (*model.parameters(), *model.buffers(), *members)}.values())
     saved = [t.detach().clone() for t in tensors]
     gradients = [(p, p.grad) for p in members]
-    states = {p: {k: _own(v) for k, v in state.items()} for p, state in optimizer.state.items()}
-    settings = [{k: (v, _own(v)) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    hooks = {name: getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)}
-    own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str, bool, type(None)))}
-    for name, registered in hooks.items():
-        setattr(optimizer, name, type(registered)())
+    inside = [_Saved(each) for each in optimizers_in(optimizer)]
     try:
         yield
     finally:
-        vars(optimizer).update(own)
-        for name, registered in hooks.items():
-            setattr(optimizer, name, registered)
+        for each in inside:
+            each.put_back()
         with torch.no_grad():
             for t, value in zip(tensors, saved, strict=True):
                 t.copy_(value)
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+class _Saved:
+    """State, settings and plain attributes of one optimizer, which has no hooks until they are put back."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._states = {p: {k: _own(v) for k, v in state.items()} for p, state in optimizer.state.items() if _by_key(state)}
+        self._other = {key: _own(state) for key, state in optimizer.state.items() if not _by_key(state)}
+        self._settings = [{k: (v, _own(v)) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._hooks = {name: getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)}
+        plain = (int, float, str, bool, type(None))
+        self._plain = {k: v for k, v in vars(optimizer).items() if isinstance(v, plain)}
+        for name, registered in self._hooks.items():
+            setattr(optimizer, name, type(registered)())
+
+    def put_back(self) -> None:
+        optimizer = self._optimizer
+        vars(optimizer).update(self._plain)
+        for name, registered in self._hooks.items():
+            setattr(optimizer, name, registered)
         for p in list(optimizer.state):
-            if p not in states:
+            if p not in self._states and p not in self._other:
                 del optimizer.state[p]
-        for p, state in states.items():
+        for p, state in self._states.items():
             _put_state(optimizer.state[p], state)
-        for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in self._other.items():
+            optimizer.state[key] = value
+        for group, kept in zip(optimizer.param_groups, self._settings, strict=True):
             for key, (live, value) in kept.items():
                 group[key] = live
                 if isinstance(live, Tensor):
                     live.copy_(value)
-        for p, gradient in gradients:
-            p.grad = gradient
+
+
+def _by_key(state: Any) -> bool:
+    return isinstance(state, dict)
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -125,29 +98,32 @@ def _put_state(live: dict[str, Any], saved: dict[str, Any]) -> None:
 
 def rehearse(
     replay: Replay,
-    optimizer: Optimizer,
+    optimizer: Any,
     moments: Sequence[Moment],
     *,
     factor: float = 1.0,
-    rate: float | None = None,
+    rates: Sequence[float] | None = None,
     fresh: bool = False,
     max_norm: float | None = None,
     rounds: int = 1,
 ) -> list[float] | None:
-    """The losses of a few steps over recent batches, with the learning rate times `factor`, with another `rate`, or with a fresh
-    optimizer state; everything is undone afterwards.
+    """The losses of a few steps over recent batches, with the learning rate times `factor`, with other `rates` (one for each
+    group of the optimizer), or with a fresh optimizer state; everything is undone afterwards.
 
-    None where it would take too much memory.
+    None where it would take too much memory, or the optimizer cannot take a step here (one that needs a closure).
     """
-    if sum(p.numel() for p in replay.parameters.values()) > LARGEST_REHEARSAL:
+    if sum(p.numel() for p in replay.parameters.values()) > LARGEST_REHEARSAL or not moments:
         return None
     named: dict[str, Tensor] = dict(replay.parameters)
     losses = []
     with undone(replay.model, optimizer):
-        if fresh:
-            optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor if rate is None else rate
+        for each in optimizers_in(optimizer) if fresh else ():
+            each.state.clear()
+        for group in groups_of(optimizer) if rates is None else ():
+            if "lr" in group:
+                group["lr"] = group["lr"] * factor
+        for group, rate in zip(optimizer.param_groups, rates or (), strict=False):
+            group["lr"] = rate
         for _ in range(rounds):
             for moment in moments:
                 found: dict[str, Tensor] = {}
@@ -159,24 +135,35 @@ def rehearse(
                 losses.append(outcome.loss)
                 if not outcome.finite:
                     return losses
-                kept = {p: p.grad for p in named.values()}
-                for name, p in named.items():
-                    p.grad = found.get(name)
-                if max_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(list(named.values()), max_norm)
-                with suppress(Exception):
-                    optimizer.step()
-                for p, gradient in kept.items():
-                    p.grad = gradient
+                if max_norm is not None and outcome.total > max_norm:
+                    for gradient in found.values():
+                        gradient.mul_(max_norm / (outcome.total + 1e-6))
+                if not _step(optimizer, named, found):
+                    return None
         last = replay.run(batches=moments[-1].batches, random=moments[-1].random, backward=False)
         losses.append(last.loss)
     return losses
 
 
+def _step(optimizer: Any, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> bool:
+    """One step with these gradients. False where the optimizer refuses to take it."""
+    kept = {p: p.grad for p in named.values()}
+    try:
+        for name, p in named.items():
+            p.grad = gradients.get(name)
+        optimizer.step()
+    except Exception:
+        return False
+    finally:
+        for p, gradient in kept.items():
+            p.grad = gradient
+    return True
+
+
 def slope_ratio(replay: Replay) -> float | None:
     """The slope of the loss along the gradient, measured, over the one that the gradient's norm promises. None where it cannot be
     told: the two measurements differ, or the loss does not fall."""
-    gradients = replay.gradients()
+    gradients = {name: g.to_dense() for name, g in replay.gradients().items()}
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     size = math.sqrt(sum(float(replay.parameters[n].detach().double().square().sum()) for n in gradients))
     if not (0 < norm < math.inf) or size == 0:
@@ -198,28 +185,21 @@ def slope_ratio(replay: Replay) -> float | None:
 def adam_update(optimizer: Any) -> float | None:
     """Root mean square of Adam's last update over the learning rate; at most about 1 in a healthy run."""
     total, count = 0.0, 0
-    for group in optimizer.param_groups:
-        betas = group.get("betas")
-        if betas is None or len(betas) != 2:
-            continue
-        for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            m, v, step = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step")
-            if m is None or v is None or step is None:
+    for each in optimizers_in(optimizer):
+        for group in each.param_groups:
+            betas = group.get("betas")
+            if betas is None or len(betas) != 2:
                 continue
-            n = float(step)
-            if n < 1 or count > 1 << 24:
-                continue
-            first, second = m.float() / (1 - betas[0] ** n), v.float() / (1 - betas[1] ** n)
-            update = first / (second.sqrt() + group.get("eps", 1e-8))
-            total += float(update.square().sum())
-            count += update.numel()
+            for p in group["params"]:
+                state = each.state.get(p, {})
+                m, v, step = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step")
+                if m is None or v is None or step is None:
+                    continue
+                n = float(step)
+                if n < 1 or count > 1 << 24:
+                    continue
+                first, second = m.float() / (1 - betas[0] ** n), v.float() / (1 - betas[1] ** n)
+                update = first / (second.sqrt() + group.get("eps", 1e-8))
+                total += float(update.square().sum())
+                count += update.numel()
     return math.sqrt(total / count) if count else None
-
-
-def changed_share(pairs: list[tuple[Tensor, Tensor]] | None) -> float:
-    """Share of elements that a step changed."""
-    if not pairs:
-        return 0.0
-    changed = sum(int((a != b).sum()) for a, b in pairs)
-    return changed / max(1, sum(a.numel() for a, _ in pairs))

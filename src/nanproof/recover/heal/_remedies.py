@@ -6,6 +6,7 @@ the labels or the loss, and none replaces a bad gradient: what is bad stays visi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from nanproof._wording import listed
 from nanproof.core.judge._parameters import clean_name, unwrap
 from nanproof.core.support._casting import HALF, buffers_beside, cast
+from nanproof.core.support._members import groups_of, optimizers_in
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the list of interventions)
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._replay import eager
@@ -27,7 +29,7 @@ class Patient:
     """What a remedy may act on."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     scheduler: Any = None
     follow: Callable[[], None] = lambda: None
     """Tells the guard that parameters or their dtypes changed."""
@@ -121,6 +123,9 @@ class Interventions(Remedy):
             yield
 
 
+_AMP = "_step_supports_amp_scaling"
+
+
 class Fp32Weights(Remedy):
     """Trainable half-precision weights in fp32, the optimizer's state too; the forward runs under autocast to the old dtype, or
     as it is (`autocast=False`): some layers have no autocast on a CPU."""
@@ -136,6 +141,7 @@ class Fp32Weights(Remedy):
         super().__init__(patient, **settings)
         self._dtypes: list[tuple[Tensor, torch.dtype]] = []
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._amp: list[tuple[Any, bool | None]] = []
 
     @property
     def description(self) -> str:
@@ -146,33 +152,34 @@ class Fp32Weights(Remedy):
         return bool(self.settings.get("autocast", True))
 
     def apply(self) -> None:
-        optimizer: Any = self.patient.optimizer
-        members = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.dtype in HALF]
+        optimizers, groups = optimizers_in(self.patient.optimizer), groups_of(self.patient.optimizer)
+        members = [p for group in groups for p in group["params"] if p.requires_grad and p.dtype in HALF]
+        members = list({id(p): p for p in members}.values())
         self._dtypes = [(t, t.dtype) for t in (*members, *buffers_beside(self.patient.model, members))]
         # The guard switches fp32 weights to the fused optimizer, and would not switch back by itself.
-        groups = (*optimizer.param_groups, optimizer.defaults)
-        self._flags = [(g, {k: g[k] for k in ("fused", "foreach") if k in g}) for g in groups]
-        self._amp = getattr(optimizer, "_step_supports_amp_scaling", None)
+        settings = (*groups, *(getattr(each, "defaults", {}) for each in optimizers))
+        self._flags = [(g, {k: g[k] for k in ("fused", "foreach") if k in g}) for g in settings]
+        self._amp = [(each, getattr(each, _AMP, None)) for each in optimizers]
         for tensor, _ in self._dtypes:
             self._cast(tensor, torch.float32)
         self.patient.follow()
 
     def undo(self) -> None:
-        optimizer: Any = self.patient.optimizer
         for tensor, dtype in self._dtypes:
             self._cast(tensor, dtype)
         for group, flags in self._flags:
             group.update(flags)
-        if self._amp is not None:
-            optimizer._step_supports_amp_scaling = self._amp
-        elif hasattr(optimizer, "_step_supports_amp_scaling"):
-            del optimizer._step_supports_amp_scaling
-        self._dtypes, self._flags = [], []
+        for each, supported in self._amp:
+            if supported is not None:
+                setattr(each, _AMP, supported)
+            elif hasattr(each, _AMP):
+                delattr(each, _AMP)
+        self._dtypes, self._flags, self._amp = [], [], []
         self.patient.follow()
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
         tensor.grad = None  # of the refused step
-        cast(tensor, dtype, self.patient.optimizer)
+        cast(tensor, dtype, *optimizers_in(self.patient.optimizer))
 
     def living(self) -> AbstractContextManager[Any] | None:
         half = next((dtype for tensor, dtype in self._dtypes if tensor.requires_grad), None)
@@ -183,7 +190,7 @@ class Fp32Weights(Remedy):
 
 
 class Settings(Remedy):
-    """Settings of every parameter group: eps, or beta2 of Adam's betas."""
+    """Settings of every parameter group, or of some (`groups`, their places): eps, or beta2 of Adam's betas."""
 
     name = "optimizer-settings"
     in_checkpoints = True
@@ -194,11 +201,18 @@ class Settings(Remedy):
 
     @property
     def description(self) -> str:
-        return "the optimizer has " + ", ".join(f"{k}={v:g}" for k, v in self.settings.items())
+        only = self.settings.get("groups")
+        where = "" if only is None else f" in param_groups {', '.join(map(str, only))}"
+        return "the optimizer has " + ", ".join(f"{k}={v:g}" for k, v in self._values.items()) + where
+
+    @property
+    def _values(self) -> dict[str, float]:
+        return {key: value for key, value in self.settings.items() if key != "groups"}
 
     def apply(self) -> None:
-        for group in self.patient.optimizer.param_groups:
-            for key, value in self.settings.items():
+        groups, only = groups_of(self.patient.optimizer), self.settings.get("groups")
+        for group in groups if only is None else (groups[i] for i in only if i < len(groups)):
+            for key, value in self._values.items():
                 if key == "beta2" and "betas" in group:
                     self._before.append((group, "betas", group["betas"]))
                     group["betas"] = (group["betas"][0], value)
@@ -247,10 +261,13 @@ class LearningRate(Remedy):
         self._changed = []
 
     def _places(self) -> list[tuple[Any, Any]]:
-        found: list[tuple[Any, Any]] = [(g, k) for g in self.patient.optimizer.param_groups for k in _RATES if k in g]
+        found: list[tuple[Any, Any]] = [(g, k) for g in groups_of(self.patient.optimizer) for k in _RATES if k in g]
         waiting, seen = [self.patient.scheduler], set()
         while waiting:
             scheduler = waiting.pop()
+            if isinstance(scheduler, (list, tuple)):
+                waiting += scheduler
+                continue
             if scheduler is None or id(scheduler) in seen:
                 continue
             seen.add(id(scheduler))
@@ -268,7 +285,7 @@ def _set(owner: Any, key: Any, value: Any) -> None:
 
 
 class RateFloor(Remedy):
-    """A learning rate below which no step is taken, whatever the schedule says."""
+    """A learning rate below which no step is taken, whatever the schedule says: one for all groups, or one for each."""
 
     name = "learning-rate-floor"
 
@@ -278,7 +295,12 @@ class RateFloor(Remedy):
 
     @property
     def description(self) -> str:
-        return f"the learning rate is at least {self.settings['floor']:g}, whatever the schedule says"
+        floors = dict.fromkeys(f"{floor:g}" for floor in self._floors())
+        return f"the learning rate is at least {' and '.join(floors)}, whatever the schedule says"
+
+    def _floors(self) -> list[float]:
+        floor, count = self.settings["floor"], len(self.patient.optimizer.param_groups)
+        return list(floor) if isinstance(floor, (list, tuple)) else [floor] * count
 
     def undo(self) -> None:
         """The rates of the moment; the schedule sets the next ones."""
@@ -289,14 +311,56 @@ class RateFloor(Remedy):
     @contextmanager
     def living(self) -> Iterator[None]:
         groups = self.patient.optimizer.param_groups
-        floor = self.settings["floor"]
-        low = [float(group["lr"]) < floor for group in groups]
-        if any(low):
+        pairs = list(zip(groups, self._floors(), strict=False))
+        if any(float(group["lr"]) < floor for group, floor in pairs):
             self._before = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
-        for group, below in zip(groups, low, strict=True):
-            if below:
+        for group, floor in pairs:
+            if float(group["lr"]) < floor:
                 _set(group, "lr", floor)
         yield
+
+
+class FiniteSettings(Remedy):
+    """A setting that a schedule makes NaN or Inf stays at its last finite value, as long as it would be so."""
+
+    name = "finite-settings"
+
+    def __init__(self, patient: Patient, **settings: Any) -> None:
+        super().__init__(patient, **settings)
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    @property
+    def description(self) -> str:
+        shown = [f"{key}={_shown(value)}" for _, key, value in self.settings["values"]]
+        return f"a setting that is not finite is {listed(list(dict.fromkeys(shown)))}, whatever the schedule says"
+
+    def undo(self) -> None:
+        """What was there before; the schedule sets the next ones."""
+        for group, key, value in reversed(self._before):
+            _set(group, key, value)
+        self._before = []
+
+    @contextmanager
+    def living(self) -> Iterator[None]:
+        groups = groups_of(self.patient.optimizer)
+        found = []
+        for place, key, value in self.settings["values"]:
+            group = groups[place] if place < len(groups) else {}
+            if key in group and not _is_finite(group[key]):
+                kept = group[key].clone() if isinstance(group[key], Tensor) else group[key]
+                found.append((group, key, kept))
+                _set(group, key, tuple(value) if isinstance(value, (list, tuple)) else value)
+        self._before = found or self._before
+        yield
+
+
+def _is_finite(setting: Any) -> bool:
+    numbers = setting if isinstance(setting, (tuple, list)) else (setting,)
+    return all(math.isfinite(float(x)) for x in numbers)
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, (tuple, list)) else f"{value:g}"
 
 
 class GradientFactor(Remedy):
@@ -366,7 +430,7 @@ class OwnParameters(Remedy):
         return f"the optimizer also holds {listed(self.settings['names'])}"
 
     def apply(self) -> None:
-        groups = self.patient.optimizer.param_groups
+        groups = groups_of(self.patient.optimizer)
         own = {id(p) for p in self.patient.model.parameters()}
         group = next((g for g in groups if any(id(p) not in own for p in g["params"])), groups[0])
         held = {id(p) for g in groups for p in g["params"]}
@@ -380,7 +444,8 @@ class OwnParameters(Remedy):
     def undo(self) -> None:
         for group, p in self._added:
             group["params"] = [other for other in group["params"] if other is not p]
-            self.patient.optimizer.state.pop(p, None)
+            for each in optimizers_in(self.patient.optimizer):
+                each.state.pop(p, None)
         self._added = []
         self.patient.follow()
 

@@ -1,0 +1,58 @@
+"""Which weights were finite when the run began, asked once on the device and read only if something goes wrong.
+
+A weight that is NaN at step 900 may have been NaN in the checkpoint, in a layer that no batch used, or may have been broken
+since. The two have different fixes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from nanproof.core.judge._parameters import clean_name, local, unwrap
+
+log = logging.getLogger("nanproof")
+
+LARGEST_ON_CPU = 1 << 28
+"""Elements on the CPU above which nobody asks: there it takes time."""
+
+
+class WeightsAtStart:
+    """The largest number of each weight, on its device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts: list[tuple[list[tuple[str, weakref.ref[Tensor]]], Tensor]] = []
+        try:
+            self._ask(model)
+        except Exception:
+            log.debug("nanproof: the weights could not be looked at", exc_info=True)
+            self._parts = []
+
+    @torch.no_grad()
+    def _ask(self, model: nn.Module) -> None:
+        named = [(clean_name(name), p) for name, p in unwrap(model).named_parameters()]
+        usable = [(name, p, local(p.detach())) for name, p in named if p.is_floating_point() and not p.is_meta]
+        usable = [(name, p, t) for name, p, t in usable if t.layout is torch.strided and t.numel() and t.element_size() > 1]
+        if sum(t.numel() for _, _, t in usable if t.device.type == "cpu") > LARGEST_ON_CPU:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor]]] = {}
+        for name, p, t in usable:
+            groups.setdefault((t.device, t.dtype), []).append((name, p, t))
+        for members in groups.values():
+            largest = torch.stack(torch._foreach_norm([t for _, _, t in members], torch.inf))
+            self._parts.append(([(name, weakref.ref(p)) for name, p, _ in members], torch.isfinite(largest)))
+
+    def finite(self, model: nn.Module) -> set[str] | None:
+        """Names of weights that were finite then and are the same tensors now; None where nobody asked. Waits: for failures."""
+        if not self._parts:
+            return None
+        now = {clean_name(name): p for name, p in unwrap(model).named_parameters()}
+        found = set()
+        for members, flags in self._parts:
+            for (name, reference), good in zip(members, flags.tolist(), strict=True):
+                if good and reference() is now.get(name):
+                    found.add(name)
+        return found
