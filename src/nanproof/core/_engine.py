@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -130,6 +130,8 @@ class Engine:
         """A step that has begun and was not taken."""
         self._taken: Attempt | None = None
         """A step that was taken and has not ended."""
+        self._in_parts = False
+        """Whether its optimizers act one by one."""
         self._running: Attempt | None = None
         """A step whose forwards and backwards the engine does itself."""
         self._fixes: AbstractContextManager[Any] | None = None
@@ -205,11 +207,13 @@ class Engine:
             attempt.remarks.append(read)
         return attempt is not None
 
-    def step(self, norms: Norms | None = None, *, loss: Tensor | None = None) -> Tensor:
+    def step(self, norms: Norms | None = None, *, loss: Tensor | None = None, acting: Sequence[Any] | None = None) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients
         before clipping, on the device.
 
         `norms`: those of the gradients, where they were read already. `loss`: where none was noted.
+        `acting`: of several optimizers, those that act now; the verdict is about all. Call `act`
+        for each of the others, then `end`.
         """
         self._notice_written_gradients()
         if self.loop.begins and (self._open is None or not self.judge.noted):
@@ -219,10 +223,14 @@ class Engine:
         attempt = self._open or self._new_attempt(None)
         self._open = None
         self._close_fixes()
-        self._take(attempt, loss, norms)
+        self._take(attempt, loss, norms, acting)
         self._taken = attempt
         assert attempt.report is not None
         return attempt.report.total
+
+    def act(self, member: Any) -> None:
+        """Apply the verdict on the step just taken to another of its optimizers."""
+        self.judge.act(member)
 
     def refused_at_once(self) -> bool:
         """Return whether the step just taken was refused. False if its verdict has not arrived."""
@@ -235,6 +243,8 @@ class Engine:
         attempt, self._taken = self._taken, None
         if attempt is None:
             return
+        if self._in_parts:
+            self._acted(attempt)
         if attempt.batches is not None:
             self.under_way.note_end(attempt)
         else:
@@ -356,19 +366,25 @@ class Engine:
             for observer in self._opened:
                 observer.open(attempt)
 
-    def _take(self, attempt: Attempt, loss: Tensor | None, norms: Norms | None) -> None:
+    def _take(self, attempt: Attempt, loss: Tensor | None, norms: Norms | None, acting: Sequence[Any] | None = None) -> None:
         """The optimizer's part of a step, from the gradients that are there."""
+        self._in_parts = acting is not None
         for observer in self._before:
             observer.before(attempt)
         try:
-            attempt.report = self.judge.step(loss, attempt.batches is not None, norms)
+            attempt.report = self.judge.step(loss, attempt.batches is not None, norms, acting)
         except BaseException:
             for observer in self.observers:
                 observer.dropped()
             raise
+        if not self._in_parts:
+            self._acted(attempt)
+        self.under_way.pending.append(attempt)
+
+    def _acted(self, attempt: Attempt) -> None:
+        self._in_parts = False
         for observer in self._after_it:
             observer.after(attempt)
-        self.under_way.pending.append(attempt)
 
     def _give_up(self) -> None:
         """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""

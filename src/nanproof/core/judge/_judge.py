@@ -184,9 +184,14 @@ class Judge(ABC):
     # -- a step ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Sequence[Any] | None = None) -> Report:
         """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be
-        run again."""
+        run again. `acting`: of several optimizers, those that act now; `act` is called for the
+        others. None is all of them."""
+
+    def act(self, member: Any) -> None:
+        """Let another of several optimizers act on the last verdict."""
+        raise NotImplementedError
 
     @abstractmethod
     def broken_state(self) -> list[str]:

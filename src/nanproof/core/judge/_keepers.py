@@ -321,15 +321,17 @@ class WeightKeeper:
             bad = ~torch.isfinite(torch.stack(largest)).all()
         return bad if self._agree is None else self._agree(bad)
 
-    def put_back(self, broken: Tensor) -> None:
-        """Undo the step where `broken` says so, on the device. State that the step created goes back to zeros."""
+    def put_back(self, broken: Tensor, last: bool = True) -> None:
+        """Undo the step where `broken` says so, on the device. State that the step created goes back to zeros. Not `last`: other
+        optimizers have still to act in this step."""
         with torch.no_grad():
             for p, weight, state in self._saved:
                 _where(broken, weight, p)
                 for key, value in self._optimizer.state.get(p, {}).items():
                     if isinstance(value, Tensor):
                         _where(broken, state.get(key, torch.zeros_like(value)), value)
-        self._saved = []
+        if last:
+            self._saved = []
 
     def put_back_now(self) -> None:
         """Undo the step; the host already knows that it must be. State that the step created is removed."""

@@ -117,7 +117,8 @@ class DevicePath:
         self._prepare()
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
 
-    def step(self, verdict: Verdict) -> None:
+    def step(self, verdict: Verdict, acting: Sequence[Any] | None = None) -> None:
+        """`acting`: the optimizers that act now; None is all of them."""
         optimizer: Any = self.optimizer
         self._prepare_momentum()
         optimizer.found_inf = verdict.skip
@@ -165,9 +166,10 @@ class DevicePaths:
         self.note = ", ".join(filter(None, (path.note for path in paths)))
         self.description = f"device: {self.note}" if self.note else "device"
 
-    def step(self, verdict: Verdict) -> None:
+    def step(self, verdict: Verdict, acting: Sequence[Any] | None = None) -> None:
         for path in self._paths:
-            path.step(verdict)
+            if acting is None or any(path.optimizer is member for member in acting):
+                path.step(verdict)
 
     def close(self) -> None:
         for path in self._paths:
@@ -185,7 +187,7 @@ class HostPath:
         self.note = note or why
         self.description = f"host: {why}"
 
-    def step(self, reading: Reading, gradients: list[Tensor]) -> None:
+    def step(self, reading: Reading, gradients: Sequence[Tensor], acting: Sequence[Any] | None = None) -> None:
         if reading.bad:
             return
         divisor = reading.clip * (reading.scale or 1.0)
@@ -196,7 +198,8 @@ class HostPath:
             for g in gradients:
                 if g.is_sparse:
                     g.div_(divisor)
-        self.optimizer.step()
+        for optimizer in (self.optimizer,) if acting is None else acting:
+            optimizer.step()
 
     def close(self) -> None:
         pass

@@ -66,6 +66,8 @@ class Stepper(Judge):
         """How reports get to the host."""
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
+        self._act: Callable[[Sequence[Any] | None], None] = lambda _: None
+        """Applies the last verdict to these optimizers."""
         self.kernels = Kernels.available(device, dtype) if self.on_device else None
         self._probes: deque[Tensor] = deque(maxlen=1024)
         self._probe_of: Tensor | None = None
@@ -142,7 +144,7 @@ class Stepper(Judge):
         """Return a norm without the loss scale."""
         return norm if self.scale is None else norm / self.scale.value()
 
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Sequence[Any] | None = None) -> Report:
         """A bad step that can be run again latches, and whether an overflow is the loss scale's
         fault can wait for a replay."""
         parameters = self.parameters
@@ -200,15 +202,23 @@ class Stepper(Judge):
             )
         if clipped:
             verdict = replace(verdict, divisor=None if self.scale is None else self.scale.value().float())
-        refused, read = self._apply(verdict, gradients, clipped, mean_of(terms))
+        refused, read = self._apply(verdict, gradients, clipped, mean_of(terms), acting)
         self.buffers.settle(refused)
         if verdict.learned is not None:
             self._learn(verdict.learned, refused, again, latch)
         self._note_left()
         return Report(own, verdict.packed[Verdict.TOTAL], losses, probes, parameters.names, present, lr, read, terms)
 
+    def act(self, member: Any) -> None:
+        self._act([member])
+
     def _apply(
-        self, verdict: Verdict, gradients: list[Tensor], clipped: bool, terms: Terms | None
+        self,
+        verdict: Verdict,
+        gradients: list[Tensor],
+        clipped: bool,
+        terms: Terms | None,
+        acting: Sequence[Any] | None,
     ) -> tuple[Tensor, Callable[[], Reading]]:
         """Let the optimizer act. Returns whether the step was refused, on the device, and how to
         read the verdict later. The terms of the loss, and what the loop counts, travel with it."""
@@ -216,23 +226,40 @@ class Stepper(Judge):
         names = [() if found is None else found.names for found in (terms, counts)]
         keeper, scaled = self.weights, self.scale is not None
         refused = verdict.skip > 0
+        path = self._path
         if keeper is not None:
             keeper.save()
-        if not isinstance(self._path, HostPath):
-            self._path.step(verdict)
-            if keeper is not None:
-                broken = keeper.broken() & ~refused
-                keeper.put_back(broken)
-                verdict.packed[Verdict.WEIGHTS_BAD] = broken
-                refused = refused | broken
-            parcel = self.courier.send(with_terms(verdict.packed, terms, counts))
+        if not isinstance(path, HostPath):
+            packed = with_terms(verdict.packed, terms, counts)
+
+            def act(members: Sequence[Any] | None) -> None:
+                nonlocal refused
+                path.step(verdict if members is acting else replace(verdict, skip=refused.float()), members)
+                if keeper is not None:
+                    broken = keeper.broken() & ~refused
+                    keeper.put_back(broken, last=acting is None)
+                    packed[Verdict.WEIGHTS_BAD] += broken
+                    refused = refused | broken
+
+            act(acting)
+            self._act = act
+            # What the other optimizers will do to half-precision weights is not known yet.
+            parcel = self.courier.send(packed) if keeper is None or acting is None else packed.tolist
             return refused, lambda: Reading.of(parcel(), scaled, *names)
         reading = Reading.of(with_terms(verdict.packed, terms, counts).tolist(), scaled, *names)
-        self._path.step(replace(reading, clip=1.0) if clipped else reading, gradients)
-        if keeper is not None and not reading.bad and (broken := keeper.broken()):
-            keeper.put_back_now()
-            reading = replace(reading, weights_bad=True)
-            refused = refused | broken
+
+        def act_if_good(members: Sequence[Any] | None, to_divide: Sequence[Tensor] = ()) -> None:
+            nonlocal reading, refused
+            if reading.refused:
+                return
+            path.step(replace(reading, clip=1.0) if clipped else reading, to_divide, members)
+            if keeper is not None and (broken := keeper.broken()):
+                keeper.put_back_now()
+                reading = replace(reading, weights_bad=True)
+                refused = refused | broken
+
+        act_if_good(acting, gradients)
+        self._act = act_if_good
         return refused, lambda: reading
 
     def _learn(self, learned: Learned, refused: Tensor, again: bool, latch: Tensor | None) -> None:

@@ -203,7 +203,7 @@ class ZeroJudge(Judge):
     def own_reading(self, reading: Reading, report: Report) -> Reading:
         return replace(reading, loss=float(report.loss))
 
-    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None) -> Report:
+    def step(self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None) -> Report:
         noted, self.noted = self.noted, []
         losses, terms = [own for own, _ in noted], [found for _, found in noted]
         holder, scale = self.holder, self.holder.scale
