@@ -154,6 +154,11 @@ class Engine:
         """A step has begun and was not taken."""
         return self._open is not None
 
+    @property
+    def taken(self) -> bool:
+        """A step was taken and has not ended."""
+        return self._taken is not None
+
     def begin(self, batch: Any, why_not_again: str = "") -> None:
         """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run
         again."""
