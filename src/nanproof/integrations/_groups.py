@@ -31,7 +31,7 @@ from nanproof.core.judge._parameters import local
 
 def leaves_of(tensors: Any) -> set[int]:
     """Return the ids of the tensors whose gradients a backward from here would add to."""
-    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    several = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
     found = {id(t) for t in several if t.requires_grad and t.is_leaf}
     todo = [t.grad_fn for t in several if t.grad_fn is not None]
     seen = set(todo)

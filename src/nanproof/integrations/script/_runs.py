@@ -74,7 +74,7 @@ class ScriptRuns(Groups[ScriptRun]):
     def split(self, group: ScriptRun, members: list[Optimizer]) -> None:
         group.remove(members)
         group.changed = True
-        group.follow()
+        group.follow(self.last_loss)
         self._put(ScriptRun(members, self._session, known=True), members)
 
     @staticmethod

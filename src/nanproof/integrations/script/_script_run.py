@@ -170,13 +170,15 @@ class ScriptRun(Group):
             for root in roots:
                 root.register_state_dict_pre_hook(Hook(self, self.settle))
 
-    def follow(self) -> None:
+    def follow(self, loss: Tensor | None = None) -> None:
+        """Guard the members that there are now. `loss`: they are at a step already, and this was
+        the last."""
         if not self.changed or self.guard is None or self.left_alone:
             return
         self._end()
         self.changed = False
         with self._inside():
-            self.start(self.tally.run_dir, None)
+            self.start(self.tally.run_dir, loss)
 
     def _inside(self) -> AbstractContextManager[None]:
         return self._session.inside(self.members)
@@ -322,15 +324,12 @@ class ScriptRun(Group):
 
     def _judge(self, guard: ProtectedRun, member: Optimizer, backwards: int) -> None:
         """The first of the members steps."""
-        self.follow()
+        self.follow(None if self._session.runs is None else self._session.runs.last_loss)
         stepper = self._stepper
         if not guard.open:
             self._end()
             guard.engine.begin(UNKNOWN)
         if not stepper.noted:
-            runs = self._session.runs
-            if not self._unclaimed and runs is not None and runs.last_loss is not None:
-                self._unclaimed = [local(runs.last_loss)]
             if not self._unclaimed:
                 self._session.say_once(f"no backward was seen before a step of {self.tally.name}: its loss is taken to be 0")
             for loss in self._unclaimed or [torch.zeros((), device=stepper.parameters.device)]:

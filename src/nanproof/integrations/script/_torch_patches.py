@@ -165,10 +165,11 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not session.guarding:
             return original(tensors, grad_tensors, *args, **kwargs)
-        loss = _loss(tensors, grad_tensors)
-        runs.last_loss = None if loss is None else loss.detach()
         runs.at_backward(tensors)
         watching = runs.guarded()
+        scalar = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
+        loss = _loss(tensors, grad_tensors) if watching else scalar
+        runs.last_loss = None if loss is None else loss.detach()
         if loss is None or not watching:
             return original(tensors, grad_tensors, *args, **kwargs)
         began = time.perf_counter()
