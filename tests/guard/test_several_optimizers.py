@@ -125,3 +125,51 @@ def test_what_cannot_be_one_step_is_refused():
     with pytest.raises(nanproof.UsageError, match="the list is empty"):
         nanproof.Guard(model, [])
     assert nanproof.Guard(model, [one]).optimizer is one
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_step_in_parts_is_the_step(pair, bad):
+    """Each optimizer acts at a call of its own, on one verdict: the result is that of the step at once, bit for bit."""
+    data = batches(8)
+    seen = [poison(batch) if bad and i == BAD else batch for i, batch in enumerate(data)]
+    whole = trained(pair, 0, seen, own_loop=True)
+    torch.manual_seed(0)
+    model = net()
+    parameters = list(model.parameters())
+    optimizers = PAIRS[pair][1](parameters[:2], parameters[2:])
+    with nanproof.Guard(model, optimizers, loss_fn=mse, policy=nanproof.Policy(lag=0)) as guard:
+        engine = guard.engine
+        for batch in seen:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = mse(model, batch)
+            loss.backward()
+            engine.step(loss=loss, acting=optimizers[1:])
+            assert len(guard.history) == engine.next_step - 1, "the step has not ended"
+            engine.act(optimizers[0])
+            engine.end()
+    assert [r.action for r in guard.history] == [r.action for r in whole[0].history]
+    assert all(torch.equal(a, b) for a, b in zip(state(model, optimizers), state(*whole[1:]), strict=True))
+
+
+def test_half_weights_that_the_second_optimizer_breaks_take_the_first_ones_step_back():
+    """The first has acted by then. Both are put back, and the step counts as refused."""
+    torch.manual_seed(0)
+    model = net().to(torch.bfloat16)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters[:2], 1e-2), torch.optim.SGD(parameters[2:], 1e-2)]
+    policy = nanproof.Policy(lag=0, half_weights="restore", diagnose="never", switch_to_fused=False)
+    x, y = batches(1)[0]
+    with nanproof.Guard(model, optimizers, policy=policy, max_norm=None) as guard:
+        before = [p.detach().clone() for p in parameters]
+        loss = mse(model, (x.bfloat16(), y.bfloat16()))
+        loss.backward()
+        guard.engine.step(loss=loss, acting=optimizers[:1])
+        assert not torch.equal(parameters[0], before[0])
+        optimizers[1].param_groups[0]["lr"] = 3e38
+        parameters[2].grad.fill_(3e38)
+        guard.engine.act(optimizers[1])
+        guard.engine.end()
+    assert [r.action for r in guard.history] == ["skipped"]
+    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -132,6 +132,8 @@ class Engine:
         """A step that has begun and was not taken."""
         self._taken: Attempt | None = None
         """A step that was taken and has not ended."""
+        self._in_parts = False
+        """Whether its optimizers act one by one."""
         self._running: Attempt | None = None
         """A step whose forwards and backwards the engine does itself."""
         self._fixes: AbstractContextManager[Any] | None = None
@@ -153,6 +155,11 @@ class Engine:
     def open(self) -> bool:
         """A step has begun and was not taken."""
         return self._open is not None
+
+    @property
+    def taken(self) -> bool:
+        """A step was taken and has not ended."""
+        return self._taken is not None
 
     def begin(self, batch: Any, why_not_again: str = "") -> None:
         """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run
@@ -207,13 +214,20 @@ class Engine:
             attempt.remarks.append(read)
         return attempt is not None
 
-    def step(self, norms: Norms | None = None, *, loss: Tensor | None = None, acting: Any = None, closure: Any = None) -> Tensor:
+    def step(
+        self,
+        norms: Norms | None = None,
+        *,
+        loss: Tensor | None = None,
+        acting: Sequence[Any] | None = None,
+        closure: Any = None,
+    ) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients
         before clipping, on the device.
 
         `norms`: those of the gradients, where they were read already. `loss`: where none was noted.
-        `acting`: the one of several optimizers that acts now; the others do with `act`. `closure`: how
-        an optimizer evaluates the loss again.
+        `acting`: of several optimizers, those that act now; the verdict is about all. Call `act` for
+        each of the others, then `end`. `closure`: how an optimizer evaluates the loss again.
         """
         self._notice_written_gradients()
         if self.loop.begins and (self._open is None or not self.judge.noted):
@@ -244,6 +258,8 @@ class Engine:
         attempt, self._taken = self._taken, None
         if attempt is None:
             return
+        if self._in_parts:
+            self._acted(attempt)
         if attempt.batches is not None:
             self.under_way.note_end(attempt)
         else:
@@ -392,6 +408,7 @@ class Engine:
         """The optimizer's part of a step, from the gradients that are there."""
         if self.judge.outdated:
             self._follow()
+        self._in_parts = how.get("acting") is not None
         attempt.put_back_attributes = self.judge.buffers.attributes.taken()
         for observer in self._before:
             observer.before(attempt)
@@ -401,9 +418,14 @@ class Engine:
             for observer in self.observers:
                 observer.dropped()
             raise
+        if not self._in_parts:
+            self._acted(attempt)
+        self.under_way.pending.append(attempt)
+
+    def _acted(self, attempt: Attempt) -> None:
+        self._in_parts = False
         for observer in self._after_it:
             observer.after(attempt)
-        self.under_way.pending.append(attempt)
 
     def _give_up(self) -> None:
         """Leave nothing behind of a step that was not taken: gradients, notes, buffers."""

@@ -201,10 +201,15 @@ class Judge(ABC):
 
     @abstractmethod
     def step(
-        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+        self,
+        loss: Tensor | None,
+        again: bool,
+        norms: Norms | None = None,
+        acting: Sequence[Any] | None = None,
+        closure: Any = None,
     ) -> Report:
         """Judge the gradients and let the optimizer act on the verdict. `again`: the step can be run
-        again. `acting`: the one of several optimizers that acts now, the others with `act`. `closure`:
+        again. `acting`: of several optimizers, those that act now, the others with `act`. `closure`:
         how an optimizer evaluates the loss again."""
 
     def act(self, member: Any) -> None:  # noqa: B027

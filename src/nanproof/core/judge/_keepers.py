@@ -63,7 +63,7 @@ class BufferKeeper:
     def __init__(
         self, model: nn.Module, trained: Sequence[Tensor] | None = None, begin: Callable[[], None] | None = None
     ) -> None:
-        """`trained`: what optimizers have; of the model's other parameters those are kept that a forward writes. `begin`: the
+        """`trained`: what optimizers have; of frozen parameters those are kept that a forward writes. `begin`: the
         method that begins a step, where that is more than this one's."""
         self._model = unwrap(model)
         self._begin = None if begin is None else weakref.WeakMethod(begin)
@@ -112,12 +112,11 @@ class BufferKeeper:
         self._owners = [module for module in modules if module._buffers]
         self.attributes = self.attributes.of(modules)
         if self._trained is not None and not any(is_dtensor(p) for p in self._trained):
-            trained = {id(p) for p in self._trained if p.requires_grad}
-            others = {
+            others = {  # not those that require a gradient: they may be another optimizer's, with a verdict of its own
                 id(p): (module, "_parameters", name)
                 for module in modules
                 for name, p in module._parameters.items()
-                if p is not None and id(p) not in trained and _can_be_kept(p)
+                if p is not None and not p.requires_grad and _can_be_kept(p)
             }
             self._untrained = self._untrained.of(list(others.values()))
 

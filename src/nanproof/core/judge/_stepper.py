@@ -287,7 +287,12 @@ class Stepper(Judge):
         return norm if self.scale is None else norm / self.scale.value()
 
     def step(
-        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+        self,
+        loss: Tensor | None,
+        again: bool,
+        norms: Norms | None = None,
+        acting: Sequence[Any] | None = None,
+        closure: Any = None,
     ) -> Report:
         """A bad step that can be run again latches, and whether an overflow is the loss scale's
         fault can wait for a replay."""
@@ -412,7 +417,7 @@ class Stepper(Judge):
         verdict.packed[Verdict.CLIP] = torch.stack(clips).max()
         return [clip.float() if self.scale is None else (clip * self.scale.value()).float() for clip in clips]
 
-    def _apply(self, acts: _Acts, acting: Any, terms: Terms | None) -> Callable[[], Reading]:
+    def _apply(self, acts: _Acts, acting: Sequence[Any] | None, terms: Terms | None) -> Callable[[], Reading]:
         """Let the optimizers act. Returns how to read the verdict later. The terms of the loss, and what the loop counts, travel
         with it."""
         counts = counted(self.counters, self.parameters.device) if self.counters else None
@@ -424,10 +429,10 @@ class Stepper(Judge):
             if may_act and self.weights is not None and (broken := self.weights.broken()):  # LBFGS would go around it silently
                 acts.reading, acts.refused = replace(acts.reading, bad=True), acts.refused | broken
         for i, member in enumerate(members_of(self.optimizer)):
-            if acting is None or member is acting:
+            if acting is None or any(member is each for each in acting):
                 self._let(i, member, acts)
         self._look(acts)
-        if acting is None or acting == ():
+        if acting is None or not acting:
             self._forget_copy()
         if acts.reading is not None:
             return lambda: acts.reading  # type: ignore[return-value]
@@ -447,7 +452,8 @@ class Stepper(Judge):
                 divide(acts.gradients[i], acts.on_host(i, member))
                 self._step(member, acts)
             elif not isinstance(self._path, HostPath) and acts.gradients[i]:
-                self._path.paths[i].step(acts.verdict.skip, acts.divisors[i], acts.gradients[i])
+                skip = acts.refused.float() if acts.sent else acts.verdict.skip
+                self._path.paths[i].step(skip, acts.divisors[i], acts.gradients[i])
         finally:
             self._acting = before
 

@@ -205,7 +205,12 @@ class ZeroJudge(Judge):
         return replace(reading, loss=float(report.loss))
 
     def step(
-        self, loss: Tensor | None, again: bool, norms: Norms | None = None, acting: Any = None, closure: Any = None
+        self,
+        loss: Tensor | None,
+        again: bool,
+        norms: Norms | None = None,
+        acting: Sequence[Any] | None = None,
+        closure: Any = None,
     ) -> Report:
         noted, self.noted = self.noted, []
         losses, terms = [own for own, _ in noted], [found for _, found in noted]

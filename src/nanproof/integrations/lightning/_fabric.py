@@ -12,7 +12,7 @@ say) around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from nanproof._errors import UnsupportedError, UsageError
 from nanproof._policy import Policy
-from nanproof.core._under_way import UNKNOWN
-from nanproof.core.judge._judge import Norms
+from nanproof.integrations._groups import parameters_of
+from nanproof.integrations._loop_groups import LoopGroup, LoopGroups
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._recorded import RECORDED, RootRecorder
@@ -42,12 +42,13 @@ def protect_fabric(
     max_norm: Any = ...,
     observe: Observe | bool | None = None,
 ) -> ProtectedRun:
-    """Guard a loop that uses Fabric; for several optimizers, once for each. `guard.close()` gives
-    Fabric its methods back.
+    """Guard a loop that uses Fabric. Optimizers that one loss feeds take one step, all or none.
+    `guard.close()` gives Fabric its methods back.
 
     Args:
         fabric: the Fabric.
-        model, optimizer: as `fabric.setup` returned them. Without them, what Fabric sets up next counts.
+        model, optimizer: as `fabric.setup` returned them; several optimizers as a list. Without them, what Fabric sets up next
+            counts. For several models, call this once for each.
         policy: what to do when; see `Policy`.
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the folder of Fabric's logger, if it has one.
         checkpoints: `Checkpoints(folder)`, to go back to.
@@ -65,23 +66,21 @@ def protect_fabric(
     run = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=RECORDED)
     loop = _FabricLoop(fabric, run, max_norm)
     if model is not None:
-        loop.begin(model, optimizer)
+        loop.begin(model, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     else:
         loop.await_setup()
     return run
 
 
 class _FabricLoop:
-    """Tells a run of what one Fabric does with one optimizer."""
+    """Tells runs of what one Fabric does with the optimizers of one model."""
 
     def __init__(self, fabric: Any, run: ProtectedRun, max_norm: Any) -> None:
         self.fabric, self.run, self._asked_norm = fabric, run, max_norm
         self.model: Any = None
         """The model as the loop calls it."""
-        self._norms: Norms | None = None
-        """Those of the gradients, where the loop asked for them."""
+        self.groups: LoopGroups | None = None
         self._setups = Patches()
-        self._recorder: RootRecorder | None = None
         run.on_close(self._let_go)
 
     def await_setup(self) -> None:
@@ -91,7 +90,7 @@ class _FabricLoop:
         def setup(original: Callable[..., Any], module: nn.Module, *optimizers: Any, **kwargs: Any) -> Any:
             ready = original(module, *optimizers, **kwargs)
             if optimizers:
-                self._begin_with_one(ready[0], ready[1 : 1 + len(optimizers)])
+                self._begin_once(ready[0], ready[1 : 1 + len(optimizers)])
             return ready
 
         def setup_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,25 +100,20 @@ class _FabricLoop:
         def setup_optimizers(original: Callable[..., Any], *optimizers: Any) -> Any:
             ready = original(*optimizers)
             if self.model is not None:
-                self._begin_with_one(self.model, (ready,) if len(optimizers) == 1 else ready)
+                self._begin_once(self.model, (ready,) if len(optimizers) == 1 else ready)
             return ready
 
         self._setups.wrap(fabric, "setup", setup)
         self._setups.wrap(fabric, "setup_module", setup_module)
         self._setups.wrap(fabric, "setup_optimizers", setup_optimizers)
 
-    def _begin_with_one(self, model: Any, optimizers: tuple[Any, ...]) -> None:
-        if len(optimizers) > 1:
-            raise UnsupportedError(
-                "protect(fabric): one optimizer is guarded; for several, leave protect(fabric) out and call "
-                "protect_fabric(fabric, model, optimizer) for each, after fabric.setup"
-            )
-        if not self.run.started:
-            self.begin(model, optimizers[0])
+    def _begin_once(self, model: Any, optimizers: Sequence[Any]) -> None:
+        if self.groups is None:
+            self.begin(model, optimizers)
 
-    def begin(self, model: Any, optimizer: Any) -> None:
-        """Start, with model and optimizer as Fabric made them."""
-        if not (hasattr(model, "_forward_module") and hasattr(optimizer, "optimizer")):
+    def begin(self, model: Any, optimizers: Sequence[Any]) -> None:
+        """Start, with model and optimizers as Fabric made them."""
+        if not (hasattr(model, "_forward_module") and all(hasattr(optimizer, "optimizer") for optimizer in optimizers)):
             raise UsageError("protect_fabric: give model and optimizer as fabric.setup(model, optimizer) returned them")
         strategy = self.fabric.strategy
         plugin = strategy.precision
@@ -128,53 +122,51 @@ class _FabricLoop:
                 f"nanproof cannot guard {type(strategy).__name__} with {type(plugin).__name__}: it steps the optimizer in its "
                 "own way. Use a single device or ddp, with 32-true, bf16-mixed, 16-mixed or bf16-true"
             )
-        self.run.start(
-            model._forward_module,
-            optimizer.optimizer,
-            loss_fn=self._again,
-            max_norm=None if self._asked_norm is ... else self._asked_norm,
-            scaler=getattr(plugin, "scaler", None),
-        )
         self.model = model
-        self._recorder = RootRecorder(model, self.run.engine.begin)
+        self.groups = LoopGroups([optimizer.optimizer for optimizer in optimizers], self.run, self._start)
         _Desk.of(self.fabric).loops.append(self)
 
-    def _let_go(self) -> None:
-        """The recorder stays: steps that are held are still run again."""
-        self._setups.undo()
-        if self._recorder is not None:
-            self._recorder.close()
-            _Desk.of(self.fabric).leave(self)
+    def _start(self, group: LoopGroup, step: int) -> None:
+        """Put the guard around a group."""
+        if group.recorder is not None:
+            group.recorder.close()
+        group.recorder = recorder = RootRecorder(self.model, group.begin)
 
-    def _again(self, model: nn.Module, call: Any) -> Tensor:
-        """The loss function: the forward, through Fabric's own wrapper around the model."""
-        assert self._recorder is not None
-        with without_trace(model):
-            return self._recorder.loss_fn(self.model, call)
+        def again(model: nn.Module, call: Any) -> Tensor:
+            """The loss function: the forward, through Fabric's own wrapper around the model."""
+            with without_trace(model):
+                return recorder.loss_fn(self.model, call)
+
+        group.guard.start(
+            self.model._forward_module,
+            group.members,
+            loss_fn=again,
+            max_norm=None if self._asked_norm is ... else self._asked_norm,
+            scaler=getattr(self.fabric.strategy.precision, "scaler", None),
+            step=step,
+        )
+
+    def _let_go(self) -> None:
+        self._setups.undo()
+        if self.groups is not None:
+            _Desk.of(self.fabric).leave(self)
 
     # -- what the desk passes on -----------------------------------------------------------------------
 
-    def loss(self, loss: Tensor) -> Tensor | None:
-        """A backward is to begin from this loss. Returns its seed on several ranks."""
-        assert self._recorder is not None
-        self._norms = None
-        if not self._recorder.recognise(loss):
-            self.run.engine.begin(UNKNOWN)
-        return self.run.engine.loss(loss, self._recorder.calls)
+    @property
+    def waits(self) -> bool:
+        """Whether the next backward may concern it: its model was called, or nothing is guarded yet."""
+        assert self.groups is not None
+        return not self.run.started or any(group.guard.open for group in self.groups.started)
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Notes the norm to clip to, which the step will do. Returns the norm of the gradients as
-        they are."""
-        if self._asked_norm is ...:
-            self.run.clip_to(max_norm)
-        assert self.run.parts is not None
-        self._norms = self.run.parts.stepper.norms()
-        return self.run.parts.stepper.unscaled(self._norms.total)
+    def clip(self, optimizer: Any, max_norm: float) -> Tensor:
+        """Return the norm of an optimizer's gradients, and see to it that they are clipped."""
+        assert self.groups is not None
+        return self.groups.of(optimizer).clip(parameters_of(optimizer), max_norm)
 
-    def step(self) -> None:
-        norms, self._norms = self._norms, None
-        self.run.engine.step(norms)
-        self.run.engine.end()
+    def step(self, optimizer: Any) -> None:
+        assert self.groups is not None
+        self.groups.at_step(optimizer).step(optimizer, self.groups.backwards, clips=self._asked_norm is ...)
 
 
 class _Desk:
@@ -201,20 +193,22 @@ class _Desk:
             self._patches.undo()
             del self.fabric._nanproof
 
-    def _loop(self, optimizer: Any) -> _FabricLoop | None:
+    def _loop(self, optimizer: Any) -> tuple[_FabricLoop | None, Any]:
         bare = getattr(optimizer, "optimizer", optimizer)
-        return next((loop for loop in self.loops if loop.run.optimizer is bare), None)
+        return next((loop for loop in self.loops if loop.groups is not None and loop.groups.has(bare)), None), bare
 
     def _backward(self, original: Callable[..., Any], tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         # Those whose model was called since their last step; all, where none was seen to be.
-        concerned = [loop for loop in self.loops if (loop.run.open if model is None else loop.model is model)]
-        concerned = concerned or (self.loops if model is None else [])
-        for loop in concerned:
-            seed = loop.loss(tensor)
+        loops = [loop for loop in self.loops if (loop.waits if model is None else loop.model is model)]
+        loops = loops or (self.loops if model is None else [])
+        fed = [group for loop in loops if loop.groups is not None for group in loop.groups.concerned(tensor, tensor.detach())]
+        loss = tensor
+        for group in fed:
+            seed = group.loss(loss, loss)
             tensor = tensor if seed is None else tensor * seed  # times 1, or times NaN where this rank's loss is bad
         original(tensor, *args, model=model, **kwargs)
-        for loop in concerned:
-            loop.run.engine.backward_ended()
+        for group in fed:
+            group.guard.engine.backward_ended()
 
     def _clip_gradients(
         self,
@@ -226,21 +220,21 @@ class _Desk:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        loop = self._loop(optimizer)
+        loop, bare = self._loop(optimizer)
         if loop is None or (clip_val is None) == (max_norm is None):
             found: Tensor | None = original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
             return found
         refuse_value_clipping(clip_val, "value")
         if float(norm_type) != 2.0:
             raise UnsupportedError(f"nanproof clips to a norm of type 2, not {norm_type}: leave norm_type out")
-        return loop.clip(max_norm)
+        return loop.clip(bare, max_norm)
 
     def _optimizer_step(self, original: Callable[..., Any], optimizer: Any, **kwargs: Any) -> Any:
-        loop = self._loop(optimizer)
+        loop, bare = self._loop(optimizer)
         if loop is None:
             return original(optimizer, **kwargs)
         closure = kwargs.pop("closure", None)
         refuse_arguments(kwargs)
         result = closure() if closure is not None else None
-        loop.step()
+        loop.step(bare)
         return result

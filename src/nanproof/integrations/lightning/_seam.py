@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof._errors import NanproofError, UnsupportedError
+from nanproof._errors import NanproofError, UnsupportedError, UsageError
 from nanproof.core._under_way import UNKNOWN
 from nanproof.core.support._tree import gradients_now, map_tensors, own_copy, writes_to_batch
+from nanproof.integrations._groups import parameters_of
+from nanproof.integrations._loop_groups import LoopGroup, LoopGroups
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._versions import check_version
@@ -106,6 +108,17 @@ class Seam:
         for guard in self.guards:
             guard.sync()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed fit needs of the guards."""
+        return {"guards": [self.guards[0].state_dict()], "taken": 0 if self.schedules is None else self.schedules.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["guards"]) != 1:
+            raise UsageError(f"nanproof: the checkpoint is of a run with {len(state['guards'])} optimizers, and this one has 1")
+        self.guards[0].load_state_dict(state["guards"][0])
+        if self.schedules is not None:
+            self.schedules.taken = state["taken"]
+
     # -- what stands in --------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
@@ -125,7 +138,7 @@ class Seam:
         return answer
 
     def note_averages(self, batch_idx: int) -> None:
-        lag = max(guard.engine.judge.lag for guard in self.guards)
+        lag = max((guard.engine.judge.lag for guard in self.guards if guard.started), default=0)
         self._averages.note(first=batch_idx == 0, keep=(lag + 1) * self.trainer.accumulate_grad_batches)
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -211,10 +224,7 @@ class Seam:
         """Also where the module's own code asks for it."""
         refuse_value_clipping(clip_val, gradient_clip_algorithm)
         if self._max_norm is ...:
-            self.of(optimizer).clip_to(clip_val)
-
-    def of(self, optimizer: Any) -> ProtectedRun:
-        return self.guards[0]
+            self.guards[0].clip_to(clip_val)
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.sync()
@@ -227,19 +237,20 @@ class Seam:
         except NanproofError:
             raise
         except Exception as error:
-            self.guards[0].engine.raised(error)
+            if self.guards[0].started:
+                self.guards[0].engine.raised(error)
             raise
 
 
 class ManualSeam(Seam):
-    """One fit with manual optimization: a guard for each optimizer. What `training_step` does between its steps is its own
-    affair, so none of them can be run again; they are refused and attributed all the same."""
+    """One fit with manual optimization: a guard for all optimizers that one loss feeds. What `training_step` does between its
+    steps is its own affair, so none of them can be run again; they are refused and attributed all the same."""
 
-    def __init__(self, trainer: Any, guards: list[ProtectedRun], max_norm: Any) -> None:
-        super().__init__(trainer, guards[0], max_norm)
-        self.guards = guards
-        self.norms = [None] * len(guards)
-        self._optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
+    def __init__(self, trainer: Any, guard: ProtectedRun, max_norm: Any) -> None:
+        super().__init__(trainer, guard, max_norm)
+        self._groups: LoopGroups
+        self._loaded: dict[tuple[int, ...], dict[str, Any]] = {}
+        """States from a checkpoint, by the places of their optimizers, until their guard starts."""
         self._fresh: list[Tensor] = []
         """Losses of the backwards since any optimizer's last step."""
         self._stepped_on: list[Tensor] = []
@@ -247,36 +258,67 @@ class ManualSeam(Seam):
         self._inside = False
 
     def start(self, step: int) -> None:
-        for guard, optimizer in zip(self.guards, self._optimizers, strict=True):
-            guard.start(
-                self.strategy.model,
-                optimizer,
-                max_norm=None if self._max_norm is ... else self._max_norm,
-                scaler=getattr(self.plugin, "scaler", None),
-                step=step,
-            )
+        self._groups = LoopGroups(self.trainer.optimizers, self.guards[0], self._start_group, step)
+        self.guards = self._groups.runs
         self.stand_in()
+
+    def _start_group(self, group: LoopGroup, step: int) -> None:
+        group.guard.start(
+            self.strategy.model,
+            group.members,
+            max_norm=None if self._max_norm is ... else self._max_norm,
+            scaler=getattr(self.plugin, "scaler", None),
+            step=step,
+        )
+        state = self._loaded.pop(self._places(group), None)
+        if state is not None:
+            group.guard.load_state_dict(state)
+
+    def _places(self, group: LoopGroup) -> tuple[int, ...]:
+        ids = {id(member) for member in group.members}
+        return tuple(i for i, o in enumerate(self.trainer.optimizers) if id(getattr(o, "optimizer", o)) in ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        started = self._groups.started
+        return {
+            "guards": [g.guard.state_dict() for g in started],
+            "optimizers": [[*self._places(g)] for g in started],
+            "taken": 0,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Which optimizers step together shows at the first backward. The states wait for that."""
+        places = state.get("optimizers") or [[i] for i in range(len(state["guards"]))]
+        count, known = len(self.trainer.optimizers), sum(map(len, places))
+        if known > count or any(place >= count for several in places for place in several):
+            raise UsageError(f"nanproof: the checkpoint is of a run with {known} optimizers, and this one has {count}")
+        self._loaded = {tuple(several): saved for several, saved in zip(places, state["guards"], strict=True)}
+        for group in self._groups.started:
+            saved = self._loaded.pop(self._places(group), None)
+            if saved is not None:
+                group.guard.load_state_dict(saved)
 
     def on_train_batch_start(self, original: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         self.note_averages(batch_idx)
         return original(batch, batch_idx)
 
     def training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for guard in self.guards:
-            guard.engine.begin(UNKNOWN)
+        for group in self._groups.started:
+            group.begin(UNKNOWN)
         self._inside = True
         try:
             return self._watched(lambda: original(*args, **kwargs))
         finally:
             self._inside = False
-            for guard in self.guards:
-                guard.engine.abandon(keep_gradients=True)
+            for group in self._groups.started:
+                group.guard.engine.abandon(keep_gradients=True)
 
     def backward(self, original: Callable[..., Any], closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         loss = closure_loss.detach()
         if loss.numel() > 1:
             weights = kwargs.get("gradient", args[0] if args else None)
             loss = (loss if weights is None else loss * weights).sum()
+        self._groups.concerned(closure_loss, loss.reshape(()))
         self._fresh.append(loss.reshape(()))
         seeded = closure_loss
         if self.trainer.world_size > 1:
@@ -289,30 +331,34 @@ class ManualSeam(Seam):
         refuse_arguments(kwargs)
         result = closure()
         self.plugin._after_closure(model, optimizer)
-        place = self._place(optimizer)
-        guard = self.guards[place]
         # Where there was no backward since another optimizer's step, both step on the same ones.
         if self._fresh:
             self._stepped_on, self._fresh = self._fresh, []
-        for loss in self._stepped_on:
-            guard.engine.loss(loss)
-        self.norms[place] = guard.engine.step()
-        guard.engine.end()
-        if self._inside:
-            guard.engine.begin(UNKNOWN)  # here, not at its next backward: the buffers from before the forward have to be kept
+        bare = self._known(optimizer)
+        group = self._groups.at_step(bare)
+        group.losses = list(self._stepped_on)
+        group.step(bare, self._groups.backwards, clips=self._max_norm is ...)
+        self.norms = [known.total for known in self._groups.started]
+        if self._inside and group.complete:
+            group.begin(UNKNOWN)  # here, not at its next backward: the buffers from before the forward have to be kept
         return result
 
     def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    def of(self, optimizer: Any) -> ProtectedRun:
-        return self.guards[self._place(optimizer)]
+    def clip_gradients(
+        self, original: Callable[..., Any], optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        refuse_value_clipping(clip_val, gradient_clip_algorithm)
+        bare = self._known(optimizer)
+        group = self._groups.of(bare)
+        if self._max_norm is ... and clip_val and group.started:
+            group.clip(parameters_of(bare), float(clip_val))
 
-    def _place(self, optimizer: Any) -> int:
+    def _known(self, optimizer: Any) -> Any:
         bare = getattr(optimizer, "optimizer", optimizer)
-        for i, known in enumerate(self._optimizers):
-            if known is bare:
-                return i
+        if self._groups.has(bare):
+            return bare
         raise UnsupportedError(
             f"nanproof: {type(bare).__name__} steps, which configure_optimizers did not return: return every optimizer there"
         )

@@ -44,7 +44,7 @@ def protect_trainer(
         run_dir: folder for records, incidents and bundles; "auto" is `nanproof` in the trainer's log folder.
         checkpoints: `Checkpoints(folder)`, to go back to. With one optimizer only.
         max_norm: clip to this norm; if it is not given, `Trainer(gradient_clip_val=...)` counts.
-        observe: True or `Observe(...)`; of several optimizers, the guard of the first one observes.
+        observe: True or `Observe(...)`; of several guards, the first one observes.
     """
     if any(isinstance(callback, NanproofCallback) for callback in trainer.callbacks):
         raise AlreadyGuarded("protect: this trainer has a NanproofCallback already; use its `guard`")
@@ -79,10 +79,10 @@ class NanproofCallback:
         observe: Observe | bool | None = None,
     ) -> None:
         self.guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe)
-        """The guard of the first optimizer; `incidents` holds those of all."""
+        """The first guard; `incidents` holds those of all."""
         self.guards = [self.guard]
-        """One for each optimizer."""
-        self._settings: dict[str, Any] = {"policy": policy, "run_dir": run_dir, "checkpoints": checkpoints}
+        """One for all optimizers that one loss feeds."""
+        self._settings: dict[str, Any] = {"run_dir": run_dir, "checkpoints": checkpoints}
         self._max_norm = max_norm
         self._seam: Seam | None = None
         self._loaded: dict[str, Any] = {}
@@ -99,16 +99,24 @@ class NanproofCallback:
         check_package(trainer)
         manual = not pl_module.automatic_optimization
         count = len(trainer.optimizers)
-        self._make_guards(count, self._folder(trainer))
-        seam = ManualSeam(trainer, self.guards, self._max_norm) if manual else Seam(trainer, self.guard, self._max_norm)
+        if count > 1 and self._settings["checkpoints"] is not None:
+            raise UnsupportedError(
+                "nanproof: Checkpoints(...) holds one optimizer, and this module has several: leave `checkpoints` out and use "
+                "Lightning's own ModelCheckpoint"
+            )
+        self.guard.run_dir = self._folder(trainer)
+        seam = (ManualSeam if manual else Seam)(trainer, self.guard, self._max_norm)
         self._seam, self._counts = seam, None
         try:
             seam.start(trainer.global_step // max(count, 1))
-            self._load(seam)
+            if self._loaded:
+                seam.load_state_dict(self._loaded)
+                self._loaded = {}
         except BaseException:
             seam.let_go()
             self._seam = None
             raise
+        self.guards = seam.guards
         if not manual:
             _warn_of_gradient_hooks(pl_module, self.guard)
 
@@ -144,10 +152,7 @@ class NanproofCallback:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed fit needs of the guards: into every checkpoint of Lightning's."""
-        if self._seam is None:
-            return self._last
-        schedules = self._seam.schedules
-        return {"guards": [g.state_dict() for g in self.guards], "taken": 0 if schedules is None else schedules.taken}
+        return self._last if self._seam is None else self._seam.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning calls this before the optimizers are there: what is in it waits for the start."""
@@ -155,38 +160,11 @@ class NanproofCallback:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
-    def _make_guards(self, count: int, folder: Path | None) -> None:
-        if count > 1 and self._settings["checkpoints"] is not None:
-            raise UnsupportedError(
-                "nanproof: Checkpoints(...) holds one optimizer, and this module has several: leave `checkpoints` out and use "
-                "Lightning's own ModelCheckpoint"
-            )
-        self.guard.run_dir = folder
-        del self.guards[max(count, 1) :]
-        while len(self.guards) < count:
-            own = None if folder is None else folder / f"optimizer_{len(self.guards)}"
-            shared = self.guard.incidents
-            self.guards.append(ProtectedRun(policy=self._settings["policy"], run_dir=own, incidents=shared))
-
     def _folder(self, trainer: Any) -> Path | None:
         folder = self._settings["run_dir"]
         if folder == "auto":
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "nanproof"
         return None if folder is None else Path(folder)
-
-    def _load(self, seam: Seam) -> None:
-        if not self._loaded:
-            return
-        saved = self._loaded["guards"]
-        if len(saved) != len(self.guards):
-            raise UsageError(
-                f"nanproof: the checkpoint is of a run with {len(saved)} optimizers, and this one has {len(self.guards)}"
-            )
-        for guard, state in zip(self.guards, saved, strict=True):
-            guard.load_state_dict(state)
-        if seam.schedules is not None:
-            seam.schedules.taken = self._loaded["taken"]
-        self._loaded = {}
 
     def _counted(self, device: torch.device) -> dict[str, Tensor]:
         """The counts as tensors on the device, made only when they change: making one waits for the device."""
@@ -209,7 +187,7 @@ class NanproofCallback:
                 self._last = self.state_dict()
         seam, self._seam = self._seam, None
         seam.let_go()
-        for guard in self.guards:
+        for guard in reversed(self.guards):
             guard.leave(error)
 
 

@@ -1,4 +1,4 @@
-"""Which module an optimizer's parameters belong to. A script does not say; the garbage collector knows every module there is.
+"""Which module the parameters of optimizers belong to. A script does not say; the garbage collector knows every module there is.
 
 The outermost module that holds all of them is taken, with DistributedDataParallel or torch.compile around it, so that names are
 those of the whole model and its calls can be followed. Parameters of several models, or of none, are held together by a module
@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 
 
 class Together(nn.Module):
-    """Several models under one optimizer, and tensors that no module holds. It is never called."""
+    """Several models under the same optimizers, and tensors that no module holds. It is never called."""
 
 
-def model_of(optimizer: Optimizer) -> nn.Module:
-    """The module to guard. Looks at every object of the process: once an optimizer."""
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+def model_of(optimizers: Iterable[Optimizer]) -> nn.Module:
+    """The module to guard. Looks at every object of the process: once a run."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    tensors = [p for group in groups for p in group["params"]]
     roots = _roots(tensors)
     wanted = {id(p) for p in tensors}
     held = {id(root): wanted & {id(p) for p in root.parameters()} for root in roots}
@@ -32,7 +33,7 @@ def model_of(optimizer: Optimizer) -> nn.Module:
         if held[id(root)] & missing:
             together.add_module(_free_name(together, type(root).__name__), root)
             missing -= held[id(root)]
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(groups):
         for j, p in enumerate(group["params"]):
             if id(p) in missing:
                 together._parameters[f"group{i}_{j}"] = p  # tensors that are no nn.Parameter too

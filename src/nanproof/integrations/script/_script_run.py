@@ -1,6 +1,7 @@
-"""ScriptRun: the face of the engine for one optimizer of a script that knows nothing of nanproof.
+"""ScriptRun: the face of the engine for the optimizers of a script that one loss feeds. The script
+knows nothing of nanproof.
 
-It is guarded from the first backward that could reach it.
+They are guarded from the first backward that reaches them.
 
 Until then there may be no model yet. What cannot be guarded is left alone, with one line that says
 why: nanproof is never the reason a script fails.
@@ -11,7 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof._errors import NanproofError
-from nanproof._policy import Policy
 from nanproof._records import Forecast, Incident
 from nanproof.core._under_way import UNKNOWN
 from nanproof.core.judge._judge import Norms
@@ -32,9 +33,11 @@ from nanproof.core.judge._stepper import Stepper, guarded
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import gradients_now
+from nanproof.integrations._groups import Group, parameters_of
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._recorded import OUTSIDE, RECORDED, RootRecorder
 from nanproof.integrations.script._owners import called, model_of
+from nanproof.integrations.script._session import Session
 
 _NUMBERS = itertools.count()
 
@@ -68,82 +71,93 @@ class Tally:
     """When the first step ended, and the last."""
 
 
-class ScriptRun:
-    """One optimizer of a script: its run, and what is known since the last step."""
+class ScriptRun(Group):
+    """Optimizers of a script that step together: their run, and what is known since the last step."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        say: Callable[[str], None],
-        inside: Callable[[Optimizer | None], AbstractContextManager[None]],
-    ) -> None:
-        """`say` tells the user something, once; `inside` is opened while the guard works outside of
-        the script's steps."""
+    def __init__(self, members: Iterable[Optimizer], session: Session, known: bool = False) -> None:
+        """`known`: nanproof has guarded them already."""
+        super().__init__(members)
         self.number = next(_NUMBERS)
         self.reached = 0
         """The last backward that reached its parameters, or came before a step of it."""
-        self._optimizer = weakref.ref(optimizer)
-        self._say, self._inside = say, inside
-        self.tally = Tally(type(optimizer).__name__)
+        self._session, self._known = session, known
+        self.tally = Tally(_name(self.members))
         self.guard: ProtectedRun | None = None
-        self.left_alone = False
+        self.changed = False
+        """Whether the guard has still to follow a change of members."""
         self._recorders: list[RootRecorder] = []
         self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm
         before."""
         self._max_norm: float | None = None
         self._whole = False
+        self._scaled: tuple[set[int], float] = set(), 1.0
+        """Parameters whose gradients still have the loss scale in them, and the scale."""
         self._unclaimed: list[Tensor] = []
         self._left: list[tuple[int, int]] = []
         """The gradients as backward left them: which, and how often they had been written."""
         self._clean: bool | None = None
         """Clipping found them so; None before clipping."""
+        self._partly = False
+        """Whether some step ended before all members had acted."""
         self._busy = False
         self._spent = 0.0
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        return self._optimizer()
+    def started(self) -> bool:
+        return self.guard is not None
 
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
-    def start(self, policy: Policy, run_dir: Path | None, fused: str, loss: Tensor | None, observe: bool = False) -> None:
-        """Look for the model and put the guard around it; once. `loss`: it is at a step already,
-        and this was the last."""
-        optimizer = self.optimizer
-        if self.guard is not None or self.left_alone or not getattr(optimizer, "param_groups", None):
-            return
-        assert optimizer is not None
-        if optimizer in guarded:
-            self.leave_alone("the script guards it itself")
-            return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self.leave_alone("LBFGS evaluates the loss several times inside one step")
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.requires_grad for p in parameters):
-            return
-        if loss is None and any(is_dtensor(p) for p in parameters):
-            return  # during backward, modules under fully_shard hold other tensors
-        model = model_of(optimizer)
+    def can_start(self, at_step: bool) -> bool:
+        """Whether there is something to guard. What cannot be guarded is left alone."""
+        for optimizer in self.members:
+            if not getattr(optimizer, "param_groups", None):
+                return False
+            if optimizer in guarded and not self._known:
+                self.leave_alone("the script guards it itself")
+            elif isinstance(optimizer, torch.optim.LBFGS):
+                self.leave_alone("LBFGS evaluates the loss several times inside one step")
+        if self.left_alone:
+            self._session.tallies.append(self.tally)
+            return False
+        if not at_step and any(is_dtensor(p) for p in self.parameters):
+            return False  # during backward, modules under fully_shard hold other tensors
+        return any(p.requires_grad for p in self.parameters)
+
+    def start(self, run_dir: Path | None, loss: Tensor | None) -> None:
+        """Look for the model and put the guard around it. `loss`: it is at a step already, and this
+        was the last."""
+        options, members, parameters = self._session.options, self.members, self.parameters
+        model = model_of(members)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _together(model, parameters):
             self.leave_alone(
                 "there are several ranks, and its model is neither in DistributedDataParallel nor in fully_shard, so it is not "
                 "known whether all ranks would decide alike"
             )
             return
+        policy, fused = options.policy, options.optimizer
         if fused == "own" or (fused == "auto" and all(p.device.type == "cpu" for p in parameters)):
             policy = replace(policy, switch_to_fused=False)
         places = {id(p): i for i, p in enumerate(parameters)}
         roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+        self.tally.name = _name(members)
         self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
         loop = replace(RECORDED, why_not_again=_why_not_again(roots))
-        guard = ProtectedRun(policy=policy, run_dir=run_dir, observe=observe, loop=loop)
+        guard = self.guard or ProtectedRun(policy=policy, run_dir=run_dir, observe=options.observe)
+        guard.loop = loop
+        self._stop_recording()
         # Not on a compiled model itself: hooks become part of what is compiled.
         self._recorders = [RootRecorder(root, self._begin) for root in roots if not is_compiled(root)]
         alone = len(self._recorders) == 1 and roots[0] is model
         try:
-            guard.start(model, optimizer, loss_fn=self._recorders[0].loss_fn if alone else None, max_norm=None)
+            guard.start(
+                model,
+                members if len(members) > 1 else members[0],
+                loss_fn=self._recorders[0].loss_fn if alone else None,
+                max_norm=None,
+                step=guard.next_step - guard.open,
+            )
         except NanproofError as error:
             self.leave_alone(str(error))
             return
@@ -156,20 +170,34 @@ class ScriptRun:
             for root in roots:
                 root.register_state_dict_pre_hook(Hook(self, self.settle))
 
+    def follow(self, loss: Tensor | None = None) -> None:
+        """Guard the members that there are now. `loss`: they are at a step already, and this was
+        the last."""
+        if not self.changed or self.guard is None or self.left_alone:
+            return
+        self._end()
+        self.changed = False
+        with self._inside():
+            self.start(self.tally.run_dir, loss)
+
+    def _inside(self) -> AbstractContextManager[None]:
+        return self._session.inside(self.members)
+
     def leave_alone(self, why: str) -> None:
         self._stop_recording()
         self.left_alone, self.tally.guarded = True, False
         self.tally.path = f"not guarded: {why}"
-        self._say(f"{self.tally.name} is not guarded: {why}")
+        self._session.say_once(f"{self.tally.name} is not guarded: {why}")
 
     def close(self, error: BaseException | None) -> None:
         self._stop_recording()
         if self.guard is not None:
+            self._end()
             self._note()
             alone = error is not None and not isinstance(error, SystemExit)
             ranks = self.guard.engine.judge.ranks
             gone = ranks.together and not dist.is_initialized()
-            with self._inside(self.optimizer):
+            with self._inside():
                 self.guard.close(alone=(alone or gone) and ranks.several)
             self._note()
 
@@ -181,9 +209,10 @@ class ScriptRun:
     def settle(self, *_: Any) -> None:
         """Wait for the verdicts under way: the state is about to be saved."""
         if self.guard is not None and not self.guard.open and not self._busy:
+            self._end()
             self._busy = True
             try:
-                with self._inside(self.optimizer):
+                with self._inside():
                     self.guard.sync()
             finally:
                 self._busy = False
@@ -197,15 +226,19 @@ class ScriptRun:
 
     def _begin(self, call: Any) -> None:
         if self.guard is not None:
+            self._end()
             self.guard.engine.begin(call)
 
-    def before_backward(self, loss: Tensor, alone: bool) -> Tensor | None:
+    def before_backward(self, loss: Tensor, alone: bool, backwards: int) -> Tensor | None:
         """Note the loss. Return the gradient that backward has to start from on several ranks.
-        `alone`: this is the only optimizer. With another one and late verdicts, running the step
-        again would add to gradients that belong to the other."""
+        `backwards`: so far, this one included. `alone`: this is the only run. With another one and
+        late verdicts, running the step again would add to gradients that belong to the other."""
         guard = self.guard
         if guard is None:
             return None
+        self._end()
+        if self.under_way(backwards - 1):
+            self._norms, self._max_norm = {}, None  # what was clipped belonged to the last step
         known = [recorder.recognise(loss) for recorder in self._recorders]
         if known != [True] or not guard.open:
             guard.engine.begin(UNKNOWN)
@@ -232,9 +265,9 @@ class ScriptRun:
             return
         if stepper.lag:
             self._left, self._clean = self._gradients_now(), None
-        if alone:
+        if alone and self.feeds is not False:
             return
-        if stepper.backwards == before:
+        if stepper.backwards == before and not self.feeds:
             self.guard.engine.drop_loss()
             self._unclaimed = [*self._unclaimed[-15:], local(loss.detach())]
 
@@ -264,44 +297,50 @@ class ScriptRun:
 
     def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float, before: list[tuple[int, int]]) -> None:
         """The script clipped; these were the norms before, and these the gradients."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
         if self.guard is not None and self.guard.late:
             self._clean = before == self._left
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        mine = {id(p) for p in self.parameters if p.grad is not None}
         there = mine & norms.keys()
         if there:
             self._whole = there == mine and not self._norms
             self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
             self._norms.update({key: norms[key] for key in there if key not in self._norms})
 
-    def take(self) -> None:
-        """In place of the optimizer's step."""
+    def take(self, member: Optimizer, backwards: int) -> None:
+        """In place of the optimizer's step. `backwards`: so far."""
         guard = self.guard
         assert guard is not None
+        self.tally.calls += 1
+        self._busy = True
+        try:
+            if not (self.goes_on(member, backwards) and self.act(guard.engine, member, self._norms)):
+                self._judge(guard, member, backwards)
+            if self.complete:
+                self._busy = False
+                self._end()
+        finally:
+            self._busy = False
+            self._note()
+
+    def _judge(self, guard: ProtectedRun, member: Optimizer, backwards: int) -> None:
+        """The first of the members steps."""
+        self.follow(None if self._session.runs is None else self._session.runs.last_loss)
         stepper = self._stepper
         if not guard.open:
+            self._end()
             guard.engine.begin(UNKNOWN)
         if not stepper.noted:
             if not self._unclaimed:
-                self._say(f"no backward was seen before a step of {self.tally.name}: its loss is taken to be 0")
+                self._session.say_once(f"no backward was seen before a step of {self.tally.name}: its loss is taken to be 0")
             for loss in self._unclaimed or [torch.zeros((), device=stepper.parameters.device)]:
                 guard.engine.loss(loss)
         self._unclaimed = []
         norms = self._before_clipping(stepper.parameters.present())
         self._prepare_to_hold(guard, norms)
         self._norms, self._max_norm = {}, None
-        self._busy = True
-        self.tally.calls += 1
-        try:
-            guard.engine.step(norms)
-            self._finish(guard)
-        finally:
-            self._busy = False
-            self._note()
+        self.judge(guard.engine, member, backwards, norms)
 
-    def stepped(self, began: float, others: float) -> None:
+    def timed(self, began: float, others: float) -> None:
         """After a step: what of its time was nanproof's."""
         tally, now = self.tally, time.perf_counter()
         tally.own += now - began - others - self._spent
@@ -309,29 +348,46 @@ class ScriptRun:
         self._spent = 0.0
         tally.first, tally.last = tally.first or now, now
 
-    def left_out(self, scale: float) -> None:
-        """A GradScaler did not call the optimizer, because of gradients that are non-finite. While
+    def left_out(self, member: Optimizer, scale: float, backwards: int) -> None:
+        """A GradScaler does not call an optimizer, because of gradients that are non-finite. While
         it looks for its scale that is healthy; with a bad loss, or at a scale below 1, it is not,
         and becomes an incident."""
         guard = self.guard
         assert guard is not None
         if scale < 1 or guard.engine.judge.loss_is_bad():
-            self.take()
+            self.take(member, backwards)
             return
         self.tally.overflows += 1
         self._norms, self._max_norm, self._unclaimed = {}, None, []
         guard.engine.abandon(keep_gradients=True, counts=True)
+        self.leave_out(backwards)
 
-    def _finish(self, guard: ProtectedRun) -> None:
-        """Deal with the verdict. What a refused step is examined with must not show: random numbers
-        and gradients are the script's, whose next batch may have been drawn already, and whose
-        other optimizers have still to step."""
+    def scaled_by(self, scaler: Any, member: Optimizer) -> None:
+        """A GradScaler is about to step a member: which gradients of the others it has not unscaled
+        yet."""
+        stages = {key: state["stage"].name for key, state in scaler._per_optimizer_states.items()}
+        others = [other for other in self.members if other is not member and stages.get(id(other), "READY") == "READY"]
+        self._scaled = {id(p) for other in others for p in parameters_of(other)}, float(scaler.get_scale())
+
+    def _end(self) -> None:
+        """Deal with the verdict on the step under way, if it was not dealt with. What a refused
+        step is examined with must not show: random numbers and gradients are the script's, whose
+        next batch may have been drawn already, and whose other optimizers have still to step."""
+        guard = self.guard
+        if guard is None or self._busy or not guard.engine.taken:
+            return
+        self._partly |= not self.complete
+        self._norms, self._max_norm = {}, None
+        self._busy = True
         began, incidents = time.perf_counter(), len(guard.incidents)
-        bad = guard.engine.refused_at_once()
-        with self._unseen(guard) if bad else nullcontext():
-            guard.engine.end()
-        if bad or len(guard.incidents) > incidents:
-            self._spent = time.perf_counter() - began
+        bad = self.refused or (len(self.members) > 1 and guard.engine.refused_at_once())
+        try:
+            with self._inside() if self._session.taking is None else nullcontext(), self._unseen(guard) if bad else nullcontext():
+                guard.engine.end()
+        finally:
+            self._busy = False
+            if bad or len(guard.incidents) > incidents:
+                self._spent += time.perf_counter() - began
 
     @contextmanager
     def _unseen(self, guard: ProtectedRun) -> Iterator[None]:
@@ -355,7 +411,8 @@ class ScriptRun:
         assert self.guard is not None
         parameters = self._stepper.parameters
         norms: list[Tensor] = []
-        if not self._norms:
+        (scaled, scale), self._scaled = self._scaled, (set(), 1.0)
+        if not self._norms and not scaled:
             return None
         missing: list[tuple[int, Tensor]] = []
         for i in present:
@@ -371,7 +428,7 @@ class ScriptRun:
         if missing:
             more = parameters.norms([g for _, g in missing])
             for (place, _), norm in zip(missing, more.unbind(), strict=True):
-                norms[place] = norm
+                norms[place] = norm / scale if id(parameters.tensors[present[place]]) in scaled else norm
         gradients = [g for i in present if (g := parameters.tensors[i].grad) is not None]
         return Norms.of(torch.stack(norms), gradients, clipped=True, max_norm=self._max_norm)
 
@@ -382,7 +439,9 @@ class ScriptRun:
         if not guard.late:
             return
         guard.clip_to(None if clipped is None else clipped.max_norm)
-        if (clipped is not None and clipped.max_norm is None) or self._touched(after_clipping=clipped is not None):
+        if self._partly:
+            self._cannot_again(guard, "the optimizers do not all step each time, so the step cannot be run again")
+        elif (clipped is not None and clipped.max_norm is None) or self._touched(after_clipping=clipped is not None):
             self._cannot_again(guard, "the script changes gradients in its own way, so the step cannot be run again")
 
     def _cannot_again(self, guard: ProtectedRun, why: str) -> None:
@@ -401,6 +460,12 @@ class ScriptRun:
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
             self.tally.refused = self.guard.refused_so_far
+
+
+def _name(optimizers: Iterable[Optimizer]) -> str:
+    """The classes of the optimizers, each with its number: "AdamW and Muon", "24 × Adam"."""
+    counts = Counter(type(optimizer).__name__ for optimizer in optimizers)
+    return " and ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
 
 
 def _why_not_again(roots: list[nn.Module]) -> str:

@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 
 from nanproof._errors import TrainingHalted
 from nanproof.core.judge._parameters import is_dtensor
+from nanproof.integrations._groups import finite_gradients, has_gradient
 from nanproof.integrations._patches import Patches
+from nanproof.integrations.script._runs import ScriptRuns
 from nanproof.integrations.script._script_run import ScriptRun
 from nanproof.integrations.script._session import Session
 
@@ -30,7 +32,8 @@ from nanproof.integrations.script._session import Session
 def install(session: Session) -> Patches:
     """Change torch; what is returned changes it back."""
     patches = Patches()
-    _optimizers(session, patches)
+    session.runs = ScriptRuns(session)
+    _optimizers(session, session.runs, patches)
     for place, name, made in (
         (torch.autograd, "backward", _backward),
         (torch.nn.utils, "clip_grad_norm_", _clip_grad_norm),
@@ -38,26 +41,26 @@ def install(session: Session) -> Patches:
         (torch.amp.GradScaler, "scale", _scale),
         (torch.amp.GradScaler, "step", _scaler_step),
     ):
-        patches.set(place, name, made(session, getattr(place, name)))
+        patches.set(place, name, made(session, session.runs, getattr(place, name)))
     return patches
 
 
-def _optimizers(session: Session, patches: Patches) -> None:
+def _optimizers(session: Session, runs: ScriptRuns, patches: Patches) -> None:
     hook, patch = Optimizer.profile_hook_step, Optimizer._patch_step_function
 
     def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-        return _guarded_step(session, hook(step))
+        return _guarded_step(session, runs, hook(step))
 
     def patch_step_function(self: Optimizer) -> None:
         patch(self)
-        session.see(self)
+        runs.see(self)
 
     patches.set(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))
     patches.set(Optimizer, "_patch_step_function", patch_step_function)
     for kind in _classes(Optimizer):  # of which there are objects already
         step = vars(kind).get("step")
         if getattr(step, "hooked", False):
-            guarded: Any = _guarded_step(session, step)
+            guarded: Any = _guarded_step(session, runs, step)
             guarded.hooked = True
             patches.set(kind, "step", guarded)
 
@@ -68,33 +71,33 @@ def _classes(kind: type[Any]) -> Iterable[type[Any]]:
         yield from _classes(below)
 
 
-def _guarded_step(session: Session, step: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_step(session: Session, runs: ScriptRuns, step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if session.taking is not None and session.taking.optimizer is self:
+        if session.taking is not None and session.taking.covers(self):
             return session.taking.really(step, self)
-        watched = session.watched(self)
-        if watched is None:
+        if runs.watched(self) is None:
             return step(self, *args, **kwargs)
         began = time.perf_counter()
         taking = Taking(self, args, kwargs)
         taking.evaluate()
         starting = time.perf_counter()
-        session.start(watched, at_step=True)
+        watched = runs.at_step(self)
         taking.others += time.perf_counter() - starting
-        if watched.guard is None or not any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        skips = watched.refused and watched.goes_on(self, runs.backwards)
+        if watched.guard is None or watched.left_alone or not (skips or has_gradient(self)):
             return taking.really(step, self)
-        others = [other for other in session.guarded() if other is not watched]
-        session.taking = taking
+        others = [other for other in runs.guarded() if other is not watched]
+        taking.members, session.taking = watched.members, taking
         try:
             with ExitStack() as stack:
                 for other in others:
                     stack.enter_context(other.unconcerned())
-                watched.take()
+                watched.take(self, runs.backwards)
         finally:
             session.taking = None
-            watched.reached = session.backwards
-            watched.stepped(began, taking.others)
+            watched.reached = runs.backwards
+            watched.timed(began, taking.others)
         return taking.result
 
     return guarded_step
@@ -106,6 +109,8 @@ class Taking:
     def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], void: bool = False) -> None:
         """`void`: it is known already that the optimizer must not be called."""
         self.optimizer, self._void = optimizer, void
+        self.members = [optimizer]
+        """Optimizers that the guard may step meanwhile: those of the same run."""
         self._args, self._kwargs = args, kwargs
         self._closure: Any = kwargs.get("closure", args[0] if args else None)
         self.result: Any = None
@@ -125,10 +130,15 @@ class Taking:
         self._seen = self._versions()
         self.others += time.perf_counter() - began
 
+    def covers(self, optimizer: Optimizer) -> bool:
+        return any(member is optimizer for member in self.members)
+
     def really(self, step: Callable[..., Any], optimizer: Optimizer) -> Any:
         """The optimizer's own step, with what the script passed to it."""
         if self._void:
             return None
+        if optimizer is not self.optimizer:
+            return step(optimizer)
         began = time.perf_counter()
         args, kwargs = self._args, self._kwargs
         if callable(self._closure):
@@ -150,22 +160,25 @@ class Taking:
         return [(id(x), x._version) for x in (p, p.grad) if x is not None]
 
 
-def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        watching = session.at_backward()
-        loss = _loss(tensors, grad_tensors) if watching else None
-        if loss is None:
-            if session.guarding and isinstance(tensors, Tensor) and tensors.numel() == 1:
-                session.last_loss = tensors.detach()
+        if not session.guarding:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        runs.at_backward(tensors)
+        watching = runs.guarded()
+        scalar = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
+        loss = _loss(tensors, grad_tensors) if watching else scalar
+        runs.last_loss = None if loss is None else loss.detach()
+        if loss is None or not watching:
             return original(tensors, grad_tensors, *args, **kwargs)
         began = time.perf_counter()
-        active, dormant = session.sorted_out(watching)
+        active, dormant = runs.sorted_out(watching)
         alone = len(active) == 1
         seed = None
         for watched in active:
             try:
-                seed = watched.before_backward(loss, alone)
+                seed = watched.before_backward(loss, alone, runs.backwards)
             except TrainingHalted:
                 raise
             except Exception as error:
@@ -180,8 +193,8 @@ def _backward(session: Session, original: Callable[..., Any]) -> Callable[..., A
             original(tensors, grad_tensors, *args, **kwargs)
         began += time.perf_counter() - middle
         for watched, count in zip((*active, *dormant), before, strict=True):
-            if watched.backwards != count:
-                watched.reached = session.backwards
+            if watched.backwards != count or watched.feeds:
+                watched.reached = watched.fed = runs.backwards
             watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
         active[0].tally.own += time.perf_counter() - began
         return None
@@ -201,12 +214,12 @@ def _loss(tensors: Any, gradients: Any) -> Tensor | None:
         return sum(parts[1:], parts[0]) if parts else None
 
 
-def _clip_grad_norm(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _clip_grad_norm(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        watching = session.guarded()
+        watching = runs.guarded()
         many = [parameters] if isinstance(parameters, Tensor) else parameters
         if isinstance(many, types.GeneratorType):
             many = list(many) or many
@@ -254,7 +267,7 @@ def _clip(watching: list[ScriptRun], parameters: list[Tensor], max_norm: float, 
     return total
 
 
-def _scale(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scale(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
@@ -265,29 +278,46 @@ def _scale(session: Session, original: Callable[..., Any]) -> Callable[..., Any]
     return scale
 
 
-def _scaler_step(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scaler_step(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        watched = session.watched(optimizer) if isinstance(optimizer, Optimizer) else None
-        if watched is None or watched.guard is None or not self.is_enabled():
+        if not (isinstance(optimizer, Optimizer) and self.is_enabled()) or runs.watched(optimizer) is None:
             return original(self, optimizer, *args, **kwargs)
+        watched = runs.at_step(optimizer)
+        if watched.guard is None or watched.left_alone:
+            return original(self, optimizer, *args, **kwargs)
+
+        def left_out() -> None:
+            began, session.taking = time.perf_counter(), Taking(optimizer, (), {}, void=True)
+            session.taking.members = watched.members
+            try:
+                watched.left_out(optimizer, float(self.get_scale()), runs.backwards)
+            finally:
+                session.taking = None
+                watched.timed(began, 0.0)
+
+        alone = len(watched.members) == 1
+        if not alone and not watched.goes_on(optimizer, runs.backwards):
+            if finite_gradients(watched.members):
+                watched.scaled_by(self, optimizer)
+            else:  # torch's GradScaler would leave out one of them and step the others
+                left_out()
+                watched.call_again(optimizer)
         # A fused optimizer would unscale and leave out by itself, behind the guard's back.
         fused = optimizer.__dict__.pop("_step_supports_amp_scaling", None)
         if fused is not None:
-            optimizer._step_supports_amp_scaling = False
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         steps = watched.tally.calls
         try:
             out = original(self, optimizer, *args, **kwargs)
         finally:
             if fused is not None:
-                optimizer._step_supports_amp_scaling = fused
+                optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
         if watched.tally.calls == steps:
-            began, session.taking = time.perf_counter(), Taking(optimizer, (), {}, void=True)
-            try:
-                watched.left_out(float(self.get_scale()))
-            finally:
-                session.taking = None
-                watched.stepped(began, 0.0)
+            if alone:
+                left_out()
+            else:
+                watched.pass_by(optimizer)
         return out
 
     return step
