@@ -361,6 +361,7 @@ class ScriptRun(Group):
         self._norms, self._max_norm, self._unclaimed = {}, None, []
         guard.engine.abandon(keep_gradients=True, counts=True)
         self.leave_out(backwards)
+        self._note()
 
     def scaled_by(self, scaler: Any, member: Optimizer) -> None:
         """A GradScaler is about to step a member: which gradients of the others it has not unscaled
