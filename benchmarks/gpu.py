@@ -3,7 +3,7 @@
 python -m benchmarks.gpu --out DIR        # about five minutes on an H200
 
 1. The optimizer's part alone, 1.1 B fp32 parameters: clip + fused AdamW against guard.step and what the bandwidth allows.
-2. Whole steps of a 271 M Llama in bf16 autocast, all telemetry on, beside other tools.
+2. Whole steps of a 271 M Llama in bf16 autocast, all telemetry on, beside other tools; and with Muon + AdamW.
 3. 200 guarded steps under torch.cuda.set_sync_debug_mode("error"): no host sync.
 4. What a bad step costs.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import nanproof
 from benchmarks.adamw_kernel import AdamWKernel
-from benchmarks.variants import VARIANTS, compare, table
+from benchmarks.variants import MUON, VARIANTS, compare, muon_and_adamw, table
 from tools.results import save
 from zoo.llama import Llama, next_token_loss
 
@@ -134,6 +134,20 @@ def whole_step(rounds: int) -> dict[str, Any]:
     return {"title": title, "rows": rows}
 
 
+def muon(rounds: int) -> dict[str, Any]:
+    batch = torch.randint(0, 32000, (8, 1024), device="cuda")
+    rows = compare(
+        small_llama, autocast_loss, batch, rounds=rounds, steps=4, names=list(MUON), device="cuda", variants=dict(MUON)
+    )
+    title = "whole step with Muon + AdamW, Llama of 271 M fp32 parameters, bf16 autocast, batch 8 x 1024"
+    print(table(title, rows))
+    model = small_llama()
+    with nanproof.Guard(model, muon_and_adamw(model)) as guard:
+        path = guard.path
+    print(f"path: {path}")
+    return {"title": title, "rows": rows, "path": path}
+
+
 def no_syncs(steps: int = 200) -> dict[str, Any]:
     """Raises at the first operation that makes the host wait for the device."""
     batch = torch.randint(0, 32000, (8, 1024), device="cuda")
@@ -231,6 +245,7 @@ def memory() -> dict[str, float]:
 PARTS = {
     "optimizer part": optimizer_part,
     "whole step": whole_step,
+    "muon": muon,
     "no host sync": no_syncs,
     "failure": failure,
     "memory": memory,
@@ -246,7 +261,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     results: dict[str, Any] = {}
     for name in args.only:
-        results[name] = PARTS[name](args.rounds) if name in ("optimizer part", "whole step") else PARTS[name]()
+        results[name] = PARTS[name](args.rounds) if name in ("optimizer part", "whole step", "muon") else PARTS[name]()
         torch.cuda.empty_cache()
         print(flush=True)
         (args.out / "partial.json").write_text(json.dumps(results))

@@ -171,6 +171,61 @@ def detect_anomaly(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
         yield anomalous
 
 
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside, AdamW for embeddings, head and norms."""
+    inside = {id(p) for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "head" not in name}
+    muon = torch.optim.Muon([p for p in model.parameters() if id(p) in inside], lr=1e-3)
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return [muon, torch.optim.AdamW(rest, lr=1e-4, fused=True)]
+
+
+@contextmanager
+def muon_plain(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+    """Muon + AdamW as people write it: one clip over all, then both steps."""
+    optimizers = muon_and_adamw(model)
+
+    def step(batch: Any) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def muon_guarded(model: nn.Module, loss_fn: LossFn, policy: nanproof.Policy | None = None) -> Iterator[Step]:
+    """The same under guard.step, all telemetry on."""
+    optimizers = muon_and_adamw(model)
+    with tempfile.TemporaryDirectory() as folder, nanproof.Guard(model, optimizers, run_dir=folder, policy=policy) as guard:
+
+        def step(batch: Any) -> None:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            guard.step(loss)
+
+        yield step
+    assert not guard.incidents, guard.incidents
+
+
+@contextmanager
+def muon_train_step(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+    """The same under guard.train_step."""
+    optimizers = muon_and_adamw(model)
+    with tempfile.TemporaryDirectory() as folder, nanproof.Guard(model, optimizers, loss_fn=loss_fn, run_dir=folder) as guard:
+        yield guard.train_step
+    assert not guard.incidents, guard.incidents
+
+
+MUON = {
+    "plain Muon + AdamW": muon_plain,
+    "nanproof guard.step": muon_guarded,
+    "nanproof guard.train_step": muon_train_step,
+}
 VARIANTS = {
     "plain clip + step": plain,
     "nanproof guard.step": guard_step,

@@ -44,7 +44,7 @@ def test_bad_use_gets_a_clear_error(tmp_path):
         guarded(model, optimizer, policy={"lag": 2})
     with pytest.raises(nanproof.UsageError, match="Module is needed, not list"):
         nanproof.Guard(list(model.parameters()), optimizer)
-    with pytest.raises(nanproof.UsageError, match="scheduler is needed, not list"):
+    with pytest.raises(nanproof.UsageError, match="scheduler is needed, not int"):
         guarded(model, optimizer, scheduler=[1])
     with pytest.raises(nanproof.UsageError, match="Checkpoints"):
         guarded(model, optimizer, checkpoints="folder")

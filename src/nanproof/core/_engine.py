@@ -234,9 +234,12 @@ class Engine:
             raise UsageError(
                 "optimizer.step() was called, but the guard has seen no forward and backward pass since the last step"
             )
+        begun = self._open is not None
         attempt = self._open or self._new_attempt(None)
         self._open = None
         self._close_fixes()
+        if begun:
+            self._follow()
         how = {name: given for name, given in (("acting", acting), ("closure", closure)) if given is not None}
         self._take(attempt, loss, norms, **how)
         self._taken = attempt
@@ -335,6 +338,7 @@ class Engine:
             attempt.remarks.clear()
             try:
                 self._forward_backward(attempt)
+                self._follow()
                 self._take(attempt, None, None, **self._closure(attempt))
                 break
             except BaseException as error:
@@ -377,7 +381,7 @@ class Engine:
 
     def _new_attempt(self, batches: tuple[Any, ...] | None) -> Attempt:
         """The next step begins. None: it cannot be run again."""
-        if self.judge.outdated and self._open is None:
+        if self.judge.outdated:
             self.sync()
             self._follow()
         mode = None if batches is None else self.under_way.mode()
@@ -387,7 +391,9 @@ class Engine:
         return attempt
 
     def _follow(self) -> None:
-        """Model or optimizer are made of other tensors than before."""
+        """Take in what model and optimizer are made of, if that is not what it was."""
+        if not self.judge.outdated:
+            return
         said = [self.judge.follow(), self.recovery.followed()]
         self.under_way.refresh()
         if any(said):
@@ -406,8 +412,6 @@ class Engine:
 
     def _take(self, attempt: Attempt, loss: Tensor | None, norms: Norms | None, **how: Any) -> None:
         """The optimizer's part of a step, from the gradients that are there."""
-        if self.judge.outdated:
-            self._follow()
         self._in_parts = how.get("acting") is not None
         attempt.put_back_attributes = self.judge.buffers.attributes.taken()
         for observer in self._before:

@@ -28,6 +28,8 @@ _SMALL = 1 << 20
 """Buffers up to this many bytes are always kept; larger masks and tables from the first step that writes them."""
 _MOST = 1 << 28
 """Bytes of untrained parameters that are copied to find out which of them a forward writes; of more, only sums are compared."""
+_CALM = 3
+"""The step at which it is looked which buffers are written, and how many steps later the answer is read."""
 _TORCHS = frozenset(nn.Module().__dict__)
 """What every module has."""
 
@@ -79,6 +81,12 @@ class BufferKeeper:
         """All buffers there were when the step began."""
         self._untouched: dict[Key, tuple[Tensor, int]] = {}
         """Large buffers, and their versions, that no forward has written yet."""
+        self._quiet: dict[Key, tuple[Tensor, int, int, Tensor]] = {}
+        """Buffers that the first steps did not write: as they are, how often they were written, where they lie, and a copy. As
+        long as that is so, there is nothing to look at and nothing to put back."""
+        self._begins = 0
+        self._asked: tuple[Callable[[], list[float]], list[Key], int] | None = None
+        """Which buffers a step has written: on its way from the device, to be read at this step."""
         self._in_step = False
         self.refresh()
         self._hooks = [self._model.register_load_state_dict_post_hook(Hook(self, self._on_load))]
@@ -94,9 +102,9 @@ class BufferKeeper:
         """Take the buffers as they are now for good: at the start, and after weights were loaded."""
         self._find_owners()
         self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
-        self._replaced = {}
+        self._replaced, self._quiet, self._begins, self._asked = {}, {}, 0, None
         self._rebuild({})
-        self._known = {*(key for key, _ in self._layout), *self._untouched}
+        self._known = {*(key for key, _ in self._layout), *self._untouched, *self._quiet}
 
     def follow(self, trained: Sequence[Tensor]) -> None:
         """The model is made of other modules, or other parameters are trained. What is kept stays kept."""
@@ -123,12 +131,14 @@ class BufferKeeper:
     def begin(self) -> None:
         """A step begins: keep what a forward writes, as it is now."""
         self._in_step = True
+        self._begins += 1
         self._find_written()
+        self._find_quiet()
         self._untrained.begin()
         self.attributes.save()
         if self._layout != self._current_layout():
             self._rebuild({})
-        self._known = {*(key for key, _ in self._layout), *self._untouched}
+        self._known = {*(key for key, _ in self._layout), *self._untouched, *self._quiet}
         for flat in self._flats:
             flat.was = _concatenate(flat.live())
 
@@ -141,6 +151,7 @@ class BufferKeeper:
         self._untrained.look()
         for flat in self._flats:
             flat.now = _concatenate(flat.live())
+        self._ask_who_is_quiet()
         bad = [_worse(flat) for flat in self._floating()]
         if not bad:
             return None
@@ -159,6 +170,7 @@ class BufferKeeper:
     def bad_now(self) -> Tensor | None:
         """Whether a buffer is non-finite now that is not so on purpose, on the device; None where none can be."""
         bad = [(~torch.isfinite(_concatenate(flat.live())) & ~flat.meant).any() for flat in self._floating()]
+        bad += [marks.any() for marks in self._worse_and_quiet().values()]
         return torch.stack([x.to(bad[0].device, non_blocking=True) for x in bad]).any() if bad else None
 
     def broken(self) -> list[str]:
@@ -168,7 +180,37 @@ class BufferKeeper:
             marks = ~torch.isfinite(_concatenate(flat.live())) & ~flat.meant
             parts = marks.split([shape.numel() for shape in flat.shapes])
             bad += [self._name(key) for key, part in zip(flat.keys, parts, strict=True) if part.any()]
-        return bad
+        return bad + [self._name(key) for key, marks in self._worse_and_quiet().items() if marks.any()]
+
+    def _worse_and_quiet(self) -> dict[Key, Tensor]:
+        quiet = {key: (_live(key), kept) for key, (*_, kept) in self._quiet.items() if _held(key) is not None}
+        same = {key: pair for key, pair in quiet.items() if pair[0].shape == pair[1].shape and pair[0].is_floating_point()}
+        return {key: ~torch.isfinite(now) & torch.isfinite(kept) for key, (now, kept) in same.items()}
+
+    def _ask_who_is_quiet(self) -> None:
+        """At the third step: which buffers has it written? The answer is read when the device has got that far."""
+        if self._begins != _CALM or self._asked is not None or not self._flats:
+            return
+        keys = [key for flat in self._flats for key in flat.keys if key[1] == "_buffers"]
+        flags = []
+        for flat in self._flats:
+            counts = [shape.numel() for shape in flat.shapes]
+            pairs = zip(flat.keys, (flat.now != flat.was).split(counts), strict=True)
+            flags += [written.any() for key, written in pairs if key[1] == "_buffers"]
+        if keys:
+            place = flags[0].device
+            parcel = Courier(place).send(torch.stack([flag.to(place, non_blocking=True) for flag in flags]).float())
+            self._asked = parcel, keys, self._begins + _CALM
+
+    def _find_quiet(self) -> None:
+        if self._asked is None or self._begins < self._asked[2]:
+            return
+        (parcel, keys, _), self._asked = self._asked, None
+        there = {key for key, _ in self._layout}
+        for key, written in zip(keys, parcel(), strict=True):
+            buffer = _held(key)
+            if not written and buffer is not None and key in there:
+                self._quiet[key] = buffer, buffer._version, _address(buffer), _live(key).clone()
 
     def settle(self, refused: Tensor) -> None:
         """After the verdict, where it says so, put back the kept values; else keep the new ones, but never a non-finite number
@@ -223,6 +265,11 @@ class BufferKeeper:
                 del self._untouched[key]
             elif buffer._version != version:
                 del self._untouched[key]
+        for key, (buffer, version, place, kept) in list(self._quiet.items()):
+            now = _held(key)
+            if now is not buffer or now._version != version or _address(now) != place:
+                rebound[key] = kept
+                del self._quiet[key]
         return rebound
 
     def _notice_changes(self) -> None:
@@ -245,8 +292,13 @@ class BufferKeeper:
         if not self._replaced:
             return
         kept = {key: part for flat in self._flats for key, part in _parts(flat)}
-        for (owner, where, name), old in self._replaced.items():
-            getattr(owner, where)[name] = old
+        for key, old in self._replaced.items():
+            owner, where, name = key
+            live = _held(key)
+            if old is None or live is None or (live.shape, live.dtype, live.device) != (old.shape, old.dtype, old.device):
+                getattr(owner, where)[name] = old
+            else:
+                _live(key).copy_(local(old))
         kept.update({key: old for key, old in self._replaced.items() if old is not None})
         self._replaced = {}
         self._rebuild(kept)
@@ -258,7 +310,7 @@ class BufferKeeper:
                     yield (module, "_buffers", name), buffer
 
     def _current_layout(self) -> list[tuple[Key, Any]]:
-        kept = [(key, x) for key, x in self._all() if key not in self._untouched]
+        kept = [(key, x) for key, x in self._all() if key not in self._untouched and key not in self._quiet]
         kept += [(key, x) for key in self._untrained.kept if (x := _held(key)) is not None]
         return [(key, (x.device, x.dtype, x.shape)) for key, x in kept]
 

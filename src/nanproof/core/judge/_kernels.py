@@ -301,6 +301,7 @@ class Aside:
         self._device = device
         self._kept: list[Tensor] = []
         self._table: _Table | None = None
+        self._sources: Tensor | None = None
         self._places: Tensor | None = None
 
     def save(self, tensors: list[Tensor], skip: Tensor) -> None:
@@ -309,11 +310,12 @@ class Aside:
             self._kept = [torch.empty(count, pin_memory=True) for count in sizes]
             self._table = _Table(sizes, self._device)
             self._places = torch.tensor([k.data_ptr() for k in self._kept], device=self._device)
-        self._copy(self._places, self._table.pointers(tensors), skip)
+        self._sources = self._table.pointers(tensors)
+        self._copy(self._places, self._sources, skip)
 
-    def put_back(self, tensors: list[Tensor], skip: Tensor) -> None:
-        assert self._table is not None
-        self._copy(self._table.pointers(tensors), self._places, skip)
+    def put_back(self, skip: Tensor) -> None:
+        """Into the tensors that were saved last."""
+        self._copy(self._sources, self._places, skip)
 
     def _copy(self, to: Any, source: Any, skip: Tensor) -> None:
         table = self._table

@@ -269,7 +269,7 @@ class UndoPath:
             written += [p.detach(), state[p]["momentum_buffer"]]
         self._aside.save(written, skip)
         self.optimizer.step()
-        self._aside.put_back(written, skip)
+        self._aside.put_back(skip)
 
     def close(self) -> None:
         pass
@@ -279,7 +279,7 @@ class Aside(Protocol):
     """Where tensors are kept on a bad step, without asking the host; see `nanproof.core.judge._kernels`."""
 
     def save(self, tensors: list[Tensor], skip: Tensor) -> None: ...
-    def put_back(self, tensors: list[Tensor], skip: Tensor) -> None: ...
+    def put_back(self, skip: Tensor) -> None: ...
 
 
 class HostPath:

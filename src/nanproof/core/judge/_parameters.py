@@ -173,6 +173,6 @@ def fills_its_memory(p: Tensor) -> bool:
 
 
 def _group_key(gradient: Tensor) -> Any:
-    if is_dtensor(gradient):
+    if type(gradient) is not Tensor and is_dtensor(gradient):
         return gradient.device_mesh, gradient.placements, gradient.dtype  # type: ignore[attr-defined]
     return gradient.device, gradient.dtype, gradient.layout

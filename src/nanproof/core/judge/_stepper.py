@@ -128,8 +128,11 @@ class Stepper(Judge):
         """1 after a bad step, until the host has dealt with it."""
         self._acting: Any = None
         """The optimizer whose step the guard is taking."""
+        self._stepped: set[int] = set()
+        """Optimizers that have stepped inside backward, since the last step."""
         self._inside: dict[int, Tensor] = {}
         """By parameter: norms of gradients that optimizers stepped on inside backward, since the last step."""
+        self._modules_seen = False
         self._parted: _Acts | None = None
         """A verdict on which some of the optimizers may have yet to act."""
         self._unvetoed = ""
@@ -176,6 +179,7 @@ class Stepper(Judge):
                 p.grad = None
             return
         self._cannot_veto(IN_BACKWARD)
+        self._stepped.add(id(optimizer))
         if self.weights is not None:
             self.weights.save()
         mine = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -194,7 +198,8 @@ class Stepper(Judge):
 
     def begin(self) -> None:
         """With copies that must be there before anything can write."""
-        if self.structure.has_other_modules:
+        self._modules_seen = not self.structure.has_other_modules
+        if not self._modules_seen:
             self.buffers.follow(self.parameters.tensors)
         self.buffers.begin()
         if self.weights is not None and (self.policy.copy is True or self._unvetoed == IN_BACKWARD):
@@ -319,6 +324,7 @@ class Stepper(Judge):
             # What GradScaler.unscale_ says; going on would train fp16 weights without a master copy.
             raise ValueError("Attempting to unscale FP16 gradients.")
         inside, self._inside = self._inside, {}
+        stepped, self._stepped = self._stepped, set()
         moved = bool(inside) or (not present and self.policy.copy is True)
         """The optimizers have acted already."""
         if inside:
@@ -379,7 +385,9 @@ class Stepper(Judge):
         if self._parted is not None and self.weights is not None:
             self.weights.forget()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
-        read = self._apply(acts, () if moved else acting, mean_of(terms))
+        if moved:  # the others may be containers, whose step is part of the loop
+            acting = [member for member in members if stepped and id(member) not in stepped]
+        read = self._apply(acts, acting, mean_of(terms))
         if closure is not None:
             self.forget_losses()  # of evaluations inside the step
             if closure.again:
@@ -425,14 +433,14 @@ class Stepper(Judge):
         packed, scaled = acts.verdict.packed, self.scale is not None
         if isinstance(self._path, HostPath):
             acts.reading = Reading.of(with_terms(packed, terms, counts).tolist(), scaled, *names)
-            may_act = not acts.reading.bad and acting != () and isinstance(self._path, CopyPath)
+            may_act = not acts.reading.bad and acting is None and isinstance(self._path, CopyPath)
             if may_act and self.weights is not None and (broken := self.weights.broken()):  # LBFGS would go around it silently
                 acts.reading, acts.refused = replace(acts.reading, bad=True), acts.refused | broken
         for i, member in enumerate(members_of(self.optimizer)):
             if acting is None or any(member is each for each in acting):
                 self._let(i, member, acts)
         self._look(acts)
-        if acting is None or not acting:
+        if self._parted is None:
             self._forget_copy()
         if acts.reading is not None:
             return lambda: acts.reading  # type: ignore[return-value]
@@ -539,6 +547,9 @@ class Stepper(Judge):
 
     @property
     def outdated(self) -> bool:
+        if self._modules_seen:  # this step began with a look at the modules
+            self._modules_seen = False
+            return self.structure.trains_others
         return self.structure.changed
 
     def follow(self) -> str:

@@ -52,7 +52,12 @@ class Structure:
     @property
     def changed(self) -> bool:
         """Whether something was added, removed, replaced, frozen or moved since. Reads nothing of the tensors themselves."""
-        return self.has_other_modules or not (
+        return self.has_other_modules or self.trains_others
+
+    @property
+    def trains_others(self) -> bool:
+        """Whether the optimizers have other tensors than they had, or other kinds of them."""
+        return not (
             _same(_members(holders_of(self._optimizer)), self._members)
             and list(map(_trains, self._tensors)) == self._trains
             and ((self._plain and list(map(_place, self._tensors)) == self._places) or self._kept_kinds())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer
@@ -122,16 +123,49 @@ def test_a_run_beyond_hope_is_halted(tmp_path, guards, filtered):
     assert all(torch.isfinite(p).all() for p in weights(trainer).values())
 
 
-def test_an_optimizer_that_steps_within_backward_is_refused(tmp_path):
+def test_a_step_within_backward_is_put_back(tmp_path):
     """After `test_galore` layer by layer: the Trainer's optimizer is a dummy there, so there is no step to stand before."""
+
+    def trained(data):
+        model = Line()
+        each = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+        def step(p):
+            each[p].step()
+            each[p].zero_grad()
+
+        for p in each:
+            p.register_post_accumulate_grad_hook(step)
+        optimizer = LayerWiseDummyOptimizer(optimizer_dict=each)
+        given = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        trainer = Trainer(model, arguments(tmp_path), train_dataset=data, optimizers=given)
+        trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(data, batch_size=8)
+        guard = nanproof.protect(trainer)
+        trainer.train()
+        moments = [state["momentum_buffer"] for o in each.values() for state in o.state.values()]
+        return guard, [t.detach().clone() for t in (*model.parameters(), *moments)]
+
+    bad, good = Points(), Points()
+    bad.x[9] = math.nan
+    good.x, good.ys = np.delete(good.x, slice(8, 16)), [np.delete(y, slice(8, 16)) for y in good.ys]
+    guard, saw = trained(bad)
+    _, never = trained(good)
+    assert guard.path.startswith("copy: optimizers step inside backward")
+    assert {i.step for i in guard.incidents} == {1 + epoch * len(bad) // 8 for epoch in range(3)}
+    assert all(torch.equal(a, b) for a, b in zip(saw, never, strict=True))
+
+
+def test_an_optimizer_that_moves_weights_without_a_step_is_refused(tmp_path):
+    """Nothing shows that LOMO has moved them, so there is no moment to judge."""
+
+    class Lomo(torch.optim.SGD):
+        pass
+
     model = Line()
-    each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-    for p in each:
-        p.register_post_accumulate_grad_hook(lambda p: each[p].step())
-    optimizer = LayerWiseDummyOptimizer(optimizer_dict=each)
-    given = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    given = (Lomo(model.parameters(), lr=0.1), None)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=Points(), optimizers=given)
-    with pytest.raises(nanproof.UnsupportedError, match="inside backward"):
+    nanproof.protect(trainer)
+    with pytest.raises(nanproof.UnsupportedError, match="Lomo moves weights inside backward, without a step"):
         trainer.train()
 
 
