@@ -123,8 +123,6 @@ def main():
     torch.set_num_threads(1)
     saved = {}
     for name in ("rmsprop", "sgd", "lion", "closure", "scaler", "fused", "two", "none", "lbfgs"):
-        if name == "lbfgs" and BAD >= 0:
-            continue  # which nobody protects
         print(name)
         model = Model()
         if name == "rmsprop":

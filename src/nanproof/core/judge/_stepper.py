@@ -388,9 +388,9 @@ class Stepper(Judge):
         if moved:  # the others may be containers, whose step is part of the loop
             acting = [member for member in members if stepped and id(member) not in stepped]
         read = self._apply(acts, acting, mean_of(terms))
-        if closure is not None:
+        if closure is not None or not self._path.clips:
             self.forget_losses()  # of evaluations inside the step
-            if closure.again:
+            if closure is not None and closure.again:
                 self._cannot_veto(f"{name_of(self.optimizer)} {EVALUATES}")
         self.buffers.settle(acts.refused)
         if verdict.learned is not None:

@@ -116,8 +116,6 @@ class ScriptRun(Group):
                 return False
             if optimizer in guarded and not self._known:
                 self.leave_alone("the script guards it itself")
-            elif isinstance(optimizer, torch.optim.LBFGS):
-                self.leave_alone("LBFGS evaluates the loss several times inside one step")
         if self.left_alone:
             self._session.tallies.append(self.tally)
             return False
