@@ -3,6 +3,7 @@ and see different samples, in another order every epoch."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from latent_toys import FRESH, lines, prepared, small
+from once import made_once
 
 pytest.importorskip("diffusers")
 
@@ -117,8 +119,12 @@ def refused(rank, out):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """All of it in one pair of processes: starting them takes longest."""
-    folder = tmp_path_factory.mktemp("team")
+    """All of it in one pair of processes, once a test run: starting them takes longest."""
+    folder, _ = made_once(tmp_path_factory, "team", run_all)
+    return folder, pickle.loads((folder / "results").read_bytes())
+
+
+def run_all(folder):
     jobs = {}
     for kind in ("ddp", "fsdp2"):
         for arm in ("fixed", "broken", "whole"):
@@ -133,7 +139,7 @@ def ran(tmp_path_factory):
     (folder / "file").write_text("")
     jobs["refused"] = ("test_latent_team:refused", (str(folder / "file"),), {})
     results = two_ranks(*jobs.values(), timeout=60)
-    return folder, dict(zip(jobs, results, strict=True))
+    (folder / "results").write_bytes(pickle.dumps(dict(zip(jobs, results, strict=True))))
 
 
 @pytest.mark.parametrize(("kind", "arm"), [("ddp", "fixed"), ("fsdp2", "fixed"), ("ddp", "guarded")])

@@ -198,21 +198,11 @@ class WeightKeeper:
         """Bool on the device: some weight or state that is looked at is non-finite now. Of sharded weights each rank has a part,
         so the ranks agree: one small collective."""
         device = local(self._looked[0]).device
-        groups: dict[Any, list[Tensor]] = {}
-        for tensor in self._tensors(self._looked):
-            for part in numbers(tensor):
-                if part.dim():
-                    groups.setdefault((part.device, part.dtype), []).append(part)
-        found: list[Tensor] = []
-        for (place, _), group in groups.items():
-            # The largest of a tensor on CPU: a norm takes several times as long as both ends of it.
-            found += (
-                [end for part in group for end in torch.aminmax(part)]
-                if place.type == "cpu"
-                else torch._foreach_norm(group, torch.inf)
-            )
-        largest = [n.to(device, torch.float32) for n in found]
-        bad = ~torch.isfinite(torch.stack(largest)).all() if largest else torch.zeros((), dtype=torch.bool, device=device)
+        parts = [part for tensor in self._tensors(self._looked) for part in numbers(tensor) if part.dim()]
+        bad = torch.zeros((), dtype=torch.bool, device=device)
+        for place, group in _by_place(parts):
+            ends = _ends(group) if place.type == "cpu" else torch._foreach_norm(group, torch.inf)
+            bad = bad | ~torch.isfinite(torch.stack(ends)).all().to(device, non_blocking=True)
         return bad if self._agree is None else self._agree(bad)
 
     def put_back(self, broken: Tensor) -> None:
@@ -244,3 +234,17 @@ def _where(condition: Tensor, old: Tensor, live: Tensor) -> None:
         return
     for (_, now), (_, then) in zip(plain(live), plain(old), strict=True):
         now.copy_(torch.where(condition.to(now.device, non_blocking=True), then, now))
+
+
+def _by_place(parts: list[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return ((place, group) for (place, _), group in groups.items())
+
+
+def _ends(group: list[Tensor]) -> list[Tensor]:
+    """Smallest and largest number of each tensor on CPU, where a norm takes many times as long. Sums take half as long again: if
+    they are finite, so is everything, and they are returned instead."""
+    sums = [part.sum(dtype=torch.promote_types(part.dtype, torch.float32)) for part in group]
+    return sums if torch.isfinite(torch.stack(sums)).all() else [end for part in group for end in torch.aminmax(part)]
