@@ -137,7 +137,7 @@ def whole_step(rounds: int) -> dict[str, Any]:
 def muon(rounds: int) -> dict[str, Any]:
     batch = torch.randint(0, 32000, (8, 1024), device="cuda")
     rows = compare(
-        small_llama, autocast_loss, batch, rounds=rounds, steps=4, names=list(MUON), device="cuda", variants=dict(MUON)
+        small_llama, autocast_loss, batch, rounds=2 * rounds, steps=6, names=list(MUON), device="cuda", variants=dict(MUON)
     )
     title = "whole step with Muon + AdamW, Llama of 271 M fp32 parameters, bf16 autocast, batch 8 x 1024"
     print(table(title, rows))
