@@ -133,6 +133,7 @@ class Stepper(Judge):
         self._inside: dict[int, Tensor] = {}
         """By parameter: norms of gradients that optimizers stepped on inside backward, since the last step."""
         self._modules_seen = False
+        """This step began with a look at the modules, and they were those of before."""
         self._parted: _Acts | None = None
         """A verdict on which some of the optimizers may have yet to act."""
         self._unvetoed = ""
@@ -202,12 +203,15 @@ class Stepper(Judge):
         if not self._modules_seen:
             self.buffers.follow(self.parameters.tensors)
         self.buffers.begin()
+        if self._parted is not None:
+            self._forget_copy()  # of a step that some of the optimizers have taken
         if self.weights is not None and (self.policy.copy is True or self._unvetoed == IN_BACKWARD):
             self.weights.save()
 
     def restore(self) -> None:
         super().restore()
         self._inside.clear()
+        self._stepped.clear()
         if self.weights is not None:
             self.weights.put_back_now()
 
@@ -547,7 +551,7 @@ class Stepper(Judge):
 
     @property
     def outdated(self) -> bool:
-        if self._modules_seen:  # this step began with a look at the modules
+        if self._modules_seen:
             self._modules_seen = False
             return self.structure.trains_others
         return self.structure.changed
