@@ -112,6 +112,7 @@ def test_what_cannot_be_is_said_before_anything_is_begun(tmp_path, words, said):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_train_and_test_from_the_command_line(tmp_path):
     """`broken` ends with status 1, `fixed` with 0, and `test` gives the score of the training."""
     common = ["--model", "tiny", "--train", 8, "--valid", 4, "--out", tmp_path]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import forked
+from crosses import part_of
 from integrations.script.group_loops import BAD, LOOPS, STEPS
 from nanproof import read_incidents, read_steps
 
@@ -65,7 +66,7 @@ def test_a_bad_batch_leaves_no_trace_in_any_optimizer(name, tmp_path):
         assert guarded[0]["name"] == OPTIMIZERS[name]
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", part_of(list(LOOPS), every=3))
 def test_a_healthy_loop_ends_in_the_same_bits(name, tmp_path):
     """As without nanproof, and nothing is told of it."""
     plain, _ = weights(name, "clean", tmp_path)
