@@ -173,3 +173,21 @@ def test_half_weights_that_the_second_optimizer_breaks_take_the_first_ones_step_
         guard.engine.end()
     assert [r.action for r in guard.history] == ["skipped"]
     assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+
+
+def test_weights_that_the_second_breaks_are_put_back_in_both():
+    """The optimizers act one by one on one verdict, on the device. 0 / 0 in the second undoes the first."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    first = torch.optim.AdamW([model.weight], lr=1e-2, fused=True)
+    second = torch.optim.AdamW([model.bias], lr=1e-2, eps=0.0, fused=True)
+    guard = nanproof.Guard(model, [first, second], policy=nanproof.Policy(diagnose="never"))
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(torch.ones(3, 4)).square().mean()
+    loss.backward()
+    model.bias.grad.zero_()
+    guard.engine.step(loss=loss, acting=[first])
+    guard.engine.act(second)
+    guard.engine.end()
+    assert guard.path == "device" and guard.incidents[0].kind == "nonfinite-weight"
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

@@ -290,7 +290,7 @@ class Examiner(Explainer):
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
         if attempt.batches is not None and attempt.schedule is not None:
-            # A verdict that comes late is about the settings of then. The engine puts back the rest of that moment next.
+            # A late verdict is explained with the settings of its own step. The engine restores everything else next.
             change_settings(self._stepper.optimizer, attempt.schedule.groups)
         if mine and self._asked:
             try:

@@ -37,7 +37,7 @@ class LoopGroup(Group):
         self.limit: float | None = None
         """What the loop asked to clip this step to."""
         self.losses: list[Tensor] = []
-        """What the next step is about, if the engine was told of no backward."""
+        """The loss of the next step, if the engine has not seen a backward."""
 
     @property
     def started(self) -> bool:

@@ -184,7 +184,7 @@ def problems(
     an fp16 base under fp32 adapters is no problem.
 
     Args:
-        optimizer: the one it will be trained with, or a list of them; without it nothing is said of eps.
+        optimizer: the optimizer you will train with, or a list of them; without it, eps is not checked.
         fp16: the Trainer's argument, or autocast to fp16.
         bf16: the Trainer's argument, or autocast to bf16.
         scaler: the GradScaler, if there will be one.

@@ -181,11 +181,6 @@ class WeightKeeper:
         """What a copy takes now."""
         return sum(part.nbytes for tensor in self._tensors(self._all) for _, part in plain(tensor))
 
-    @property
-    def saved(self) -> bool:
-        """A copy was made since the last step."""
-        return self._copy is not None
-
     def save(self) -> None:
         """Before the optimizer acts; once a step."""
         if self.restore and self._copy is None:
@@ -206,10 +201,9 @@ class WeightKeeper:
         return bad if self._agree is None else self._agree(bad)
 
     def put_back(self, broken: Tensor) -> None:
-        """Undo the step where `broken` says so, on the device."""
+        """Undo the step where `broken` says so, on the device. The copy stays: another optimizer may act on the same step."""
         if self._copy is not None:
             self._copy.put_where(broken)
-        self._copy = None
 
     def put_back_now(self) -> None:
         """Undo the step; the host already knows that it must be."""

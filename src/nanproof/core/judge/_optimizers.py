@@ -7,6 +7,7 @@ without asking the host. The combinations in which it is not exact are listed in
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -149,7 +150,7 @@ class Several:
         for member in self.members:
             member.step() if closure is None else member.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         for member in self.members:
             member.zero_grad()
 
@@ -369,18 +370,22 @@ def choose_path(
 
 def evaluates(optimizer: Any) -> bool:
     """Whether its step evaluates the loss itself, and moves weights in between."""
-    asked = _closure_of(optimizer)
+    asked = _closure_of(type(optimizer).step)
     return isinstance(optimizer, torch.optim.LBFGS) or (asked is not None and asked.default is inspect.Parameter.empty)
 
 
 def may_evaluate(optimizer: Any) -> bool:
     """Whether its step may do so if it can: one that is not torch's own and takes a closure (SAM)."""
-    return evaluates(optimizer) or (not type(optimizer).__module__.startswith("torch.") and _closure_of(optimizer) is not None)
+    return evaluates(optimizer) or (
+        not type(optimizer).__module__.startswith("torch.") and _closure_of(type(optimizer).step) is not None
+    )
 
 
-def _closure_of(optimizer: Any) -> inspect.Parameter | None:
+@functools.cache
+def _closure_of(step: Callable[..., Any]) -> inspect.Parameter | None:
+    """Return the closure parameter of an optimizer's `step`. Cached, because `train_step` asks at every step."""
     try:
-        return inspect.signature(optimizer.step).parameters.get("closure")
+        return inspect.signature(step).parameters.get("closure")
     except (TypeError, ValueError):
         return None
 

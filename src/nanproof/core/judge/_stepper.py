@@ -133,7 +133,7 @@ class Stepper(Judge):
         self._inside: dict[int, Tensor] = {}
         """By parameter: norms of gradients that optimizers stepped on inside backward, since the last step."""
         self._modules_seen = False
-        """This step began with a look at the modules, and they were those of before."""
+        """Whether the modules were compared at the beginning of this step, and have not changed."""
         self._parted: _Acts | None = None
         """A verdict on which some of the optimizers may have yet to act."""
         self._unvetoed = ""
@@ -329,8 +329,8 @@ class Stepper(Judge):
             raise ValueError("Attempting to unscale FP16 gradients.")
         inside, self._inside = self._inside, {}
         stepped, self._stepped = self._stepped, set()
+        # The optimizers have acted already.
         moved = bool(inside) or (not present and self.policy.copy is True)
-        """The optimizers have acted already."""
         if inside:
             present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
         lr = learning_rates(self.optimizer)
@@ -386,8 +386,8 @@ class Stepper(Judge):
             divisors = self._own_divisors(limits, verdict, places)
         shared = [[gradients[k] for k in own] for own in places] if len(members) > 1 else [gradients]
         acts = _Acts(verdict, divisors, shared, closure, limits, clipped, places, refused=verdict.skip > 0)
-        if self._parted is not None and self.weights is not None:
-            self.weights.forget()  # of a step whose other optimizers never acted
+        if self._parted is not None:
+            self._forget_copy()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
         if moved:  # the others may be containers, whose step is part of the loop
             acting = [member for member in members if stepped and id(member) not in stepped]

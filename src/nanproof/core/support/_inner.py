@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from nanproof.core.judge._parameters import is_dtensor, local
 from nanproof.core.support._tree import map_tensors
 
-_ONE_BYTE = 1
-
 
 def plain(tensor: Tensor) -> list[tuple[str, Tensor]]:
     """The plain tensors that one is made of on this rank, each with its name inside: [("", tensor)] for one that is plain."""
@@ -53,7 +51,7 @@ def numbers(tensor: Tensor) -> Iterator[Tensor]:
             part = torch.view_as_real(part)
         if not part.is_floating_point() or not part.numel() or part.is_meta:
             continue
-        yield part.float() if part.element_size() == _ONE_BYTE else part
+        yield part.float() if part.element_size() == 1 else part  # no norm is defined on 8-bit floats
 
 
 def is_finite(tensor: Tensor) -> bool:
