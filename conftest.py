@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from limits import Limits
 from taught import taught  # the tiny language model of the recipes: documents show it too
 
 __all__ = ["taught"]
@@ -16,6 +17,14 @@ def _same_start():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def limits():
+    """A process to run something in that may hang or take all memory."""
+    made = Limits()
+    yield made
+    made.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nanproof._access import create, open_own
 from nanproof._errors import NanproofError, UsageError
 
 try:
@@ -41,8 +42,8 @@ def write_whole(path: Path, text: str) -> None:
     """A small file that is there with all of its text, or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
+        with create(partial) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
@@ -99,7 +100,7 @@ class FolderLock:
     def _take(self, path: Path, what: str) -> int:
         if fcntl is None:
             return -1
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
