@@ -31,7 +31,7 @@ from nanproof.integrations.huggingface._callbacks import (
     ActivationMonitorCallback,
     GuardView,
 )
-from nanproof.integrations.huggingface._checkpoints import TrainerCheckpoints
+from nanproof.integrations.huggingface._checkpoints import TrainerCheckpoints, choose
 from nanproof.integrations.huggingface._losses import HonestLoss
 from nanproof.integrations.huggingface._replay import Again, micro_batch
 from nanproof.integrations.huggingface._resume import HealedResume
@@ -118,8 +118,7 @@ class _Watch(TrainerCallback):
     # -- the run ---------------------------------------------------------------------------------------------------------------
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = TrainerCheckpoints.newest_usable(self.trainer.args.output_dir) or True
+        resume_from_checkpoint = choose(self.trainer, resume_from_checkpoint)
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
             with self._healed.remedies_first(self._resumed_from):
@@ -155,6 +154,7 @@ class _Watch(TrainerCallback):
         wrap(trainer, "_prepare_inputs", self._prepared)
         wrap(trainer, "log", self._log)
         wrap(trainer, "save_model", self._save_model)
+        wrap(trainer, "_save_checkpoint", self._save_checkpoint)
         wrap(trainer, "evaluate", self._settled)
         wrap(accelerator, "backward", self._backward)
         wrap(accelerator, "clip_grad_norm_", self._clip)
@@ -379,10 +379,15 @@ class _Watch(TrainerCallback):
     def _save_model(self, original: Callable[..., Any], output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         self.guard.sync()
         with self._own_arguments():
-            result = original(output_dir, *args, **kwargs)
-        if output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR) and self._checkpoints is not None:
-            self._checkpoints.saved(Path(output_dir), self.trainer.args.should_save)
-        return result
+            return original(output_dir, *args, **kwargs)
+
+    def _save_checkpoint(self, original: Callable[..., Any], model: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """Also where a callback asks for it. The folder's mark says that it is being saved to until all of it is there."""
+        trainer = self.trainer
+        assert self._checkpoints is not None
+        folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        with self._checkpoints.saving(folder, trainer.args.should_save, ranks=trainer.args.world_size):
+            return original(model, trial, *args, **kwargs)
 
     @contextmanager
     def _own_arguments(self) -> Iterator[None]:
