@@ -209,7 +209,8 @@ class Killer:
         self._open_phases: list[list[Any]] = []
         self._lock = threading.Lock()
 
-    def install(self) -> None:
+    def install(self, struck: dict[str, tuple[Any, str]] = STRUCK) -> None:
+        """`struck`: the class and method of each phase."""
         for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "open"):
             setattr(os, name, self._counted(getattr(os, name)))
         real = builtins.open
@@ -220,7 +221,7 @@ class Killer:
             return _Torn(made, self) if set(mode) & set("wax+") else made
 
         builtins.open = io.open = opened  # type: ignore[assignment]
-        for phase, (cls, name) in STRUCK.items():
+        for phase, (cls, name) in struck.items():
             setattr(cls, name, self._phased(phase, getattr(cls, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,6 +281,12 @@ class Killer:
         """Like `_call`, for a caller that wants to leave half of something behind first."""
         plan = self._plan
         return plan is not None and any(planned and calls + 1 == plan.call for _, planned, calls in self._open_phases)
+
+    def written(self, path: Any) -> None:
+        """Native code has written this file. A kill that is due leaves half of it."""
+        if self.due():
+            os.truncate(path, os.stat(path).st_size // 2)
+        self._call()
 
     def _strike(self, number: int) -> None:
         self._board.write(Board.STRUCK, number)
