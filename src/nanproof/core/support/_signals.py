@@ -22,11 +22,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-try:  # what `signal` wraps in functions that turn numbers into enums, at ten times the cost
-    import _signal as _fast
-except ImportError:
-    import signal as _fast  # type: ignore[no-redef]
-
+_fast = sys.modules.get("_signal", signal)  # what `signal` wraps in functions that make enums of numbers, at ten times the cost
 _set: Callable[[int, Any], Any] = _fast.signal
 _get: Callable[[int], Any] = _fast.getsignal
 _SIGINT = int(signal.SIGINT)
