@@ -16,6 +16,7 @@ from nanproof._policy import Policy
 from nanproof.core._caps import SkipCaps
 from nanproof.core._counters import Counters
 from nanproof.core._engine import Engine, Loop
+from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account
 from nanproof.core._under_way import LossFn, UnderWay
@@ -23,6 +24,7 @@ from nanproof.core.judge._judge import MaxNorm
 from nanproof.core.judge._optimizers import bare_optimizer, check_limits
 from nanproof.core.judge._stats import SpikeWatch
 from nanproof.core.judge._stepper import Stepper
+from nanproof.core.support._signals import Preemption
 from nanproof.explain._examiner import Examiner
 from nanproof.observe._lookout import Lookout
 from nanproof.observe._settings import Observe
@@ -76,6 +78,10 @@ def assemble(
         parts: dict[str, Part] = {"watch": watch, "caps": caps, "heal": healer}
         recovery = Recovery(stepper, under_way, policy, checkpoints, run_dir, parts)
         examiner = Examiner(stepper, loss_fn, scheduler, policy, run_dir, healer.living, recovery.wants_samples)
+        stopping = None
+        if checkpoints is not None and checkpoints.on_signal:
+            stopping = Stopping(Preemption(checkpoints.exit_status), stepper.ranks)
+            undo.callback(stopping.preemption.close)
         engine = Engine(
             stepper,
             under_way,
@@ -90,6 +96,7 @@ def assemble(
             recovery=recovery,
             healer=healer,
             lookout=lookout,
+            stopping=stopping,
             first=first,
         )
         undo.pop_all()

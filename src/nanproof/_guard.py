@@ -17,6 +17,7 @@ from nanproof.core._tell import Account, Face
 from nanproof.core.judge._optimizers import Evaluated
 from nanproof.core.support._checks import OwnLoop, check_arguments, check_scalar
 from nanproof.core.support._context import Schedulers
+from nanproof.core.support._signals import shielded
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
@@ -30,6 +31,7 @@ class Guard(Face):
     at all, not even in random numbers or the schedule.
     """
 
+    @shielded
     def __init__(
         self,
         model: nn.Module,
@@ -96,6 +98,11 @@ class Guard(Face):
         """The number of the step that comes next. It falls when the run goes back."""
         return self.engine.next_step
 
+    @property
+    def preempted(self) -> str:
+        """The name of the signal that asked the run to stop, or "". With `Checkpoints(on_signal=True)` only."""
+        return self.engine.preempted
+
     def backward(self, loss: Tensor) -> None:
         """Replaces `loss.backward()`, scaled if there is a scaler. Optional in your own loop; it is
         what names a bad micro-batch by its loss, and what tells the other ranks of a bad loss whose
@@ -104,6 +111,7 @@ class Guard(Face):
         check_scalar(loss, "backward")
         self.engine.judge.backward(loss)
 
+    @shielded
     def step(self, loss: Tensor | None = None, *, closure: Callable[[], Tensor] | None = None) -> None:
         """Replaces clip_grad_norm_ and optimizer.step() (and scaler.step/update). Call it after
         backward; zero_grad stays yours.
@@ -149,6 +157,7 @@ class Guard(Face):
         next. Iterate over what this returns, not over the original."""
         return self.parts.recovery.wrap(data)
 
+    @shielded
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one, and return the step to go on from; 0 if
         there is none.
@@ -157,6 +166,8 @@ class Guard(Face):
         position of wrapped loaders are put back. What was passed over, and why, is logged.
         """
         self._check_open("resume")
+        if self.engine.is_forked:
+            raise UsageError("guard.resume(): this guard belongs to another process; make a Guard in the one that trains")
         if not self.parts.recovery.has_checkpoints:
             raise UsageError("guard.resume(): there are no checkpoints; make the guard with checkpoints=Checkpoints(folder)")
         self.engine.resumed(self.parts.recovery.resume())

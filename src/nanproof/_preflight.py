@@ -20,6 +20,7 @@ from nanproof._records import ABSENT, Diagnosis, StepRecord
 from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.judge._parameters import Parameters, clean_name, unwrap
 from nanproof.core.support._context import Mode
+from nanproof.core.support._signals import shielded
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case
 from nanproof.explain._diagnose import explain
@@ -33,6 +34,7 @@ HEADROOM = 8.0
 """An fp16 output within this factor of 65504 is reported."""
 
 
+@shielded
 def preflight(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import nanproof
+from nanproof.core import _stopping
 from nanproof.core.judge._parameters import local
 from toys import batches, mse, poison
 from zoo.two_ranks import two_ranks
@@ -31,7 +33,7 @@ def build(kind):
 
 def guarded(kind, folder=None, **policy):
     model, optimizer, scheduler = build(kind)
-    where = None if folder is None else nanproof.Checkpoints(folder, every=10, prove=3)
+    where = nanproof.Checkpoints(folder, every=10, prove=3) if isinstance(folder, str) else folder
     policy = nanproof.Policy(diagnose=policy.pop("diagnose", "never"), **policy)
     return nanproof.Guard(model, optimizer, loss_fn=mse, scheduler=scheduler, policy=policy, checkpoints=where)
 
@@ -48,6 +50,31 @@ def state(guard):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def signalled(rank, kind, folder):
+    """Only one rank is told to stop: both save and leave at the same step, and go on from it."""
+    data = batches(40, seed=rank + 1)
+    through = guarded(kind)
+    for batch in data:
+        through.train_step(batch)
+    expected = state(through)
+    _stopping.EVERY = 0.01  # seconds between two exchanges: this run is over in less than the usual two
+    where = nanproof.Checkpoints(folder, every=100, on_signal=True, exit_status=9)
+    first, status = guarded(kind, where), None
+    try:
+        for step, batch in enumerate(data):
+            if step == 3 and rank == 1:
+                signal.raise_signal(signal.SIGTERM)
+            first.train_step(batch)
+    except SystemExit as left:
+        status = left.code
+    second = guarded(kind, where)
+    start = second.resume()
+    for batch in data[start:]:
+        second.train_step(batch)
+    second.close()
+    return {"status": status, "left": start == first.next_step and start > 3, "same": equal(state(second), expected)}
 
 
 def both(rank, kind, folder):
@@ -165,3 +192,10 @@ def test_ranks_go_back_together_and_share_the_loss_of_a_sample():
     for found in salvage:
         assert found["same"], found
         assert found["incidents"] == [["salvaged", [2], 1, []]]
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(tmp_path):
+    kinds = ("ddp", "fsdp2")
+    for ranks in two_ranks(*(job("signalled", kind=kind, folder=str(tmp_path / kind)) for kind in kinds)):
+        for found in ranks:
+            assert found == {"status": 9, "left": True, "same": True}

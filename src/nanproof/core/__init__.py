@@ -4,6 +4,7 @@
 - `_decide` is a pure function from what is known to one decision; `_caps` counts refused steps.
 - `_under_way` holds the steps that are not judged yet, and goes back before a bad one.
 - `_inquest` and `_evidence` find out what a refused step was.
+- `_stopping` knows whether a signal asked the run to stop.
 - `_tell`, `_telemetry`, `_counters` turn verdicts into records, incidents, the journal and log lines.
 - `judge/` is the device side of a step. `support/` holds the small parts that every room uses.
 

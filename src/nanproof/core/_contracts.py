@@ -203,6 +203,12 @@ class Recovery(Observer):
         attempts (`exhausted`)."""
         return None
 
+    def keep_last(self, next_step: int, own_loop: bool) -> None:
+        """The run is about to stop: copy its state, for another process to go on from."""
+
+    def write_last(self) -> None:
+        """Write what `keep_last` copied, once the loop has advanced its schedule."""
+
     def catch_up(self, backs: int) -> None:
         """All verdicts are in. `backs`: how often the run had gone back before that."""
 

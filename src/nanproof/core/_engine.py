@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -35,8 +37,9 @@ from nanproof.core._contracts import Explainer, Healer, Lookout, Observer, Recov
 from nanproof.core._decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
 from nanproof.core._evidence import bad_buffer, from_finding
 from nanproof.core._inquest import Inquest
+from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
-from nanproof.core._tell import Account, Teller
+from nanproof.core._tell import Account, ForkTeller, Teller
 from nanproof.core._under_way import UNKNOWN, Attempt, LossFn, Remark, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.judge._optimizers import Evaluated, may_evaluate, members_of
@@ -44,6 +47,7 @@ from nanproof.core.judge._stats import Finding, SpikeWatch
 from nanproof.core.judge._verdict import Reading
 from nanproof.core.support._checks import check_scalar
 from nanproof.core.support._context import RandomState, change_settings, settings
+from nanproof.core.support._signals import shield, shielded
 from nanproof.core.support._tree import gradients_now, own_copy
 
 log = logging.getLogger("nanproof")
@@ -72,6 +76,9 @@ class Loop:
     """The fixes of a healed run are open from before a step's first forward to its `step`. Only for
     a loop in which nothing that is open as a forward begins (autocast) closes before the step is
     taken."""
+    leaves: bool = True
+    """When a signal asks the run to stop, the engine saves its state and ends the program. A trainer
+    does that itself."""
     why_not_again: str = WHY_NOT_AGAIN
     """Why a refused step cannot be run again."""
 
@@ -111,6 +118,7 @@ class Engine:
         recovery: Recovery | None = None,
         healer: Healer | None = None,
         lookout: Lookout | None = None,
+        stopping: Stopping | None = None,
         first: int = 0,
     ) -> None:
         self.judge, self.under_way, self.policy, self.loss_fn, self.loop = judge, under_way, policy, loss_fn, loop or Loop()
@@ -121,7 +129,7 @@ class Engine:
         self.observers: tuple[Observer, ...] = (self.explainer, self.recovery, self.lookout, self.healer)
         self._opened, self._before, self._after_it = (self._who(moment) for moment in ("open", "before", "after"))
         self.account, self.tell = account, Teller(account, journal, judge.ranks.rank == 0)
-        self.watch, self.caps = watch, caps
+        self.watch, self.caps, self.stopping = watch, caps, stopping
         self.next_step = first
         """The number of the step that comes next. It falls when the run goes back."""
         self.closed = False
@@ -139,6 +147,10 @@ class Engine:
         self._fixes: AbstractContextManager[Any] | None = None
         self._gradients: list[tuple[int, int]] | None = None
         """The gradients as the last backward left them, where verdicts come late."""
+        self._leaving = False
+        """A signal asked the run to stop, and its state was copied: the loop has its schedule to advance first."""
+        self._pid = os.getpid()
+        _engines.add(self)
 
     def _who(self, moment: str) -> tuple[Observer, ...]:
         """The observers that do anything at a moment of every step."""
@@ -161,6 +173,7 @@ class Engine:
         """A step was taken and has not ended."""
         return self._taken is not None
 
+    @shielded
     def begin(self, batch: Any, why_not_again: str = "") -> None:
         """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run
         again."""
@@ -184,6 +197,7 @@ class Engine:
         elif attempt.batches is not None:
             attempt.batches = (*attempt.batches, batch)
 
+    @shielded
     def loss(self, loss: Tensor, calls: Iterable[Any] = ()) -> Tensor | None:
         """Just before backward, with the loss it gets. Returns what backward has to start from on
         several ranks, else None. `calls`: what the model was called with for it, if that is known;
@@ -214,6 +228,7 @@ class Engine:
             attempt.remarks.append(read)
         return attempt is not None
 
+    @shielded
     def step(
         self,
         norms: Norms | None = None,
@@ -229,6 +244,8 @@ class Engine:
         `acting`: of several optimizers, those that act now; the verdict is about all. Call `act` for
         each of the others, then `end`. `closure`: how an optimizer evaluates the loss again.
         """
+        if self._leaving:
+            self._leave()
         self._notice_written_gradients()
         if self.loop.begins and (self._open is None or not self.judge.noted):
             raise UsageError(
@@ -246,6 +263,7 @@ class Engine:
         assert attempt.report is not None
         return attempt.report.total
 
+    @shielded
     def act(self, member: Any) -> None:
         """Let another one of several optimizers act on the verdict of the step just taken."""
         self.judge.act(member)
@@ -255,6 +273,7 @@ class Engine:
         report = None if self._taken is None else self._taken.report
         return report is not None and not self.judge.lag and report.read().refused
 
+    @shielded
     def end(self) -> None:
         """After the loop's own business with a step: its schedule, and the verdicts that are
         due."""
@@ -269,7 +288,9 @@ class Engine:
             self.under_way.finishing = attempt
         self._after(attempt)
         self.under_way.finishing = None
+        self._stop_if_asked(own_loop=True)
 
+    @shielded
     def abandon(self, *, keep_gradients: bool = False, counts: bool = False) -> None:
         """The step that began is not taken. `keep_gradients`: gradients and buffers stay as they
         are; `counts`: the loop counts a step all the same."""
@@ -283,6 +304,7 @@ class Engine:
         else:
             self._give_up()
 
+    @shielded
     def raised(self, error: BaseException) -> None:
         """The loop's forward or backward raised: report it and drop the step."""
         self._close_fixes()  # the replay opens them itself
@@ -303,12 +325,19 @@ class Engine:
 
     # -- the engine's own loop ---------------------------------------------------------------------
 
+    @shielded
     def train(self, batches: tuple[Any, ...]) -> Tensor:
         """One whole step over these micro-batches. Returns its loss."""
         self.run_held()
         attempt = self._new_attempt(batches)
-        self._run(attempt)
+        try:
+            self._run(attempt, interruptible=True)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.next_step = attempt.step  # interrupted: it did not happen, so its number is free again
+            raise
         self._after(attempt)
+        self._stop_if_asked(own_loop=False)
         assert attempt.report is not None
         return attempt.report.loss
 
@@ -330,14 +359,14 @@ class Engine:
             self.judge.forget()  # a loop that clears its gradients after a step has done so already
         under_way.return_to_user()
 
-    def _run(self, attempt: Attempt) -> None:
+    def _run(self, attempt: Attempt, interruptible: bool = False) -> None:
         """Take a step; its record comes later. It is run again where an exception was healed."""
         while True:
             self._prepare(attempt)
             self._running = attempt
             attempt.remarks.clear()
             try:
-                self._forward_backward(attempt)
+                self._forward_backward(attempt, interruptible)
                 self._follow()
                 self._take(attempt, None, None, **self._closure(attempt))
                 break
@@ -366,14 +395,15 @@ class Engine:
 
         return {"closure": Evaluated(self.judge.parameters.tensors, evaluate, [loss for loss, _ in self.judge.noted])}
 
-    def _forward_backward(self, attempt: Attempt) -> None:
+    def _forward_backward(self, attempt: Attempt, interruptible: bool = False) -> None:
         assert self.loss_fn is not None and attempt.batches is not None
         self.judge.forget()
         parts = len(attempt.batches)
         with self.healer.living() if self.healer.on else nullcontext():
             for i, batch in enumerate(attempt.batches):
-                with self.judge.ranks.accumulate(last=i == parts - 1):
-                    loss = self.loss_fn(self.judge.model, own_copy(batch))
+                mine = own_copy(batch)
+                with self.judge.ranks.accumulate(last=i == parts - 1), shield.lifted() if interruptible else nullcontext():
+                    loss = self.loss_fn(self.judge.model, mine)
                     check_scalar(loss, "loss_fn")
                     self.judge.backward(part_of(self.loss_fn, loss, parts))
 
@@ -588,6 +618,7 @@ class Engine:
         if self.recovery.backs > backs:
             matter.case = None
 
+    @shielded
     def sampled(self, incident: Incident, cap: str | None) -> bool:
         """Handle rows of a generation that could not be sampled. `cap`: the limit that this
         reached, if any. Return whether the run went back, alike on all ranks."""
@@ -776,12 +807,52 @@ class Engine:
             observer.rewound()
         self.account.forget_since(step)
 
+    # -- signals and processes ---------------------------------------------------------------------
+
+    def _stop_if_asked(self, own_loop: bool) -> None:
+        """If a signal asked the run to stop: copy the state that the next process goes on from, write
+        it and leave. In a loop of the user's own the last two wait for the next step: by then the
+        loop has advanced its schedule."""
+        if self.stopping is None or not self.loop.leaves or self._leaving or not self.stopping.asked(self.next_step):
+            return
+        self.sync()
+        self.recovery.keep_last(self.next_step, own_loop)
+        self._leaving = True
+        if not own_loop:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        assert self.stopping is not None
+        signal, status = self.stopping.requested or "a signal to another rank", self.stopping.preemption.status
+        self.close()
+        log.warning("nanproof: stopped by %s: the program ends with exit status %d", signal, status)
+        self.stopping.preemption.leave()
+
+    @property
+    def preempted(self) -> str:
+        """The name of the signal that asked this process to stop, or ""."""
+        return "" if self.stopping is None else self.stopping.requested
+
+    def forked(self) -> None:
+        """This process was forked from that of the run. Here, bad steps are still refused, but nothing
+        is recorded, explained or saved: the run's files and threads belong to the other process."""
+        self.explainer, self.recovery, self.healer, self.lookout = Explainer(), Recovery(), Healer(), Lookout()
+        self.observers = self._opened = self._before = self._after_it = ()
+        self._inquest = Inquest(self.judge, self.explainer)
+        self.tell, self.stopping = ForkTeller(self._pid), None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is not the one that the run belongs to."""
+        return isinstance(self.tell, ForkTeller)
+
     # -- the run -----------------------------------------------------------------------------------
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """Open this around forwards between steps that are not training."""
         return self.healer.living(training=False) if not self.closed else nullcontext()
 
+    @shielded
     def sync(self) -> None:
         """Wait for the verdicts still under way, and train again on batches they held up. Between
         the micro-batches of a step it does not wait: running held steps would clear the
@@ -794,11 +865,13 @@ class Engine:
         self._catch_up(0)
         self.recovery.catch_up(backs)
 
+    @shielded
     def resumed(self, step: int) -> None:
         """A checkpoint was loaded: the run goes on from this step."""
         self.next_step = step
         self._forget_since(step)
 
+    @shielded
     def close(self, alone: bool = False) -> None:
         """Take in the last records, look at weights and optimizer state once more, and let go of
         the model. `alone`: other ranks may not be coming, so nothing that needs them is done."""
@@ -806,6 +879,8 @@ class Engine:
             return
         self.abandon(keep_gradients=True)  # the loop ended within a step; what came before it has its verdicts to come
         try:
+            if self._leaving:
+                self.recovery.write_last()
             if alone:
                 for attempt in self.under_way.pending:
                     if attempt.report is not None:
@@ -826,6 +901,8 @@ class Engine:
             self.tell.close()
             self.explainer.close(alone)
             self.recovery.close(alone)
+            if self.stopping is not None:
+                self.stopping.preemption.close()
 
     def _look_at_the_end(self, alone: bool) -> None:
         """What is non-finite now would be saved as the result: a good state takes its place, if there
@@ -844,7 +921,11 @@ class Engine:
             self._resolve(self._matter("state", incident))
 
     def leave(self, error: BaseException | None) -> None:
-        """Close at the end of a `with`, or of a loop that may have raised."""
+        """Close at the end of a `with`, or of a loop that may have raised. A signal to a group of processes
+        ends the data workers too, which raises here: the run stops as if it had reached its next step."""
+        ended = isinstance(error, Exception) and not isinstance(error, TrainingHalted) and not self.closed
+        if ended and self.preempted and self.loss_fn is not None and not self.judge.ranks.together:
+            self._stop_if_asked(own_loop=False)
         try:
             self.close(alone=error is not None and self.judge.ranks.together)
         except Exception as failure:
@@ -852,6 +933,7 @@ class Engine:
                 raise
             log.warning("nanproof: while closing after %r: %r", error, failure)
 
+    @shielded
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs. Waits for the last verdicts; a step that has begun does not
         count."""
@@ -865,6 +947,7 @@ class Engine:
             **{observer.name: observer.state_dict() for observer in self.observers if observer.name},
         }
 
+    @shielded
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Load model and optimizer first; steps still under way
         are forgotten."""
@@ -884,3 +967,15 @@ class Engine:
         for observer in self.observers:
             if observer.name in state:
                 observer.load_state_dict(state[observer.name])
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -106,3 +107,29 @@ class Teller:
 
     def close(self) -> None:
         self._journal.close()
+
+
+class ForkTeller(Teller):
+    """Tells nothing, in a process that was forked from that of the run, and says so once."""
+
+    def __init__(self, process: int) -> None:
+        self._process, self._silent = process, False
+
+    def step(self, attempt: Attempt, report: Report, reading: Reading, record: StepRecord) -> None:
+        if not self._silent:
+            self._silent = True
+            log.warning(
+                "nanproof: this guard belongs to process %d. In the forked process %d it refuses bad steps, but records, "
+                "explains and saves nothing. hint: make a Guard in the process that trains",
+                self._process,
+                os.getpid(),
+            )
+
+    def incident(self, incident: Incident) -> None:
+        pass
+
+    def forecast(self, forecast: Forecast) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -18,6 +18,7 @@ from torch import nn
 from nanproof._errors import UsageError
 from nanproof._records import Diagnosis
 from nanproof.core.judge._optimizers import bare_optimizer
+from nanproof.core.support._signals import shielded
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
 from nanproof.explain._case import Case, Prescription
@@ -241,6 +242,7 @@ def _checked(diagnosis: Diagnosis, case: Case) -> Diagnosis:
     )
 
 
+@shielded
 def diagnose(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],

@@ -35,7 +35,7 @@ from nanproof.recover._checkpoints import Checkpoints
 
 __all__ = ["UNKNOWN", "ProtectedRun"]
 
-TRAINER = Loop(begins=True, goes_back=False)
+TRAINER = Loop(begins=True, goes_back=False, leaves=False)
 """A loop that says when its steps begin, and whose count of steps goes on when the state goes
 back."""
 
@@ -147,6 +147,11 @@ class ProtectedRun(Face):
     def closed(self) -> bool:
         """The loop has not begun, or is over."""
         return self._engine is None or self._engine.closed
+
+    @property
+    def preempted(self) -> str:
+        """The name of the signal that asked the run to stop, or "". With `Checkpoints(on_signal=True)` only."""
+        return "" if self._engine is None else self._engine.preempted
 
     @property
     def model(self) -> nn.Module:

@@ -35,7 +35,7 @@ _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
 
 OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
-RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, why_not_again=OUTSIDE)
+RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, leaves=False, why_not_again=OUTSIDE)
 """A raw loop whose batches come from a recorder."""
 
 Op = tuple[str, float]

@@ -33,10 +33,21 @@ class Checkpoints:
     background: bool = True
     """Write in a thread while training goes on; False waits for the disk."""
 
+    on_signal: bool = False
+    """On SIGTERM or SIGUSR1, finish the step, save, and end the program. A second signal ends it at once. The saved state counts
+    as good: `resume()` goes on from it, and no step is lost."""
+
+    exit_status: int = 0
+    """The exit status after such a signal."""
+
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 1), ("prove", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"Checkpoints({name}={value!r}): a whole number of at least {least} is needed")
+        if not isinstance(self.on_signal, bool):
+            raise UsageError(f"Checkpoints(on_signal={self.on_signal!r}): True or False is needed")
+        if isinstance(self.exit_status, bool) or not isinstance(self.exit_status, int) or not 0 <= self.exit_status <= 255:
+            raise UsageError(f"Checkpoints(exit_status={self.exit_status!r}): a whole number from 0 to 255 is needed")
         if not isinstance(self.folder, (str, Path)) or not str(self.folder):
             raise UsageError(f"Checkpoints(folder={self.folder!r}): the path of a folder is needed")

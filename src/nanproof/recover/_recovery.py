@@ -86,6 +86,8 @@ class Recovery(contracts.Recovery):
         self._unscheduled: list[Snapshot] = []
         """The same, good or not."""
         self._copying: Snapshot | None = None
+        self._last_copy: Snapshot | None = None
+        """What a signal made the run keep, until it is written."""
         self._candidates: dict[int, int] = {}
         """Checkpoints that are not proven yet: healthy steps so far."""
         self._due_keep = self._due_save = False
@@ -271,6 +273,31 @@ class Recovery(contracts.Recovery):
             self._prove()
         elif not taken.keep:
             self.snapshots.release(taken.snapshot)
+
+    def keep_last(self, next_step: int, own_loop: bool) -> None:
+        host = self.state.host(next_step, self._under_way.devices)
+        host["data"] = self.supply.positions()
+        snapshot = self._take(next_step, host)
+        if snapshot is None:
+            return
+        if not snapshot.finite():
+            self.snapshots.release(snapshot)
+            log.warning("nanproof: the state at step %d is not finite, so it is not saved", next_step)
+            return
+        if own_loop:
+            self._unscheduled.append(snapshot)
+        self._last_copy = snapshot
+
+    def write_last(self) -> None:
+        snapshot, self._last_copy = self._last_copy, None
+        if snapshot is None or self.saver is None or self.store is None:
+            return
+        self.complete()
+        self.saver.save(snapshot, self.snapshots.release)
+        self.saver.promote(snapshot.step, self._candidates.pop(snapshot.step, 0), preempted=True)
+        self.saver.wait()
+        if snapshot.step not in self.saver.failed:
+            log.warning("nanproof: saved step %d in %s; guard.resume() goes on from it", snapshot.step, self.store.folder)
 
     def _prove(self) -> None:
         """Not while a jump of the loss is being watched, whatever was copied before it."""

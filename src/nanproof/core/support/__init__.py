@@ -6,5 +6,6 @@
 - `_members`: the optimizers that one step is made of, with their groups, states and settings.
 - `_casting`: change a weight's dtype in place.
 - `_hooks`: hooks that belong to one model in one process.
+- `_signals`: Ctrl-C held back while a step is taken or undone; requests to stop.
 - `_files`: atomic writes and locks. `_environment`: versions and device. `_checks`: bad arguments.
 """

@@ -26,6 +26,7 @@ from nanproof.core.judge._keepers import BufferKeeper
 from nanproof.core.judge._parameters import clean_name, has_compiled, local, unwrap
 from nanproof.core.support._context import Mode, RandomState, rehearsal
 from nanproof.core.support._ranks import Ranks
+from nanproof.core.support._signals import shield
 from nanproof.core.support._tree import map_tensors, own_copy, tensors_in
 from nanproof.explain.replay._attributes import restore_attributes, saved_attributes
 
@@ -76,7 +77,8 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return time.perf_counter() > self.at
+        """Whether to stop now: the time is over, or somebody pressed Ctrl-C and waits."""
+        return time.perf_counter() > self.at or shield.pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,11 @@ class Saver:
 
         self._do(job)
 
-    def promote(self, step: int, healthy: int) -> None:
+    def promote(self, step: int, healthy: int, preempted: bool = False) -> None:
         def job() -> None:
             try:
                 if step not in self.failed:
-                    self._store.promote(step, healthy)
+                    self._store.promote(step, healthy, preempted)
             except Exception as error:
                 log.warning("nanproof: the checkpoint of step %d stays a candidate: %s", step, reason(error))
 

@@ -257,14 +257,16 @@ class Store:
 
     # -- proving and making room -----------------------------------------------------------------------------------------------
 
-    def promote(self, step: int, healthy: int) -> None:
-        """A candidate has been proven."""
+    def promote(self, step: int, healthy: int, preempted: bool = False) -> None:
+        """A candidate has been proven; or the run had to stop after it, and goes on from it."""
         if not self._leads:
             return
         saved = next((saved for saved in self.checkpoints() if saved.step == step and not saved.good), None)
         if saved is None:
             return
         facts = {"format": FORMAT, "step": step, "healthy_steps": healthy, "at": now(), "manifest": crc32(saved.path / MANIFEST)}
+        if preempted:
+            facts["preempted"] = True
         write_whole(saved.path / GOOD, strict_json(facts))
         self._rotate()
 
