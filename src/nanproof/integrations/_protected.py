@@ -10,13 +10,14 @@ later, as with `Guard.train_step`.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
 __all__ = ["UNKNOWN", "ProtectedRun"]
+
+log = logging.getLogger("nanproof")
 
 TRAINER = Loop(begins=True, goes_back=False, leaves=False)
 """A loop that says when its steps begin, and whose count of steps goes on when the state goes
@@ -274,6 +277,27 @@ class ProtectedRun(Face):
     def late(self) -> bool:
         """Verdicts come later than their steps: one behind a bad one is held, and run again."""
         return self._engine is not None and self._engine.judge.lag > 0
+
+    def stop_asked(self) -> bool:
+        """Whether a signal asked the run to stop. Asked after a step; with several ranks by all of them, which get the same
+        answer."""
+        engine = self._engine
+        return engine is not None and engine.stopping is not None and engine.stopping.asked(engine.next_step)
+
+    def ignore_signals(self, why: str) -> None:
+        """Leave signals to the trainer, which handles them itself."""
+        stopping = None if self._engine is None else self._engine.stopping
+        if stopping is not None:
+            stopping.preemption.close()
+            log.info("nanproof: Checkpoints(on_signal=True) leaves signals to %s", why)
+
+    def end_program(self, where: str | Path) -> NoReturn:
+        """End the program as the signal asked, with the status that the user chose. `where`: what was saved."""
+        stopping = self.engine.stopping
+        assert stopping is not None
+        signal, status = stopping.requested or "a signal to another rank", stopping.preemption.status
+        log.warning("nanproof: stopped by %s: saved %s, the program ends with exit status %d", signal, where, status)
+        stopping.preemption.leave()
 
     def clip_to(self, max_norm: float | None) -> None:
         """The norm to clip to from now on; None or infinity does not clip."""

@@ -71,6 +71,11 @@ def mark(folder: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
+def unfinished(folder: Path) -> bool:
+    """Whether a save into this folder was cut off, perhaps before its mark was there."""
+    return mark(folder).get("state") == SAVING or all(path.name.startswith(".") for path in folder.glob("*"))
+
+
 def listed(folder: Path) -> list[str] | None:
     """The files that a folder's mark names; None where there is no such list."""
     names = mark(folder).get("files")
@@ -82,10 +87,9 @@ def listed(folder: Path) -> list[str] | None:
 
 def marked_faults(folder: Path) -> Iterator[Fault]:
     """What the mark says, and files that it names and that are gone."""
-    state = mark(folder).get("state")
-    if state == SAVING:
+    if unfinished(folder):
         yield Fault(PARTIAL, loads=True)
-    if state == "suspect":
+    if mark(folder).get("state") == "suspect":
         yield Fault("the run had gone wrong before it", loads=True)
     for name in listed(folder) or []:
         if not os.path.lexists(folder / name):

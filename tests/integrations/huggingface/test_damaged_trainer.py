@@ -422,13 +422,14 @@ def test_where_every_checkpoint_is_damaged_one_error_says_what_to_do(saved, tmp_
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_a_run_that_never_finished_a_save_starts_from_the_beginning(saved, tmp_path, caplog):
+@pytest.mark.parametrize("damage", [text("nanproof.json", '{"version": 1, "state": "saving"}'), emptied], ids=["marked", "empty"])
+def test_a_run_that_never_finished_a_save_starts_from_the_beginning(saved, tmp_path, caplog, damage):
     """Killed in its first save: there is nothing to lose, and a job that is restarted must not fail forever."""
     folder = tmp_path / "out"
     shutil.copytree(saved(), folder)
     for step in (2, 3):
         shutil.rmtree(folder / f"checkpoint-{step}")
-    text("nanproof.json", '{"version": 1, "state": "saving"}')(folder / "checkpoint-1")
+    damage(folder / "checkpoint-1")
     caplog.clear()
     assert resume("plain", folder) == 0
     assert any("beginning" in line for line in warnings_of(caplog))

@@ -31,7 +31,6 @@ from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._saved import (
     MARK,
     PARTIAL,
-    SAVING,
     Fault,
     begin,
     change,
@@ -43,6 +42,7 @@ from nanproof.integrations._saved import (
     marked_faults,
     newest_good,
     remove,
+    unfinished,
 )
 
 log = logging.getLogger("nanproof")
@@ -71,7 +71,7 @@ class TrainerCheckpoints:
         self._guard, self.limit, self._prove = guard, limit, prove
         self._candidates: list[_Candidate] = []
         self._seen = len(guard.incidents)
-        self._last: Path | None = None
+        self.last: Path | None = None
         """The checkpoint that was saved last."""
 
     @contextmanager
@@ -96,7 +96,7 @@ class TrainerCheckpoints:
             finish(folder, "candidate", _is_listed, step=step, **facts)
         except OSError as error:
             log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
-        self._last = folder
+        self.last = folder
         self._candidates.append(_Candidate(folder, step, self._guard.accepted_so_far))
 
     def look(self) -> None:
@@ -118,19 +118,21 @@ class TrainerCheckpoints:
     def rotate(self, best: str | None, only_best: bool = False) -> None:
         """Delete what is over the limit, oldest first; never the one saved last, the best, the newest good one, or the one that
         is next to prove good. What a kill left half saved goes, and counts for nothing."""
-        if self.limit is None or self.limit <= 0 or self._last is None:
+        if self.limit is None or self.limit <= 0 or self.last is None:
             return
-        states = {folder: mark(folder).get("state") for folder in _checkpoints(self._last.parent)}
-        there = [folder for folder, state in states.items() if state != SAVING]
+        states = {
+            folder: "" if unfinished(folder) else mark(folder).get("state", "?") for folder in _checkpoints(self.last.parent)
+        }
+        there = [folder for folder, state in states.items() if state]
         good = [folder for folder in there if states[folder] == "good"]
         newer = there[there.index(good[-1]) + 1 :] if good else there
         proving = [folder for folder in newer if states[folder] == "candidate"]
-        keep = {*good[-1:], *proving[:1]} | (set() if only_best and best is not None else {self._last})
+        keep = {*good[-1:], *proving[:1]} | (set() if only_best and best is not None else {self.last})
         keep |= {folder for folder in there if best is not None and folder.resolve() == Path(best).resolve()}
         over = len(there) - max(self.limit, 1)
         for folder, state in states.items():
-            if state == SAVING or (over > 0 and folder not in keep):
-                over -= state != SAVING
+            if not state or (over > 0 and folder not in keep):
+                over -= bool(state)
                 remove(folder, _TRAINER_STATE, lambda path: shutil.rmtree(path, ignore_errors=True))
 
     @staticmethod
@@ -185,7 +187,7 @@ def _newest(trainer: Trainer, there: list[Path], otherwise: Any) -> Any:
         if not own and not (one / _OPTIMIZER).is_file():
             log.warning("nanproof: %s holds no optimizer state: optimizer and schedule start anew", one.name)
         return str(one)
-    if all(mark(path).get("state") == SAVING for path in _named(trainer)) and _named(trainer):
+    if there and all(map(unfinished, _named(trainer))):
         log.warning("nanproof: no save of this run was ever finished: training starts from the beginning")
         return None
     if not there or otherwise is not True:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from nanproof._errors import AlreadyGuarded, UnsupportedError
+from nanproof._errors import AlreadyGuarded, TrainingHalted, UnsupportedError
 from nanproof._policy import Policy
 from nanproof.core._under_way import UNKNOWN
 from nanproof.core.support._tree import gradients_now, map_tensors, writes_to_batch
@@ -107,6 +107,8 @@ class _Watch(TrainerCallback):
         """The last micro-batch, and how often its tensors had been written before the forward."""
         self._writes = False
         """Whether the loss writes into its batch."""
+        self._stopping = False
+        """A signal asked the run to stop, and what it takes is under way."""
         self._written: list[tuple[int, int]] | None = None
         """The gradients as backward left them, where verdicts come late: which, and how often they had been written."""
         # Right behind the callback that decides what is due: everyone else's see a settled state.
@@ -124,9 +126,14 @@ class _Watch(TrainerCallback):
             with self._healed.remedies_first(self._resumed_from):
                 result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
+            self._save_if_asked(error)
             self._end(error)
+            if self._stopping:
+                self.guard.end_program(self._folder(None).name)
             raise
         self._end(None)
+        if self._stopping:
+            self.guard.end_program(self._folder(None).name)
         if isinstance(result, TrainOutput) and "train_loss" in result.metrics:
             result = result._replace(training_loss=result.metrics["train_loss"])
         return result
@@ -134,7 +141,7 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
-        self._arguments = {}
+        self._arguments, self._stopping = {}, False
         self._unknown, self._refused, self._written = False, self.guard.refused_for_good, None
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         if not self._healed.begun():
@@ -146,6 +153,8 @@ class _Watch(TrainerCallback):
         keep_tokenizer(trainer, guard.run_dir)
         if self._resumed_from is not None:
             TrainerCheckpoints.load_guard(guard, self._resumed_from)
+        if getattr(args, "enable_jit_checkpoint", False):
+            guard.ignore_signals("TrainingArguments(enable_jit_checkpoint=True)")
         self._losses = HonestLoss(state.global_step, guard.refused_so_far)
         self._checkpoints = TrainerCheckpoints(guard, args.save_total_limit)
         wrap = self._patches.wrap
@@ -183,19 +192,23 @@ class _Watch(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The filter of the log waits for the device at every loss, and hides what is wrong; rotation asks what proved good.
         Done only now: those who report the arguments have read them when the training began."""
-        for name, value in (("logging_nan_inf_filter", False), ("save_total_limit", None)):
-            if name not in self._arguments:
-                self._arguments[name] = getattr(args, name)
-                self._patches.set(args, name, value)
+        self._set_argument("logging_nan_inf_filter", False)
+        self._set_argument("save_total_limit", None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer has done its part of the step."""
         self.guard.engine.end()
         assert self._checkpoints is not None
         self._checkpoints.look()
+        if not self._stopping and self.guard.stop_asked():
+            self._stopping = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # a scheduler gives seconds
+            self._set_argument("load_best_model_at_end", False)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What may follow (the last log, the best model) is of a settled state."""
+        if self._stopping:
+            control.should_evaluate = control.should_save = False
         if control.should_training_stop:
             self.guard.engine.abandon(keep_gradients=True)
         self.guard.sync()
@@ -214,7 +227,8 @@ class _Watch(TrainerCallback):
         self._patches.undo()
         self._arguments, self._given = {}, dict[str, Any]()
         state, limit = self.trainer.state, self._checkpoints.limit if self._checkpoints is not None else None
-        if self._checkpoints is not None and limit == 1 and error is None and self.trainer.args.should_save:
+        last = limit == 1 and error is None and not self._stopping
+        if self._checkpoints is not None and last and self.trainer.args.should_save:
             self._checkpoints.rotate(state.best_model_checkpoint, only_best=True)
         guard, already = self.guard, self.guard.closed
         guard.leave(error)
@@ -385,9 +399,33 @@ class _Watch(TrainerCallback):
         """Also where a callback asks for it. The folder's mark says that it is being saved to until all of it is there."""
         trainer = self.trainer
         assert self._checkpoints is not None
-        folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        with self._checkpoints.saving(folder, trainer.args.should_save, ranks=trainer.args.world_size):
+        facts: dict[str, Any] = {"ranks": trainer.args.world_size} | ({"preempted": True} if self._stopping else {})
+        with self._checkpoints.saving(self._folder(trial), trainer.args.should_save, **facts):
             return original(model, trial, *args, **kwargs)
+
+    def _folder(self, trial: Any) -> Path:
+        """The checkpoint of this step."""
+        return Path(self.trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+
+    def _save_if_asked(self, error: BaseException) -> None:
+        """A signal to a group of processes ends the data workers too, which raises in this one: what was reached is saved
+        before the program ends. Not where other ranks may not be coming."""
+        trainer, guard = self.trainer, self.guard
+        ended = isinstance(error, Exception) and not isinstance(error, TrainingHalted) and not guard.closed
+        if not ended or not guard.preempted or self._checkpoints is None or trainer.args.world_size > 1:
+            return
+        guard.engine.abandon()
+        self._stopping = True
+        if trainer.state.global_step and self._checkpoints.last != self._folder(None):
+            log.warning("nanproof: %s asked the run to stop, and then %r was raised", guard.preempted, error)
+            trainer._save_checkpoint(guard.model, None)
+
+    def _set_argument(self, name: str, value: Any) -> None:
+        """Give an argument of the trainer another value while it trains."""
+        args = self.trainer.args
+        if name not in self._arguments:
+            self._arguments[name] = getattr(args, name)
+            self._patches.set(args, name, value)
 
     @contextmanager
     def _own_arguments(self) -> Iterator[None]:
