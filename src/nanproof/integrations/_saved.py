@@ -96,9 +96,11 @@ def marked_faults(folder: Path) -> Iterator[Fault]:
             yield Fault(f"{printable(name)} is missing", loads=True)
 
 
-def contents_faults(paths: Sequence[Path], reading: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[Fault]:
+def contents_faults(
+    paths: Sequence[Path], reading: Callable[[], AbstractContextManager[Any]] = nullcontext, refuses: bool = True
+) -> Iterator[Fault]:
     """What a scan of these files and folders finds: damage, NaN and Inf, and in the files more than plain values. `reading`:
-    the classes that the trainer itself allows in them."""
+    the classes that the trainer itself allows in them. `refuses`: whether it refuses others."""
     if not paths:
         return
     try:
@@ -110,7 +112,7 @@ def contents_faults(paths: Sequence[Path], reading: Callable[[], AbstractContext
     for checkpoint, file in ((one, file) for one in report.checkpoints for file in one.files):
         name = printable(file.path.name)
         # Beside others in a folder it may be the user's own, which nobody loads.
-        counts = not checkpoint.path.is_dir() or file.path.is_dir()
+        counts = refuses and (not checkpoint.path.is_dir() or file.path.is_dir())
         if file.status == "unreadable" or (file.status == "refused" and counts):
             yield Fault(f"{name}: {one_line(file.why, 200)}")
         elif file.status == "bad":

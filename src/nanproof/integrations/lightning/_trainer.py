@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof._errors import AlreadyGuarded, UnsupportedError, UsageError
+from nanproof._errors import AlreadyGuarded, TrainingHalted, UnsupportedError, UsageError
 from nanproof._policy import Policy
 from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations.lightning._checkpoints import CheckpointChoice
 from nanproof.integrations.lightning._seam import ManualSeam, Seam, check_package, refuse_value_clipping
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
@@ -85,17 +86,25 @@ class NanproofCallback:
         self._settings: dict[str, Any] = {"run_dir": run_dir, "checkpoints": checkpoints}
         self._max_norm = max_norm
         self._seam: Seam | None = None
+        self._choice: CheckpointChoice | None = None
+        """From the start of a fit until its checkpoint is loaded."""
         self._loaded: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         """The state at the end of the last fit."""
+        self._stopping = False
+        """A signal asked the run to stop."""
         self._counts: tuple[tuple[int, ...], dict[str, Tensor]] | None = None
 
     # -- Lightning's hooks -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._loaded = {}  # a checkpoint that was loaded to validate or test with is not what the next fit goes on from
+        self._let_go_of_choice()
+        if stage == "fit":
+            self._choice = CheckpointChoice(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._let_go_of_choice()
         check_package(trainer)
         manual = not pl_module.automatic_optimization
         count = len(trainer.optimizers)
@@ -116,7 +125,9 @@ class NanproofCallback:
             seam.let_go()
             self._seam = None
             raise
-        self.guards = seam.guards
+        self.guards, self._stopping = seam.guards, False
+        if _requeues(trainer):
+            self.guard.ignore_signals("Lightning's own requeueing")
         if not manual:
             _warn_of_gradient_hooks(pl_module, self.guard)
 
@@ -125,6 +136,9 @@ class NanproofCallback:
         if seam is None:
             return
         seam.batch_ended()
+        if not self._stopping and self.guard.stop_asked():
+            self._stopping = True
+            trainer._signal_connector.received_sigterm = True  # Lightning ends the fit once this batch is done with
         if trainer.barebones:
             return
         values = {f"nanproof/grad_norm{f'_{i}' if i else ''}": norm for i, norm in enumerate(seam.norms) if norm is not None}
@@ -145,7 +159,21 @@ class NanproofCallback:
         self._finish(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """A signal ends a fit in here. One to a group of processes also ends the data workers, which raises earlier."""
+        alone = isinstance(exception, Exception) and trainer.world_size == 1 and not isinstance(exception, TrainingHalted)
+        saves = self._seam is not None and (self._stopping or (alone and bool(self.guard.preempted)))
+        path = self._last_path(trainer)
+        if saves:
+            trainer.save_checkpoint(path)
         self._finish(exception)
+        if saves:
+            try:
+                self.guard.end_program(path)
+            except SystemExit as end:
+                if not isinstance(exception, SystemExit):
+                    trainer._teardown()
+                    raise
+                exception.code = end.code  # which Lightning raises again, after its own cleanup
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._finish(None)
@@ -166,6 +194,12 @@ class NanproofCallback:
             folder = Path(trainer.log_dir or trainer.default_root_dir) / "nanproof"
         return None if folder is None else Path(folder)
 
+    def _last_path(self, trainer: Any) -> Path:
+        """Where `fit(ckpt_path="last")` looks."""
+        saver = trainer.checkpoint_callback
+        folder = getattr(saver, "dirpath", None) or trainer.default_root_dir
+        return Path(folder) / f"{getattr(saver, 'CHECKPOINT_NAME_LAST', 'last')}{getattr(saver, 'FILE_EXTENSION', '.ckpt')}"
+
     def _counted(self, device: torch.device) -> dict[str, Tensor]:
         """The counts as tensors on the device, made only when they change: making one waits for the device."""
         names: tuple[str, ...] = ("nanproof/skipped", "nanproof/incidents")
@@ -176,8 +210,14 @@ class NanproofCallback:
             self._counts = counts, {n: torch.tensor(float(c), device=device) for n, c in zip(names, counts, strict=True)}
         return self._counts[1]
 
+    def _let_go_of_choice(self) -> None:
+        choice, self._choice = self._choice, None
+        if choice is not None:
+            choice.let_go()
+
     def _finish(self, error: BaseException | None) -> None:
         """The fit is over: Lightning gets its methods back, and the guards let go of the model."""
+        self._let_go_of_choice()
         if self._seam is None:
             return
         if error is None:
@@ -194,6 +234,11 @@ class NanproofCallback:
 @functools.cache
 def _callback_class(bases: tuple[type, ...]) -> Any:
     return type(bases[0].__name__, bases, {"__module__": bases[0].__module__, "__qualname__": bases[0].__qualname__})
+
+
+def _requeues(trainer: Any) -> bool:
+    """Whether Lightning saves and requeues a job of Slurm itself when a signal comes."""
+    return bool(getattr(trainer._accelerator_connector.cluster_environment, "auto_requeue", False))
 
 
 def _warn_of_gradient_hooks(module: Any, guard: ProtectedRun) -> None:
