@@ -1,1 +1,4 @@
-"""Accelerate: a loop over an `Accelerator`, guarded as it stands. `_accelerator` does it."""
+"""Accelerate: a loop over an `Accelerator`, guarded as it stands.
+
+- `_accelerator` protects one; `_states` looks after the folders of `save_state`.
+"""

@@ -33,6 +33,7 @@ from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._recorded import RECORDED, RootRecorder
 from nanproof.integrations._versions import check_version
+from nanproof.integrations.accelerate._states import StateFolders
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
@@ -93,8 +94,10 @@ class _AcceleratorLoop:
             patches.method(optimizer, "step", functools.partial(self.step, optimizer))
         for scheduler in accelerator._schedulers:
             patches.method(scheduler, "step", self._advancing())
-        for name in ("save_state", "load_state", "end_training"):
-            patches.method(accelerator, name, self._close if name == "end_training" else self._settle)
+        folders = StateFolders(accelerator)
+        patches.method(accelerator, "save_state", functools.partial(self._settle, folders.save))
+        patches.method(accelerator, "load_state", functools.partial(self._settle, folders.load))
+        patches.method(accelerator, "end_training", self._close)
         run.on_close(patches.undo)
 
     def _start(self, group: LoopGroup, step: int) -> None:
@@ -190,10 +193,10 @@ class _AcceleratorLoop:
 
         return step
 
-    def _settle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _settle(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for group in self._groups.started:
             group.guard.sync()
-        return original(*args, **kwargs)
+        return then(*args, **kwargs)
 
     def _close(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._run.close()
