@@ -18,7 +18,7 @@ from typing import Any
 from nanproof._access import own_folder, read_json
 from nanproof._errors import NanproofError
 from nanproof._text import one_line, printable
-from nanproof.core.support._files import strict_json, write_whole
+from nanproof.core.support._files import reason, strict_json, write_whole
 from nanproof.scan._scan import scan
 
 log = logging.getLogger("nanproof")
@@ -46,8 +46,12 @@ Faults = Callable[[Path], Iterator[Fault]]
 
 def begin(folder: Path) -> None:
     """Say that this folder is being saved to."""
-    own_folder(folder)
-    write_whole(folder / MARK, strict_json({"version": 1, "state": SAVING}))
+    try:
+        own_folder(folder)
+    except OSError as error:
+        log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
+        return
+    _write(folder, {"version": 1, "state": SAVING})
 
 
 def finish(folder: Path, state: str, listed: Callable[[str], bool], **facts: Any) -> None:
@@ -59,7 +63,15 @@ def finish(folder: Path, state: str, listed: Callable[[str], bool], **facts: Any
 def change(folder: Path, state: str, **facts: Any) -> None:
     """Give a folder another state. What else its mark says stays, unless it is given."""
     if folder.is_dir():
-        write_whole(folder / MARK, strict_json({**mark(folder), "version": 1, "state": state, **facts}))
+        _write(folder, {**mark(folder), "version": 1, "state": state, **facts})
+
+
+def _write(folder: Path, facts: dict[str, Any]) -> None:
+    """A mark that cannot be written does not stop the run. If the disk is the reason, the trainer's own save says so."""
+    try:
+        write_whole(folder / MARK, strict_json(facts))
+    except (OSError, ValueError) as error:
+        log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
 
 
 def mark(folder: Path) -> dict[str, Any]:

@@ -127,6 +127,14 @@ def pipe(name):
     return damage
 
 
+def endless(name):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+
+    return damage
+
+
 def a_folder(name):
     def damage(folder):
         (folder / name).unlink()
@@ -239,6 +247,8 @@ DAMAGE = {
     "trainer_state.json of another step": other_step,
     "trainer_state.json is not UTF-8": lambda folder: (folder / "trainer_state.json").write_bytes(b"\xff\xfe{}"),
     **{f"{name} is a pipe": pipe(name) for name in STATE},
+    **{f"{name} is endless": endless(name) for name in ("optimizer.pt", "trainer_state.json")},
+    "trainer_state.json of a step with 400 digits": text("trainer_state.json", '{"global_step": 1' + 400 * "0" + "}"),
     **{f"{name} is a folder": a_folder(name) for name in ("optimizer.pt", "trainer_state.json")},
     "a shard is missing": sharded(without("model-00002-of-00009.safetensors")),
     "unmarked, a shard is missing": unmarked(sharded(without("model-00002-of-00009.safetensors"))),
@@ -321,6 +331,9 @@ WHOLE = {
     "shards, without nanproof": unmarked(sharded()),
     "a mark of 0.1.0": marked_by_0_1_0,
     "a damaged mark": text("nanproof.json", "{"),
+    "a mark that is a pipe": pipe("nanproof.json"),
+    "an endless mark": endless("nanproof.json"),
+    "a mark with odd names": text("nanproof.json", '{"state": "candidate", "files": [3, null], "ranks": "x"}'),
     "a link": linked,
     "a folder of another name": never_whole_one_behind_it,
 }
@@ -368,11 +381,12 @@ def test_what_other_settings_save_is_taken(tmp_path, caplog, name):
     assert warnings_of(caplog) == []
 
 
-def test_a_damaged_guard_state_does_not_cost_the_checkpoint(saved, tmp_path, caplog):
+@pytest.mark.parametrize("damage", [cut("nanproof.pt"), pipe("nanproof.pt")], ids=["cut", "pipe"])
+def test_a_damaged_guard_state_does_not_cost_the_checkpoint(saved, tmp_path, caplog, damage):
     """What the guard knew is lost, which is reported; the Trainer's own state is whole."""
     folder = tmp_path / "out"
     shutil.copytree(saved(), folder)
-    cut("nanproof.pt")(folder / f"checkpoint-{LAST}")
+    damage(folder / f"checkpoint-{LAST}")
     caplog.clear()
     assert resume("plain", folder) == LAST
     [line] = warnings_of(caplog)

@@ -1,8 +1,8 @@
 """The folders of `accelerator.save_state`: marked while they are written, looked at before they are loaded.
 
 `load_state()` takes the newest folder that is whole, readable and finite. A folder that the user names is loaded, with a warning
-if it holds a NaN. It is refused if Accelerate would fail half way, with new weights in the model and old moments in the optimizer,
-or if it may be a mixture of two saves.
+if it holds a NaN. It is refused if Accelerate would fail half way, with new weights in the model and old moments in the
+optimizer, or if it may be a mixture of two saves.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StateFolders:
             one, passed = newest_good(reversed(there), lambda folder: self._faults(folder, refuses))
             if one is not None or not there:
                 return None if one is None else str(one), ""
-            why = f"{passed[0][0].name}: {passed[0][1].reason}"
+            why = f"{printable(passed[0][0].name)}: {passed[0][1].reason}"
             return None, (
                 f"load_state(): none of the {len(there)} checkpoints in {there[0].parent} is whole and finite ({why})\n"
                 f'hint: start anew, or name one to use it all the same: load_state("{there[-1]}")'
@@ -110,9 +110,10 @@ class StateFolders:
         if unfinished(folder) or not all(fault.loads for fault in faults):
             beside = [path for path in _numbered(folder.parent) if path.resolve() != folder.resolve()]
             one = next((path for path in reversed(beside) if next(self._faults(path, refuses), None) is None), None)
-            instead = "start anew" if one is None else f'this one is whole: load_state("{one}")'
-            hint = f"{instead}. To load it all the same, delete {folder / MARK}" if unfinished(folder) else instead
-            return asked, f"load_state: {folder} cannot be loaded: {faults[0].reason}\nhint: {hint}"
+            hint = "start anew" if one is None else f'this one is whole: load_state("{one}")'
+            if unfinished(folder):
+                hint += f". To load it all the same, delete {folder / MARK}"
+            return asked, f"load_state: {printable(str(folder))} cannot be loaded: {faults[0].reason}\nhint: {printable(hint)}"
         if faults:
             log.warning("nanproof: loading %s, as asked: %s", printable(folder.name), faults[0].reason)
         return asked, ""

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import distributed
 from transformers import Trainer
-from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer import safe_globals  # type: ignore[attr-defined]  # where every version has it
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from nanproof._access import open_regular
 from nanproof._errors import UsageError
-from nanproof._text import printable
-from nanproof.core.support._files import reason
+from nanproof._text import one_line, printable
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations._saved import (
     MARK,
@@ -82,20 +81,15 @@ class TrainerCheckpoints:
         if not writes:
             yield
             return
-        try:
-            begin(folder)
+        begin(folder)
+        if folder.is_dir():
             torch.save(state, folder / _STATE)
-        except OSError as error:  # if the disk is the reason, the trainer's own save says so
-            log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
         yield
         if not any(path.name not in (MARK, _STATE) for path in folder.glob("*")):  # a trainer that saves elsewhere
             shutil.rmtree(folder, ignore_errors=True)
             return
         step = state["step"]  # a step that has begun does not count
-        try:
-            finish(folder, "candidate", _is_listed, step=step, **facts)
-        except OSError as error:
-            log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
+        finish(folder, "candidate", _is_listed, step=step, **facts)
         self.last = folder
         self._candidates.append(_Candidate(folder, step, self._guard.accepted_so_far))
 
@@ -209,7 +203,7 @@ def _faults(trainer: Trainer, folder: Path) -> Iterator[Fault]:
     if wrong or not isinstance(step, int):
         yield Fault(wrong or f"{_TRAINER_STATE} is not the state of a Trainer")
     elif _step(folder) not in (None, step):
-        yield Fault(f"{_TRAINER_STATE} is of step {step}", loads=True)
+        yield Fault(f"{_TRAINER_STATE} is of step {one_line(step, 50)}", loads=True)
     if _has_own_layout(trainer):
         yield from contents_faults([folder])
         return

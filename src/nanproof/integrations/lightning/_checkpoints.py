@@ -62,7 +62,8 @@ def _chosen(path: Path, plain: bool) -> tuple[Path, str]:
     one, _ = newest_good(sorted(beside, key=lambda other: other.stat().st_mtime, reverse=True), lambda p: _faults(p, plain))
     if one is None:
         hint = "train without ckpt_path, or, if you trust what is in the file, call fit(..., weights_only=False)"
-        return path, f"ckpt_path: {path} cannot be resumed from, and no other file beside it can: {fault.reason}\nhint: {hint}"
+        name = printable(str(path))
+        return path, f"ckpt_path: {name} cannot be resumed from, and no other file beside it can: {fault.reason}\nhint: {hint}"
     log.warning("nanproof: resuming from %s instead", printable(one.name))
     return one, ""
 
