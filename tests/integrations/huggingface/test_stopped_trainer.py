@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import forked
 import nanproof
 from integrations.tiny import Regression, feature_rows, make_trainer, same, weights
 from nanproof import Checkpoints, Policy
@@ -127,3 +128,62 @@ def test_transformers_own_handler_is_left_in_place(tmp_path):
         assert seen == [installed] * STEPS and installed != before
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+RANKS = """
+import os, signal, sys, torch
+from pathlib import Path
+from transformers import TrainerCallback
+from integrations.tiny import Regression, feature_rows, make_trainer
+import nanproof
+rank, home = int(os.environ["RANK"]), Path(sys.argv[1])
+class Began(TrainerCallback):
+    def __init__(self, term):
+        self.first, self.term = None, term
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.first is None:
+            self.first = state.global_step
+            if self.term:
+                os.kill(os.getpid(), signal.SIGTERM)
+def run(name, steps, term=False, resume=None):
+    began = Began(term)
+    settings = {"ddp_backend": "gloo", "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    trainer = make_trainer(home / name, Regression(), feature_rows(48), callbacks=[began], **settings)
+    where = nanproof.Checkpoints(home / name / "own", every=1000, on_signal=True)
+    nanproof.protect(trainer, policy=nanproof.Policy(diagnose="never"), checkpoints=where)
+    if steps < 6:
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop |= state.global_step == steps
+        trainer.add_callback(Stop())
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        left = None
+    except SystemExit as error:
+        left = error.code
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return began.first, trainer.state.global_step, left, weights
+whole = run("whole", 6)
+assert whole[:3] == (0, 6, None), whole[:3]
+stopped = run("out", 6, term=rank == 1)                # a signal to one rank: both stop after the same step
+assert stopped[:3] == (0, 1, 0), stopped[:3]
+assert run("out", 4, resume=True)[:3] == (1, 4, None)
+torch.distributed.barrier()
+if rank == 0:
+    (home / "out" / "checkpoint-4" / "rng_state_1.pth").unlink()
+torch.distributed.barrier()
+last = run("out", 6, resume=True)                      # what one rank needs is missing: both take the one before
+assert last[:3] == (3, 6, None), last[:3]
+assert torch.equal(last[3], whole[3])
+torch.distributed.barrier()
+print("rank", rank, "done", flush=True)
+os._exit(0)
+"""
+
+
+def test_two_ranks_stop_and_resume_alike(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    for done in forked.two_ranks_of(script, tmp_path):
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        assert done.stdout.count("done") == 1
