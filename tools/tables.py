@@ -361,6 +361,26 @@ def kills_table() -> str:
     return "\n".join(lines)
 
 
+def trainer_kills_table() -> str:
+    data = load("trainer_kills")
+    lines = [
+        "| a Trainer that gets | times | newest folder left partial | resumed from the newest whole one | ended bit-identical "
+        "| steps taken again |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, part in data["parts"].items():
+        resumed, ends = f"{part['resumed_good']} of {part['resumes']}", f"{part['identical']} of {part['ends']}"
+        lines.append(f"| {name} | {part['trials']} | {part['partial']} | {resumed} | {ends} | {part['steps_lost']} |")
+    inside = sum(part["details"].get("inside a save", 0) for part in data["parts"].values())
+    lines += [
+        "",
+        f"`python -m zoo.kills.trainer`, {data['seconds']} s. {inside} of the kills struck inside a save, after one of its files "
+        "or in the middle of one. The end is compared with an undisturbed run: weights, optimizer and schedule. "
+        f"transformers' Trainer on CPU, torch {data['torch']}, {data['date']}.",
+    ]
+    return "\n".join(lines)
+
+
 def poison_table() -> str:
     data = load("poison")
     lines = [
@@ -457,6 +477,7 @@ BLOCKS = {
     "healed": heal_line,
     "recovery": recovery_table,
     "kills": kills_table,
+    "trainer kills": trainer_kills_table,
     "poison": poison_table,
 }
 

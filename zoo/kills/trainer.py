@@ -133,7 +133,8 @@ def _run(
         board.wipe()
         child = Child(life, spec, folder, board, plan)
         if term and not in_peace:
-            time.sleep(order.uniform(0, longest))
+            _wait(board)
+            time.sleep(order.uniform(0, longest / 2))
             os.kill(child.pid, signal.SIGTERM)
             said = child.end(GRACE)
         else:
@@ -156,7 +157,7 @@ def _run(
         tally.trials += 1
         tally.details["inside a save" if inside else "at any time"] += 1
         newest = max((int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*")), default=0)
-        tally.partial += newest not in after
+        tally.partial += newest > 0 and newest not in after
         lost = max(0, reached - finished(after))
         tally.steps_lost += lost
         if term and "left" in said:
@@ -167,6 +168,13 @@ def _run(
             tally.problems.append(f"{where}: SIGTERM at step {reached} was not heard: {sorted(after)}")
         promised = finished(after)
     tally.problems.append(f"every {spec.every}, seed {spec.seed}: never came to its end (last whole: {promised})")
+
+
+def _wait(board: Board) -> None:
+    """Until the life trains: a signal that comes earlier ends it, and nothing is lost."""
+    deadline = time.monotonic() + 20
+    while not board.read(STEP) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _judge(tally: Resumes, said: dict[str, Any], before: dict[int, bool], truth: dict[int, int], where: str) -> None:

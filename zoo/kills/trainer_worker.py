@@ -167,6 +167,7 @@ def life(pipe: int, spec: TrainerSpec, folder: Path, board: Board, plan: Plan | 
     protect(trainer, spec, folder)
 
     def began() -> None:
+        board.write(STEP, trainer.state.global_step + 1)
         tell(pipe, "resumed", step=trainer.state.global_step, digest=digest_of(trainer), said=told.lines)
 
     trainer.add_callback(Noted(began, lambda step: board.write(STEP, step + 1)))

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -58,7 +59,7 @@ class Counter:
 class Loop:
     """A loop that saves after every step, by automatic names or into folders of its own."""
 
-    def __init__(self, folder, automatic=True, limit=None):
+    def __init__(self, folder, automatic=True, limit=None, checkpoints=None):
         torch.manual_seed(0)
         settings = ProjectConfiguration(str(folder), automatic_checkpoint_naming=automatic, total_limit=limit)
         self.accelerator = Accelerator(cpu=True, project_config=settings)
@@ -68,7 +69,7 @@ class Loop:
         self.net, self.optimizer, self.schedule = self.accelerator.prepare(net, optimizer, schedule)
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
-        self.guard = nanproof.protect(self.accelerator, run_dir=None)
+        self.guard = nanproof.protect(self.accelerator, run_dir=None, checkpoints=checkpoints)
         self.folder = folder
 
     def step(self):
@@ -305,3 +306,19 @@ def test_the_oldest_goes_only_once_the_newest_is_whole(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_2"]
     assert loop.accelerator.project_configuration.total_limit == 1
     loop.close()
+
+
+def test_a_loop_can_ask_whether_a_signal_came(tmp_path):
+    """The loop is the user's: it saves where it saves, and nothing is lost."""
+    where = nanproof.Checkpoints(tmp_path / "own", every=1000, on_signal=True)
+    loop = Loop(tmp_path / "project", checkpoints=where)
+    for _ in range(5):
+        loop.step()
+        if loop.counter.steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if loop.guard.preempted:
+            loop.accelerator.save_state()
+            break
+    loop.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert resume(tmp_path / "project") == 1
