@@ -270,7 +270,8 @@ def test_what_is_known_of_a_model():
 
 RANKS = """
 import os, sys, torch
-import nanproof, tiny
+import nanproof
+from integrations import tiny
 from test_safe_compute_loss import WithTerms, flagged, wrapped
 trainer = tiny.make_trainer(sys.argv[1] + "/out", WithTerms(), flagged(48, bad=[21]), ddp_backend="gloo")
 guard = nanproof.protect(wrapped(trainer, "trainer"))
