@@ -26,7 +26,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from nanproof._errors import TrainingHalted, UsageError
-from nanproof.core.support._files import FolderLock
+from nanproof.core.support._files import FolderLock, not_writable
 from nanproof.integrations._patches import Patches
 from nanproof.integrations.script._imports import AfterImport, Then
 from nanproof.integrations.script._session import Options, Session
@@ -84,8 +84,7 @@ def _writable(run_dir: Path, rank: int) -> FolderLock | None:
             pass
         return FolderLock(run_dir, what) if rank == 0 else None
     except OSError as error:
-        why = f"{what} cannot be written: {error.strerror or error}; the script was not started"
-        raise UsageError(f"{why}. Name a folder that can be made and written") from error
+        raise not_writable(f"the script was not started: {what}", error) from error
 
 
 def _prepared(script: str, args: Sequence[str], module: bool) -> Callable[[], object]:
