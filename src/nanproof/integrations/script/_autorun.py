@@ -26,6 +26,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from nanproof._errors import TrainingHalted, UsageError
+from nanproof._text import shown
 from nanproof.core.support._files import FolderLock, not_writable
 from nanproof.integrations._patches import Patches
 from nanproof.integrations.script._imports import AfterImport, Then
@@ -120,7 +121,7 @@ def _told(error: BaseException) -> int:
     """Print what Python would have printed, without the frames of the way here; returns the exit status."""
     if isinstance(error, TrainingHalted):
         sys.stdout.flush()
-        print(f"nanproof: training was halted: {error}", file=sys.stderr, flush=True)
+        print(f"nanproof: training was halted: {shown(error)}", file=sys.stderr, flush=True)
         return 1
     trace = error.__traceback__
     here = (str(Path(__file__).parents[1]), runpy.__file__, "<frozen runpy>")
@@ -128,7 +129,7 @@ def _told(error: BaseException) -> int:
         trace = trace.tb_next
     sys.stdout.flush()
     if trace is None and isinstance(error, ImportError):  # no such module, or a folder without __main__: no line of the script
-        print(f"nanproof: {error}", file=sys.stderr, flush=True)
+        print(f"nanproof: {shown(error)}", file=sys.stderr, flush=True)
         return 1
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
