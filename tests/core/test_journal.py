@@ -184,6 +184,8 @@ def test_while_the_disk_is_full_an_attempt_is_made_once_a_second(tmp_path, monke
 def test_the_report_says_that_steps_are_missing(tmp_path, monkeypatch):
     from nanproof.report._markdown import markdown
     from nanproof.report.page._contents import summary
+    from nanproof.watch._runs import Watched
+    from nanproof.watch._words import facts
 
     little_memory(monkeypatch, 0)
     journal = Journal(tmp_path)
@@ -199,6 +201,9 @@ def test_the_report_says_that_steps_are_missing(tmp_path, monkeypatch):
     assert run.broken == 0 and run.steps == 2 and [one.step for one in run.incidents] == [5]
     assert "Steps 1 to 4 are not in the records: File too large" in summary(run)
     assert "are not in the records" in markdown(run)
+    watched = Watched([tmp_path])
+    watched.look()
+    assert ("missing", "steps 1 to 4: File too large") in facts(watched.views[tmp_path])
 
 
 def test_doctor_reads_a_journal_with_a_gap(tmp_path, monkeypatch):

@@ -120,21 +120,17 @@ class Quarantine:
 
     def _append(self, handle: int, text: str) -> None:
         """Write a line, or nothing of it."""
-        line = f"{text}\n".encode()
-        data = b"\n" + line if self._torn else line
-        start = os.fstat(handle).st_size
-        written = os.write(handle, data)
-        self._torn = self._torn and not written
-        if written == len(data):
-            return
+        start, torn, written = os.fstat(handle).st_size, self._torn, 0
+        data = (("\n" if torn else "") + text + "\n").encode()
         try:
-            os.write(handle, data[written:])  # says why there is no room
-            raise OSError(None, "the line was cut short")
+            while written < len(data):  # a disk that fills up takes a part first, and gives its reason with the next call
+                written += os.write(handle, data[written:])
+            self._torn = False
         except OSError:
-            self._torn = True
-            if os.fstat(handle).st_size == start + written:  # nobody else has written since
+            self._torn = torn or written > 0
+            if written and os.fstat(handle).st_size == start + written:  # nobody else has written since
                 os.ftruncate(handle, start)
-                self._torn = False
+                self._torn = torn
             raise
 
     def refresh(self) -> None:
