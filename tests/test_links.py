@@ -85,6 +85,28 @@ def reported(folder: str, out: str | None = None, form: str = "html") -> str:
     return ""
 
 
+def bundled(folder: str) -> list[str]:
+    """Two bundles of one step; the names of those that are whole."""
+    logging.getLogger("nanproof").setLevel(logging.CRITICAL)
+    shelf = Shelf(Path(folder), keep=1)
+    written = []
+    for _ in range(2):
+        free = shelf.free_name(3, "nonfinite-loss")
+        shelf.put(Parcel(free, {"format": 1}, {"incident.json": {}}, {"batch.safetensors": {"x": torch.ones(2)}}, 8))
+        shelf.flush()
+        written += [free] if (Path(folder) / free / "manifest.json").is_file() else []
+    shelf.close()
+    return written
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def kept(folder: str) -> None:
+    keep_tokenizer(_Trainer, folder)
+
+
 # -- what lies there -------------------------------------------------------------------------------------------------------------
 
 
@@ -195,15 +217,10 @@ def test_a_checkpoint_that_is_a_link_can_be_resumed_from_and_is_never_changed(tm
 
 @pytest.mark.parametrize("what", ODD)
 @pytest.mark.parametrize("name", ["step-000003-nonfinite-loss", ".step-000003-nonfinite-loss.PID.partial"])
-def test_what_lies_in_the_place_of_a_bundle_is_passed_over(name, what, tmp_path, outside):
-    lay(tmp_path / "incidents" / name.replace("PID", str(os.getpid())), what, outside)
-    shelf = Shelf(tmp_path / "incidents", keep=1)
-    for _ in range(2):
-        free = shelf.free_name(3, "nonfinite-loss")
-        shelf.put(Parcel(free, {"format": 1}, {"incident.json": {}}, {"batch.safetensors": {"x": torch.ones(2)}}, 8))
-        shelf.flush()
-        assert (tmp_path / "incidents" / free / "manifest.json").is_file()
-    shelf.close()
+def test_what_lies_in_the_place_of_a_bundle_is_passed_over(name, what, tmp_path, outside, limits):
+    lay(tmp_path / "incidents" / name.replace("PID", str(limits.call("test_links:own_pid").value)), what, outside)
+    outcome = limits.call("test_links:bundled", str(tmp_path / "incidents"))
+    assert outcome.error == "" and len(outcome.value) == 2
     real = [path for path in (tmp_path / "incidents").glob("step-*") if path.is_dir() and not path.is_symlink()]
     assert len(real) == 1
 
@@ -246,9 +263,9 @@ class _Trainer:
 
 @pytest.mark.parametrize("what", ["link", "dangling link", "link to a device", "pipe"])
 @pytest.mark.parametrize("name", ["tokenizer.json", ".tokenizer.json.partial"])
-def test_the_tokenizer_replaces_what_lies_in_its_place(name, what, tmp_path, outside):
+def test_the_tokenizer_replaces_what_lies_in_its_place(name, what, tmp_path, outside, limits):
     lay(tmp_path / "run" / name, what, outside)
-    keep_tokenizer(_Trainer, tmp_path / "run")
+    assert limits.call("test_links:kept", str(tmp_path / "run")).error == ""
     written = tmp_path / "run" / "tokenizer.json"
     assert written.read_text() == '{"own": true}' and not written.is_symlink()
 

@@ -101,5 +101,5 @@ def grid(found: Iterable[Row]) -> RenderableType:
     table.add_column(overflow="fold")
     for heading, text in found:
         if text:
-            table.add_row(heading, Text(text))
+            table.add_row(heading, Text(shown(text)))
     return table

@@ -169,9 +169,12 @@ class LineFile:
         """Try a last time to write what is kept."""
         if self._why and not self._go_on():
             log.warning("nanproof: %s is incomplete: %s. %d records are missing", self._path, self._why, self._missing)
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        handle, self._handle = self._handle, -1
+        try:
+            if handle >= 0:
+                os.close(handle)
+        except OSError as error:  # a network disk may find out only now that it is full
+            log.warning("nanproof: %s is incomplete: %s", self._path, error.strerror)
 
     @property
     def _missing(self) -> int:
