@@ -161,6 +161,18 @@ def test_a_guard_refuses_a_run_folder_in_which_a_file_of_its_own_is_a_link_or_a_
     refused(limits.call("test_links:guarded", str(tmp_path / "run")), path)
 
 
+@pytest.mark.parametrize("name", ["steps.jsonl", "incidents.jsonl", "quarantine.jsonl"])
+def test_a_file_whose_last_line_never_begins_is_refused(name, tmp_path, limits):
+    """A terabyte of holes: somebody would have to look through all of it for the end of a line."""
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    path.write_text("{}\n")
+    os.truncate(path, 1 << 40)
+    outcome = limits.call("test_links:guarded", str(path.parent))
+    assert outcome.error == "" and f"{path}: its last line has more than" in outcome.value
+    assert path.stat().st_size == 1 << 40
+
+
 @pytest.mark.parametrize("what", ODD)
 def test_a_file_that_is_made_later_is_refused_at_the_start_too(what, tmp_path, outside, limits):
     path = tmp_path / "run" / "forecasts.jsonl"
@@ -274,9 +286,9 @@ def test_the_tokenizer_replaces_what_lies_in_its_place(name, what, tmp_path, out
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(tmp_path_factory, limits):
     folder = tmp_path_factory.mktemp("recorded") / "run"
-    assert guarded(str(folder)) == ""
+    assert limits.call("test_links:guarded", str(folder)).value == ""
     return folder
 
 

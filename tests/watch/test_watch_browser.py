@@ -65,6 +65,19 @@ def test_without_the_token_nothing_is_shown_and_pasting_the_address_helps(browse
         seen.context.close()
 
 
+def test_a_browser_without_storage_keeps_the_token_in_the_address(browser, tmp_path):
+    run(tmp_path / "run", 5)
+    with served(tmp_path / "run", pages=report_pages()) as server:
+        page = browser.new_page()
+        page.add_init_script("Object.defineProperty(window, 'sessionStorage', { get() { throw new Error('blocked'); } })")
+        page.goto(server.url_once)
+        page.wait_for_selector("#plots canvas", timeout=8000)
+        assert page.url == server.url
+        page.reload()
+        page.wait_for_selector("#plots canvas", timeout=8000)
+        page.close()
+
+
 def test_the_list_of_runs_leads_to_each_also_in_a_tab_of_its_own(browser, tmp_path):
     for name in ("one", "two"):
         run(tmp_path / name, 5)

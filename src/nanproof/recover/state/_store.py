@@ -260,8 +260,7 @@ class Store:
         """A candidate has been proven."""
         if not self._leads:
             return
-        candidates = (saved for saved in self.checkpoints() if saved.step == step and not saved.good)
-        saved = next((saved for saved in candidates if not saved.path.is_symlink()), None)
+        saved = next((saved for saved in self.checkpoints() if saved.step == step and not saved.good), None)
         if saved is None:
             return
         facts = {"format": FORMAT, "step": step, "healthy_steps": healthy, "at": now(), "manifest": crc32(saved.path / MANIFEST)}
