@@ -241,7 +241,9 @@ def test_a_whole_run_on_a_disk_that_is_full_for_a_while(tmp_path, caplog):
         guard.close()
         assert [one.step for one in read_steps(disk / "run")] == list(range(30))
         assert [one.step for one in read_incidents(disk / "run")] == [12, 25]
-        assert [path.name for path in (disk / "run" / "incidents").iterdir()] == ["step-000025-nonfinite-loss"]
+        bundles = sorted(path.name for path in (disk / "run" / "incidents").iterdir())
+        # A thread writes them: a slow one gets to the first when there is room again.
+        assert bundles in (["step-000025-nonfinite-loss"], ["step-000012-nonfinite-loss", "step-000025-nonfinite-loss"])
         there = sorted(path.name for path in (disk / "checkpoints").iterdir())
         assert there == ["lock", "step-00000028"]
         assert (disk / "checkpoints" / "step-00000028" / "good.json").is_file()
