@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format wheels bench bench-gpu campaign zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
+.PHONY: demo test check format wheels bench bench-gpu campaign interrupts zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -41,6 +41,10 @@ campaign: .venv/ready  ## thousands of random faults, healthy runs that must sta
 	$(BIN)/python -W ignore -m zoo.healthy
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.kills
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.poison
+
+interrupts: .venv/ready  ## Ctrl-C at 2,000 moments of a run: is it whole afterwards?
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.interrupts --save
+	$(BIN)/python -m tools.tables
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.said

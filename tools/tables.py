@@ -381,6 +381,19 @@ def trainer_kills_table() -> str:
     return "\n".join(lines)
 
 
+def interrupts_table() -> str:
+    data = load("interrupts")
+    lines = ["| interrupted | whole afterwards |", "|---|---:|"]
+    lines += [f"| {name} | {whole} of {struck} |" for name, (whole, struck) in data["by_kind"].items()]
+    lines += [
+        f"| **all** | **{data['whole']} of {data['interrupts']}** |",
+        "",
+        f"The longest an interrupt waited was {1000 * data['slowest_s']:.0f} ms. The version before this held for "
+        f"{data['first']['whole']} of {data['first']['interrupts']}. torch {data['torch']}, {data['date']}.",
+    ]
+    return "\n".join(lines)
+
+
 def poison_table() -> str:
     data = load("poison")
     lines = [
@@ -478,6 +491,7 @@ BLOCKS = {
     "recovery": recovery_table,
     "kills": kills_table,
     "trainer kills": trainer_kills_table,
+    "interrupts": interrupts_table,
     "poison": poison_table,
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import random
@@ -23,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class Kind:
     own_loop: bool = False
     parts: int = 1
     observe: bool = False
+    resumes: bool = False
+    """An earlier run has left checkpoints, and the first call is `resume`."""
     may_differ: bool = False
     """An interrupted diagnosis heals and salvages nothing: the step is then refused, and the run ends elsewhere."""
 
@@ -80,6 +83,7 @@ KINDS = (
     Kind("healed", policy={"heal": True}, bad=(2,), loss="log of softmax", may_differ=True),
     Kind("saved", policy=QUIET, checkpoints={"every": 2, "prove": 1, "background": False}),
     Kind("saved behind", policy=QUIET, checkpoints={"every": 2, "prove": 1}),
+    Kind("resumed", policy=QUIET, bad=(2,), checkpoints={"every": 2, "prove": 1, "background": False}, resumes=True),
     Kind("rewound", policy={"snapshot_every": 2, **QUIET}, breaks=(5,)),
     Kind("rolled back", policy=QUIET, breaks=(5,), checkpoints={"every": 2, "prove": 1, "background": False}),
 )
@@ -102,6 +106,9 @@ class Run:
     """A run of one kind, and everything that an interrupt could leave half done."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
+        if kind.resumes:
+            for call in Run(replace(kind, resumes=False), folder).calls():
+                call()
         torch.set_grad_enabled(True)  # an interrupt in an earlier trial may have left it off: that one was counted
         torch.manual_seed(7)
         random.seed(7)
@@ -138,6 +145,8 @@ class Run:
 
     def calls(self) -> Iterator[Callable[[], Any]]:
         """What is done to the run, one call of the guard after the other. Each can be called again if it was interrupted."""
+        if self.kind.resumes:
+            yield self.guard.resume
         for call, batch in enumerate(self.batches):
             if call in self.kind.breaks:
                 with torch.no_grad():
@@ -171,8 +180,7 @@ class Run:
 
     def resumed(self) -> dict[str, Any]:
         """What a new process would start from."""
-        kind = Kind(self.kind.name, policy=self.kind.policy, checkpoints=self.kind.checkpoints, optimizer=self.kind.optimizer)
-        run = Run(kind, self.folder)
+        run = Run(replace(self.kind, resumes=False), self.folder)
         run.guard.resume()
         try:
             return {name: run.state()[name] for name in ("model", "optimizer", "schedule", "random", "step")}
@@ -377,7 +385,8 @@ def campaign(count: int, seed: int = 0, kinds: tuple[Kind, ...] = KINDS) -> dict
         reference = references[kind.name]
         outcome = Outcome(False)
         for _ in range(20):
-            steps = [*range(CALLS + 1), *kind.bad * 4, *kind.breaks * 4]
+            steps = [*range(len(reference.seconds)), *(call + kind.resumes for call in kind.bad * 4 + kind.breaks * 4)]
+            steps += [0] * (4 * kind.resumes)
             target, by_line, share = draw.choice(steps), draw.random() < 0.5, draw.random()
             try:
                 outcome = trial(kind, reference, target, share, by_line)
@@ -421,9 +430,10 @@ def main() -> None:
         print(f"{name:24} {whole:5} of {struck}")
     print(f"{found['whole']} of {found['interrupts']} whole; longest wait {found['slowest_s']} s; {found['minutes']} minutes")
     if given.save:
-        from tools.results import cpu_name, save
+        from tools.results import RESULTS, cpu_name, save
 
-        print(save("interrupts", cpu_name(), found))
+        earlier = json.loads((RESULTS / "interrupts.json").read_text())
+        print(save("interrupts", cpu_name(), {**found, "first": earlier["first"]}))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 SMALL = 16 << 20
 """Bytes of a file that holds settings, marks or a manifest. A larger one is not what it claims to be."""
 
+_LINK = "it is a symbolic link, and nothing is written through links"
+_SPECIAL = "it is a pipe, a socket or a device, not a regular file"
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _COMMON = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
@@ -54,23 +57,34 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file to write to, by `os.open` flags. A symbolic link is refused."""
     try:
-        handle = os.open(path, flags | _NO_LINK | _COMMON, mode)
+        handle = os.open(path, flags | _NO_LINK | _COMMON, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OddFile(errno.ELOOP, "it is a symbolic link, and nothing is written through links", os.fspath(path)) from None
+            raise OddFile(errno.ELOOP, _LINK, os.fspath(path)) from None
         if error.errno == errno.ENXIO:
-            raise OddFile(errno.ENXIO, "it is a pipe, a socket or a device, not a regular file", os.fspath(path)) from None
+            raise OddFile(errno.ENXIO, _SPECIAL, os.fspath(path)) from None
         raise
     return _checked(handle, path)
 
 
-def open_append(path: str | os.PathLike[str]) -> TextIO:
-    """Open a text file to append lines to, and create it if it is missing. Each line is written at once."""
-    handle = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(handle, "a", buffering=1, encoding="utf-8")
+def open_append(path: str | os.PathLike[str]) -> int:
+    """Open a file to append to, and create it if it is missing. Returns its handle."""
+    return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def check_own(path: str | os.PathLike[str]) -> None:
+    """Raise `OddFile` if a file that will be written to is a link, a pipe or a device. It may be missing."""
+    try:
+        kind = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(kind):
+        raise OddFile(errno.ELOOP, _LINK, os.fspath(path))
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+        raise OddFile(errno.EINVAL, _SPECIAL, os.fspath(path))
 
 
 def create(path: str | os.PathLike[str]) -> BinaryIO:
@@ -82,9 +96,17 @@ def create(path: str | os.PathLike[str]) -> BinaryIO:
 
 def own_folder(path: Path) -> None:
     """Create a folder if it is missing. A link in its place is refused: what goes into it would go elsewhere."""
-    if path.is_symlink():
-        raise OddFile(errno.ELOOP, "it is a symbolic link, and nothing is written through links", str(path))
+    check_own(path)
     path.mkdir(parents=True, exist_ok=True)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it points to. What cannot be removed stays."""
+    with suppress(OSError, RecursionError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)  # shutil.rmtree would leave a link there, and wait for a pipe forever
 
 
 def _checked(handle: int, path: str | os.PathLike[str]) -> int:
@@ -95,4 +117,4 @@ def _checked(handle: int, path: str | os.PathLike[str]) -> int:
     os.close(handle)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
-    raise OddFile(errno.EINVAL, "it is a pipe, a socket or a device, not a regular file", os.fspath(path))
+    raise OddFile(errno.EINVAL, _SPECIAL, os.fspath(path))

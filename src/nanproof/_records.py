@@ -481,7 +481,7 @@ def read_steps(path: str | Path) -> Iterator[StepRecord]:
 
 def read_incidents(path: str | Path) -> Iterator[Incident]:
     """The incidents of a run, from its folder or its `incidents.jsonl`."""
-    return map(Incident.from_json, _lines(path, "incidents.jsonl"))
+    return (Incident.from_json(data) for data in _lines(path, "incidents.jsonl") if data["kind"] != "gap")
 
 
 def read_forecasts(path: str | Path) -> Iterator[Forecast]:
@@ -489,7 +489,7 @@ def read_forecasts(path: str | Path) -> Iterator[Forecast]:
     has none: it is made with the first one."""
     if Path(path).is_dir() and not (Path(path) / "forecasts.jsonl").exists():
         return iter(())
-    return map(Forecast.from_json, _lines(path, "forecasts.jsonl"))
+    return (Forecast.from_json(data) for data in _lines(path, "forecasts.jsonl") if data["kind"] != "gap")
 
 
 def _lines(path: str | Path, name: str) -> Iterator[dict[str, Any]]:

@@ -3,11 +3,17 @@ that turn the direction of writing round, a megabyte of one letter. All of it is
 
 from __future__ import annotations
 
+import logging
 import re
+import traceback
 from typing import Any
 
 CUT = 2000
 """Characters of a text that are kept, unless told otherwise."""
+
+
+_LOGGED = 20_000
+"""Characters of a message that are logged."""
 
 
 def printable(text: str) -> str:
@@ -28,6 +34,24 @@ def shown(text: Any, most: int = CUT) -> str:
 def one_line(text: Any, most: int = CUT) -> str:
     """The same, on one line."""
     return " ".join(shown(text, most).split())
+
+
+def legible(record: logging.LogRecord) -> bool:
+    """Filter of the logger `nanproof`: messages hold names of files and classes, and texts of errors. A record that can be
+    shown stays as it is. In others escapes stand for what cannot be seen, and further lines are indented, so that no name looks
+    like a line of the log."""
+    try:
+        text = record.getMessage()
+    except Exception:
+        return True  # a wrong call: logging reports it itself
+    if not text.isprintable():
+        record.msg, record.args = shown(text, _LOGGED).replace("\n", "\n  "), ()
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        text = "".join(traceback.format_exception(record.exc_info[1]))
+        safe = shown(text, 10 * _LOGGED)
+        if safe != text:
+            record.exc_text = safe.rstrip("\n")  # handlers take it instead of making their own
+    return True
 
 
 def size(count: float) -> str:

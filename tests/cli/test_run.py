@@ -92,7 +92,9 @@ def test_a_run_dir_that_cannot_be_written(folder):
     (folder / "file").write_text("")
     done = run("--run-dir", "file/records", "scripts/tell.py", cwd=folder)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    assert "--run-dir file/records cannot be written" in done.stderr and "a folder that can be made and written" in done.stderr
+    assert (
+        "--run-dir file/records cannot be written" in done.stderr and "hint: Choose a folder that can be written" in done.stderr
+    )
     lock = FolderLock(folder, "test")
     try:
         done = run("--run-dir", ".", "scripts/tell.py", cwd=folder)

@@ -101,15 +101,17 @@ def test_ctrl_c_ends_quietly_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_the_page_from_the_printed_address_to_ctrl_c(runs):
-    """As a browser does it: the address, a redirect with a cookie, the page, its data."""
+    """As a browser does it: the address, then the page and its data with the token in a header."""
     server = started([*COMMAND, str(runs / "two"), "--web"])
     assert server.stdout is not None
     url, elsewhere = server.stdout.readline().strip(), server.stdout.readline()
     assert f"ssh -L {url.split(':')[2].split('/')[0]}:127.0.0.1:" in elsewhere
-    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(), urllib.request.ProxyHandler({}))
-    with browser.open(url, timeout=10) as page:
-        assert "token" not in page.url and b"<!doctype html>" in page.read()
-    with browser.open(url.split("?")[0] + "data", timeout=10) as data:
+    address, _, token = url.partition("#token=")
+    browser = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with browser.open(address, timeout=10) as page:
+        assert b"<!doctype html>" in page.read()
+    browser.addheaders = [("Authorization", f"Bearer {token}")]
+    with browser.open(f"{address}data", timeout=10) as data:
         assert json.load(data)["name"] == "two"
     server.send_signal(signal.SIGINT)
     _, errors = server.communicate(timeout=10)

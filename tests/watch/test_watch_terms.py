@@ -99,7 +99,7 @@ def test_the_served_page_has_the_chart_and_the_list_the_values(tmp_path):
     for name in "ab":
         write_terms(tmp_path / name, TERMS)
     site = Site(Watched([tmp_path / "a", tmp_path / "b"]), report_pages())
-    answers = [site.answer(path) for path in ("/", "/run/0/", "/run/0/data")]
+    answers = [site.answer(path) for path in ("/page", "/run/0/page", "/run/0/data")]
     assert all(answer is not None for answer in answers)
     index, page, data = (answer.body.decode() for answer in answers)
     assert index.count("latent_loss Inf, text_loss 5.9") == 2

@@ -45,7 +45,7 @@ def report(
             raise UsageError("--markdown and --json are two forms of one report. Leave out one of them")
         path = write(run, out, "markdown" if as_markdown else "json" if as_json else "html", tokenizer)
     except UsageError as error:
-        raise could_not_run(UsageError(shown(str(error), 4000))) from error
+        raise could_not_run(error) from error
     if path is None:
         return
     encoding = sys.stdout.encoding or "utf-8"

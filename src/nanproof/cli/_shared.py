@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from nanproof._errors import UsageError
+from nanproof._text import one_line, shown
 from nanproof._wording import Row
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Commands(TyperGroup):
 
     def _tell(self, error: Any) -> None:
         """Click's errors have a message and, mostly, the context they came from."""
-        message = re.sub(r"\.? Did you mean .*", "", error.format_message().replace("\n", " ")).rstrip(".")
+        message = one_line(re.sub(r"\.? Did you mean .*", "", error.format_message().replace("\n", " ")).rstrip("."))
         typer.echo(f"error: {message}", err=True)
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "nanproof"
@@ -83,7 +84,7 @@ def _let_go_of_stdout() -> None:
 
 def could_not_run(error: UsageError) -> typer.Exit:
     """Say what was wrong and what to do, on standard error; exit status 2."""
-    what, _, hint = str(error).rpartition(". ")
+    what, _, hint = shown(error, 4000).rpartition(". ")
     typer.echo(f"error: {what or hint}", err=True)
     if what:
         typer.echo(f"hint: {hint}", err=True)
@@ -100,5 +101,5 @@ def grid(found: Iterable[Row]) -> RenderableType:
     table.add_column(overflow="fold")
     for heading, text in found:
         if text:
-            table.add_row(heading, Text(text))
+            table.add_row(heading, Text(shown(text)))
     return table

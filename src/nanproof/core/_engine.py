@@ -920,12 +920,15 @@ class Engine:
         with suppress(TrainingHalted):  # it is told, and the run is over
             self._resolve(self._matter("state", incident))
 
+    @shielded
     def leave(self, error: BaseException | None) -> None:
         """Close at the end of a `with`, or of a loop that may have raised. A signal to a group of processes
         ends the data workers too, which raises here: the run stops as if it had reached its next step."""
         ended = isinstance(error, Exception) and not isinstance(error, TrainingHalted) and not self.closed
         if ended and self.preempted and self.loss_fn is not None and not self.judge.ranks.together:
             self._stop_if_asked(own_loop=False)
+        if error is not None:
+            self.abandon()  # the loop ended within a step: its buffers go back too
         try:
             self.close(alone=error is not None and self.judge.ranks.together)
         except Exception as failure:

@@ -72,8 +72,8 @@ class Examiner(Explainer):
         self._bundles = None
         if run_dir is not None and policy.bundles:
             self._bundles = BundleWriter(Path(run_dir) / "incidents", keep=policy.bundles, max_bytes=policy.bundle_bytes)
-        self._bundled: set[tuple[str, str]] = set()
-        """(kind, cause) of the steps that were kept on disk."""
+        self._bundled: dict[tuple[str, str], Path | None] = {}
+        """(kind, cause) of the steps that were kept on disk, and where."""
         self._fruitless: dict[str, int] = {}
         self.recorder = Recorder()
         self._known = Known(policy)
@@ -415,11 +415,12 @@ class Examiner(Explainer):
         if self._bundles is None or moment is None:
             return incident
         cause = "" if incident.diagnosis is None else incident.diagnosis.cause
-        known = (incident.kind, cause) in self._bundled if cause else any(kind == incident.kind for kind, _ in self._bundled)
+        bundles = self._bundles
+        kept = [key for key, path in self._bundled.items() if path is None or not bundles.failed(path)]
+        known = (incident.kind, cause) in kept if cause else any(kind == incident.kind for kind, _ in kept)
         if known and self._policy.diagnose != "always":
             return incident
-        self._bundled.add((incident.kind, cause))
-        path = self._bundles.write(
+        path = self._bundled[incident.kind, cause] = bundles.write(
             incident=incident,
             record=record,
             batches=moment.batches,

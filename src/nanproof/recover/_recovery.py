@@ -296,7 +296,7 @@ class Recovery(contracts.Recovery):
         self.saver.save(snapshot, self.snapshots.release)
         self.saver.promote(snapshot.step, self._candidates.pop(snapshot.step, 0), preempted=True)
         self.saver.wait()
-        if snapshot.step not in self.saver.failed:
+        if snapshot.step not in self.saver.failed and self._ranks.rank == 0:
             log.warning("nanproof: saved step %d in %s; guard.resume() goes on from it", snapshot.step, self.store.folder)
 
     def _prove(self) -> None:

@@ -1,4 +1,8 @@
-"""Writing a report: all of it or nothing, and never over what the run itself has written."""
+"""Writing a report: all of it or nothing, and never over what the run itself has written.
+
+Nothing is written through a link, a pipe or a device that lies in the run's folder: the folder may be a stranger's. Elsewhere
+they are followed: whoever names `/dev/stdout` or a link of their own means it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,23 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from nanproof._access import OddFile, check_own, create
 from nanproof._errors import UsageError
 
 
 def put(path: Path, text: str, run: Path) -> None:
     """There with all of its text, or as it was before; never one of the run's records."""
+    home = Path(os.path.realpath(run))
+    try:
+        for part in (path, *path.parents):
+            if Path(os.path.realpath(part.parent)).is_relative_to(home):
+                check_own(part)
+    except OddFile as error:
+        raise UsageError(
+            f"{error.filename} cannot be written: {error.strerror}. Remove it, or name another file with --out"
+        ) from error
     path = Path(os.path.realpath(path))
-    if _evidence(path, Path(os.path.realpath(run))):
+    if _evidence(path, home):
         raise UsageError(f"{path} belongs to the run: a report is not written over its records. Name another file with --out")
     replace(path, text)
 
@@ -25,7 +39,8 @@ def replace(path: Path, text: str) -> None:
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
+        with create(partial) as file:
+            file.write(text.encode())
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):

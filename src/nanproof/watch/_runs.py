@@ -78,6 +78,8 @@ class View:
     forecasts: tuple[Forecast, ...] = ()
     total_forecasts: int = 0
     turns: tuple[tuple[int, int], ...] = ()
+    gaps: tuple[tuple[int, int, str], ...] = ()
+    """First and last step that are not in the records, and why."""
     about: Mapping[str, Any] = field(default_factory=dict)
     series: Mapping[str, Series] = field(default_factory=dict)
     """By metric. The loss is always there; the others are of the run that is looked at closely."""
@@ -236,6 +238,7 @@ class Watched:
             forecasts=tuple(run.forecasts[-KEPT:]),
             total_forecasts=len(run.forecasts),
             turns=tuple(run.turns[-KEPT:]),
+            gaps=tuple(run.gaps),
             about=run.about,
             series=_series(run, wanted),
         )

@@ -144,6 +144,7 @@ def facts(view: View) -> list[tuple[str, str]]:
         ("rate", view.rate and f"{short(view.rate)} steps a second"),
         ("time", view.seconds and clock(view.seconds)),
         ("went back", ", ".join(f"from {a} to {b}" for a, b in view.turns[-8:])),
+        ("missing", ", ".join(f"steps {a} to {b}: {why}" for a, b, why in view.gaps[-8:])),
         *_flat(view.about),
     ]
     return [(heading, str(text)) for heading, text in found if text not in (None, "", 0)]

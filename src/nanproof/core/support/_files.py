@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanproof._access import create, open_own
+from nanproof._access import OddFile, create, open_own
 from nanproof._errors import NanproofError, UsageError
+from nanproof._text import one_line
 
 try:
     import fcntl
@@ -61,6 +62,13 @@ def reason(error: BaseException) -> str:
     return str(error) if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}"
 
 
+def not_writable(what: str, error: OSError) -> UsageError:
+    """The error for a folder that cannot be written, which names the file that stands in the way."""
+    if isinstance(error, OddFile):
+        return UsageError(f"{what} cannot be written: {error.filename}: {error.strerror}. Remove it, or choose another folder")
+    return UsageError(f"{what} cannot be written: {reason(error)}. Choose a folder that can be written")
+
+
 def finish(jobs: queue.Queue[Any], worker: threading.Thread, pid: int) -> None:
     """Let a thread that takes jobs from a queue do what is left, and end it with None."""
     if os.getpid() != pid:
@@ -104,13 +112,17 @@ class FolderLock:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "unknown"
+            holder = one_line(os.pread(handle, 200, 0).decode(errors="replace")) or "unknown"
             os.close(handle)
             raise UsageError(
                 f"{what} is in use by another process ({holder}): end that one, or give this run a folder of its own"
             ) from None
         except OSError:  # a file system without locks
             return handle
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError:
+            os.close(handle)
+            raise
         return handle

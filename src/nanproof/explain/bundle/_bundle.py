@@ -115,6 +115,10 @@ class BundleWriter:
             self._say(incident, f"{type(error).__name__}: {error}")
             return None
 
+    def failed(self, path: Path) -> bool:
+        """Whether a bundle that `write` promised could not be written."""
+        return path.name in self._shelf.failed
+
     def flush(self) -> None:
         """Wait until everything is written."""
         self._shelf.flush()

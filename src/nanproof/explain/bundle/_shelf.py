@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from nanproof.core.support._files import finish, reason, strict_json, sync
+from nanproof._access import check_own, own_folder, remove
+from nanproof.core.support._files import finish, not_writable, reason, strict_json, sync
 
 log = logging.getLogger("nanproof")
 
@@ -54,8 +55,14 @@ class Shelf:
         self.folder, self._keep = folder, keep
         self._parcels: Parcels = queue.Queue()
         self._promised: set[str] = set()
+        self.failed: set[str] = set()
+        """Names of bundles that could not be written: the disk was full, say."""
         self._end: Callable[[], Any] | None = None
         self.closed = False
+        try:
+            check_own(folder)
+        except OSError as error:
+            raise not_writable(f"the folder of bundles {str(folder)!r}", error) from error
         _remove_leftovers(folder)
 
     @property
@@ -67,14 +74,14 @@ class Shelf:
         """The name of a new bundle; a step that comes a second time (after a resume) gets a number."""
         name = f"step-{step:06d}-{kind}"
         count = 1
-        while (unique := name if count == 1 else f"{name}-{count}") in self._promised or (self.folder / unique).exists():
+        while (unique := name if count == 1 else f"{name}-{count}") in self._promised or os.path.lexists(self.folder / unique):
             count += 1
         return unique
 
     def put(self, parcel: Parcel) -> Path:
         if self._end is None:
             worker = threading.Thread(
-                target=_work, args=(self._parcels, self.folder, self._keep), daemon=True, name="nanproof-bundles"
+                target=_work, args=(self._parcels, self.folder, self._keep, self.failed), daemon=True, name="nanproof-bundles"
             )
             worker.start()
             # Also when the program ends: a run that dies of its bad step is the one whose bundle matters.
@@ -92,7 +99,7 @@ class Shelf:
             self._end()
 
 
-def _work(parcels: Parcels, folder: Path, keep: int) -> None:
+def _work(parcels: Parcels, folder: Path, keep: int, failed: set[str]) -> None:
     while True:
         parcel = parcels.get()
         try:
@@ -102,6 +109,7 @@ def _work(parcels: Parcels, folder: Path, keep: int) -> None:
             _remove_oldest(folder, keep, parcel.name)
         except Exception as error:
             assert parcel is not None
+            failed.add(parcel.name)
             log.warning("nanproof: the bundle %s was not written: %s. Training goes on", folder / parcel.name, reason(error))
         finally:
             parcel = None  # its memory is not kept until the next one comes
@@ -114,7 +122,8 @@ def write_parcel(folder: Path, parcel: Parcel) -> None:
     partial = _hidden(folder, parcel.name)
     _writing.add(partial)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
+        remove(partial)
         partial.mkdir()
         for name, data in parcel.texts.items():
             (partial / name).write_text(strict_json(data), encoding="utf-8")
@@ -131,7 +140,7 @@ def write_parcel(folder: Path, parcel: Parcel) -> None:
         partial.rename(folder / parcel.name)
         sync(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
     finally:
         _writing.discard(partial)
@@ -153,14 +162,15 @@ def _remove_oldest(folder: Path, keep: int, newest: str) -> None:
     """Keep that many bundles; the one just written is always among them. Other folders are not touched."""
     old = []
     for path in folder.iterdir():
-        if _BUNDLE.fullmatch(path.name) and path.name != newest:
+        if _BUNDLE.fullmatch(path.name) and path.name != newest and not path.is_symlink():
             with suppress(OSError):
                 old.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
     for _, name in sorted(old)[: max(0, len(old) + 1 - keep)]:
         with suppress(OSError):
             hidden = _hidden(folder, name)
+            remove(hidden)
             (folder / name).rename(hidden)  # so that nobody sees half a bundle
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(hidden)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -171,7 +181,7 @@ def _remove_leftovers(folder: Path) -> None:
         for path in folder.iterdir():
             match = _PARTIAL.fullmatch(path.name)
             if match and path not in _writing and not _someone_else(int(match[1])):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
 
 def _someone_else(pid: int) -> bool:

@@ -26,7 +26,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from nanproof._errors import TrainingHalted, UsageError
-from nanproof.core.support._files import FolderLock
+from nanproof._text import shown
+from nanproof.core.support._files import FolderLock, not_writable
 from nanproof.integrations._patches import Patches
 from nanproof.integrations.script._imports import AfterImport, Then
 from nanproof.integrations.script._session import Options, Session
@@ -84,8 +85,7 @@ def _writable(run_dir: Path, rank: int) -> FolderLock | None:
             pass
         return FolderLock(run_dir, what) if rank == 0 else None
     except OSError as error:
-        why = f"{what} cannot be written: {error.strerror or error}; the script was not started"
-        raise UsageError(f"{why}. Name a folder that can be made and written") from error
+        raise not_writable(f"the script was not started: {what}", error) from error
 
 
 def _prepared(script: str, args: Sequence[str], module: bool) -> Callable[[], object]:
@@ -121,7 +121,7 @@ def _told(error: BaseException) -> int:
     """Print what Python would have printed, without the frames of the way here; returns the exit status."""
     if isinstance(error, TrainingHalted):
         sys.stdout.flush()
-        print(f"nanproof: training was halted: {error}", file=sys.stderr, flush=True)
+        print(f"nanproof: training was halted: {shown(error)}", file=sys.stderr, flush=True)
         return 1
     trace = error.__traceback__
     here = (str(Path(__file__).parents[1]), runpy.__file__, "<frozen runpy>")
@@ -129,7 +129,7 @@ def _told(error: BaseException) -> int:
         trace = trace.tb_next
     sys.stdout.flush()
     if trace is None and isinstance(error, ImportError):  # no such module, or a folder without __main__: no line of the script
-        print(f"nanproof: {error}", file=sys.stderr, flush=True)
+        print(f"nanproof: {shown(error)}", file=sys.stderr, flush=True)
         return 1
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nanproof._policy import Policy
+from nanproof._text import shown
 
 if TYPE_CHECKING:
     from nanproof.integrations.script._runs import ScriptRuns
@@ -111,7 +112,7 @@ class Session:
 
     def say(self, text: str) -> None:
         if self.rank == 0 and not self.options.quiet:
-            print(f"nanproof: {text}", file=sys.stderr, flush=True)
+            print(f"nanproof: {shown(text)}", file=sys.stderr, flush=True)
 
     def say_once(self, text: str) -> None:
         if text not in self._said:

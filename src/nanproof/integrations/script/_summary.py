@@ -10,6 +10,7 @@ from typing import Any
 
 from nanproof._errors import TrainingHalted
 from nanproof._records import Forecast, Incident, alike
+from nanproof._text import printable
 from nanproof._wording import repeated, spans
 from nanproof.integrations.script._session import Session
 
@@ -113,7 +114,7 @@ class Summary:
         """The lines as they are printed; what a line goes on with stands under it."""
         out: list[str] = []
         for line in self.lines():
-            text = line.lstrip(" ")
+            text = printable(line.lstrip(" ").replace("\n", " "))
             indent = " " * (len(_PREFIX) + len(line) - len(text))
             first = _PREFIX + indent[len(_PREFIX) :]
             out += textwrap.wrap(

@@ -1,12 +1,11 @@
 """The file of offending samples: what a run learned about its data outlives it.
 
 One line of JSON a sample, only ever appended, flushed to the disk before the call returns. Several processes may append to one
-file: a line goes out in one write. What cannot be read is a warning, and what cannot be written stays in memory.
+file: a line goes out in one write. What cannot be read is a warning, and what cannot be written stays in memory until it can.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -15,7 +14,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from nanproof._access import OddFile, open_append
 from nanproof.core._telemetry import cut_broken_line
+from nanproof.core.support._files import not_writable
 from nanproof.recover.data._hashes import sample_hash
 
 __all__ = ["FILE", "Entry", "Quarantine", "StreamFilter", "sample_hash"]
@@ -69,11 +70,16 @@ class Quarantine:
         self._entries: list[Entry] = []
         self._known: set[tuple[Any, ...]] = set()
         self._read_to = 0
+        self._unwritten: list[Entry] = []
+        """Entries of this run that did not reach the disk yet."""
         self._torn = False
+        """The file ends in half a line of this run."""
         self._foreign: set[tuple[int, int]] = set()
         if self.path is not None:
             try:
                 cut_broken_line(self.path)
+            except OddFile as error:
+                raise not_writable("the list of quarantined samples", error) from error
             except OSError as error:
                 log.warning("nanproof: %s is not repaired: %s", self.path, error.strerror)
             self.refresh()
@@ -87,27 +93,52 @@ class Quarantine:
     def add(self, entries: Iterable[Entry]) -> None:
         """Entries that are there already are not written again."""
         new = [entry for entry in dict.fromkeys(entries) if self._take(entry)]
-        if self.path is None or not new:
-            return
+        if self.path is not None and new:
+            self._unwritten += new
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what did not reach the disk yet."""
+        assert self.path is not None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            handle = open_append(self.path)
             try:
-                for entry in new:
-                    line = (("\n" if self._torn else "") + json.dumps(asdict(entry), allow_nan=False) + "\n").encode()
-                    self._torn = os.write(handle, line) != len(line)
-                    if self._torn:
-                        raise OSError(errno.ENOSPC, "the line was cut short")
+                while self._unwritten:
+                    self._append(handle, json.dumps(asdict(self._unwritten[0]), allow_nan=False))
+                    del self._unwritten[0]
                 os.fsync(handle)
             finally:
                 os.close(handle)
         except OSError as error:
-            log.warning("nanproof: %s was not written: %s. Its samples are left out in this run only", self.path, error.strerror)
+            log.warning(
+                "nanproof: %s was not written: %s. Its samples are left out in this run, and the next attempt is made with the "
+                "next sample or epoch",
+                self.path,
+                error.strerror,
+            )
+
+    def _append(self, handle: int, text: str) -> None:
+        """Write a line, or nothing of it."""
+        start, torn, written = os.fstat(handle).st_size, self._torn, 0
+        data = (("\n" if torn else "") + text + "\n").encode()
+        try:
+            while written < len(data):  # a disk that fills up takes a part first, and gives its reason with the next call
+                written += os.write(handle, data[written:])
+            self._torn = False
+        except OSError:
+            self._torn = torn or written > 0
+            if written and os.fstat(handle).st_size == start + written:  # nobody else has written since
+                os.ftruncate(handle, start)
+                self._torn = torn
+            raise
 
     def refresh(self) -> None:
-        """Read what other processes appended."""
+        """Read what other processes appended, and write what did not reach the disk before."""
         if self.path is None:
             return
+        if self._unwritten:
+            self._flush()
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._read_to)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,9 +29,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nanproof._access import remove
 from nanproof._errors import NanproofError, UsageError
 from nanproof.core.judge._parameters import is_dtensor
-from nanproof.core.support._files import FolderLock, reason, strict_json, sync, write_whole
+from nanproof.core.support._files import FolderLock, not_writable, reason, strict_json, sync, write_whole
 from nanproof.core.support._ranks import Ranks
 from nanproof.recover.data._hashes import sample_hash
 from nanproof.recover.state._sealed import FORMAT, GOOD, NAME, check_good, is_whole, now, packed, unpacked
@@ -89,12 +89,10 @@ class Store:
                 (self.folder / ".probe").unlink()
             except OSError as error:
                 self.close()
-                raise UsageError(
-                    f"Checkpoints(folder={str(folder)!r}) cannot be written: {reason(error)}. Choose one that can be written"
-                ) from error
+                raise not_writable(f"Checkpoints(folder={str(folder)!r})", error) from error
             for path in self.folder.iterdir():  # what killed runs left half written, or half deleted
                 if _HIDDEN.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove(path)
 
     @property
     def _leads(self) -> bool:
@@ -177,12 +175,12 @@ class Store:
             trouble = self._tried(lambda: publish() if self._leads else None)
         if trouble:
             if self._leads:
-                shutil.rmtree(partial, ignore_errors=True)
+                remove(partial)
             raise NotWritten(trouble)
         return path
 
     def _clear(self, partial: Path) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         partial.mkdir()
 
     def _write_tensors(self, partial: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -224,7 +222,8 @@ class Store:
         sync(partial)
         earlier = [saved for saved in self.checkpoints() if saved.step == step]
         turn = max((saved.turn for saved in earlier), default=0) + 1
-        path = self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")
+        while os.path.lexists(path := self.folder / (f"step-{step:08d}" if turn == 1 else f"step-{step:08d}-{turn}")):
+            turn += 1  # somebody else's file or link
         partial.rename(path)
         self._doomed.discard(path)
         self._read_back.discard(path)
@@ -324,9 +323,9 @@ class Store:
     def _delete(self, saved: Saved) -> None:
         hidden = saved.path.with_name(f".{saved.path.name}.old")
         with suppress(OSError):
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(hidden)
             saved.path.rename(hidden)  # so that nobody sees half a checkpoint
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(hidden)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 

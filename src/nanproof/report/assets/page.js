@@ -89,7 +89,8 @@ const Page = (() => {
 
   async function poll() {
     try {
-      const answer = await fetch(data.live, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      const headers = window.nanproofToken ? { Authorization: `Bearer ${window.nanproofToken}` } : {}; // of `nanproof watch --web`
+      const answer = await fetch(data.live, { cache: "no-store", headers: tag ? { ...headers, "If-None-Match": tag } : headers });
       if (!answer.ok && answer.status !== 304) throw new Error(String(answer.status));
       id("lost").hidden = true;
       if (answer.status === 200 && !held) { // while somebody drags, the next time

@@ -27,6 +27,8 @@ LONGEST_NAME = 200
 """Characters of the name of a term."""
 NEAR = 50
 """Steps on either side of an incident that are kept one by one."""
+MOST_GAPS = 20
+"""Gaps in the records that are shown."""
 MOST_NEAR = 200
 """Incidents of which that is done."""
 PORTION = 32 << 20
@@ -98,6 +100,8 @@ class Run:
         """Steps by action; those that were given up and taken again count twice."""
         self.steps = 0
         """Steps that were recorded."""
+        self.gaps: list[tuple[int, int, str]] = []
+        """First and last step that could not be written, and why: the disk was full, say."""
         self.seconds = 0.0
         """How long it has been training, without the time between a kill and a resume."""
         self._wanted: set[int] = set()
@@ -161,7 +165,8 @@ class Run:
         try:
             if data is None:
                 raise ValueError("not JSON")
-            take(data)
+            if take == self._line or data["kind"] != "gap":
+                take(data)
         except _NOT_A_RECORD:
             self.broken += 1
 
@@ -178,6 +183,10 @@ class Run:
             self._times.clear()
         elif kind == "closed":
             self.closed = float(data["time"])
+        elif kind == "gap":
+            check_step(data["first"])
+            check_step(data["last"])
+            self.gaps = [*self.gaps[-MOST_GAPS + 1 :], (data["first"], data["last"], str(data["why"])[:200])]
 
     def _step(self, data: dict[str, Any]) -> None:
         step, action = data["step"], data["action"]

@@ -99,6 +99,9 @@ def summary(run: Run) -> str:
         )
     if went := _back(run):
         said.append("It went back once" if len(went) == 1 else f"It went back {len(went):,} times")
+    for first, last, why in run.gaps[:3]:
+        steps = f"Step {first} is" if first == last else f"Steps {first} to {last} are"
+        said.append(f"{steps} not in the records: {one_line(why, 100)}")
     if run.earlier:
         said.append(f"Not shown: {_count(run.earlier, 'earlier run')} in this folder, not resumed but begun anew")
     return ". ".join(said) + "."
