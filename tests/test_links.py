@@ -254,6 +254,13 @@ def test_nanproof_run_does_not_start_a_script_where_its_lock_would_be_written_el
         _writable(tmp_path / "run", 0)
 
 
+def test_the_refusal_of_a_file_shows_no_escape(tmp_path, outside, limits):
+    folder = tmp_path / "run\x1b[2J\u202e"
+    lay(folder / "lock", "link", outside)
+    outcome = limits.call("test_links:guarded", str(folder))
+    assert r"\x1b[2J\u202e/lock: it is a symbolic link" in outcome.value and outcome.value.isprintable()
+
+
 def test_the_folder_of_a_second_optimizer_inside_a_runs_folder_is_not_a_link(tmp_path, outside, limits):
     """`nanproof run` gives each optimizer after the first a folder `optimizer-2`, ... inside the run's own."""
     assert limits.call("test_links:guarded", str(tmp_path / "run")).value == ""
