@@ -3,6 +3,7 @@ that turn the direction of writing round, a megabyte of one letter. All of it is
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -30,6 +31,16 @@ def one_line(text: Any, most: int = CUT) -> str:
     return " ".join(shown(text, most).split())
 
 
+class Readable(logging.Filter):
+    """Makes every line of a log safe to look at, whichever module wrote it and whatever name is in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if not text.isprintable():
+            record.msg, record.args = shown(text, 10_000), None
+        return True
+
+
 def size(count: float) -> str:
     """Bytes for a person."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -54,3 +65,6 @@ def duration(seconds: float) -> str:
 def number(x: float | None) -> str:
     """A measured number, four digits of it."""
     return "unknown" if x is None else f"{x:.4g}"
+
+
+logging.getLogger("nanproof").addFilter(Readable())  # once, here: every module that logs imports this one

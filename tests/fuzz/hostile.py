@@ -715,22 +715,6 @@ def a_step_of_a_thousand_digits(root):
     return folder
 
 
-@case("scan", exit=2)
-def folders_nested_deep(root):
-    path = root / "deep"
-    path.mkdir()
-    here = os.getcwd()
-    os.chdir(path)
-    try:
-        for _ in range(1500):
-            os.mkdir("d")
-            os.chdir("d")
-        Path("model.pt").write_bytes(b"")
-    finally:
-        os.chdir(here)
-    return path
-
-
 def dcp(root: Path, change: Callable[[Any], Any]) -> Path:
     """Change the metadata of a DCP folder as a whole."""
     from torch.distributed.checkpoint import FileSystemReader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +9,18 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from nanproof._access import parse_json, read_bytes
 from nanproof._errors import UsageError
 from nanproof._records import Incident, StepRecord
+from nanproof._text import one_line
 from nanproof.explain.bundle._bundle import FORMAT, Bundle
 from nanproof.explain.bundle._facts import ModeFacts, OptimizerFacts, dtype_of, random_in
 from nanproof.explain.bundle._pack import Unpacker
 from nanproof.explain.bundle._shelf import MANIFEST, digest
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+SPARSE = 1 << 30
+"""Bytes from which on a file must take room on the disk, too."""
 _COPY_AGAIN = "Copy the whole folder again from where it was written"
 
 
@@ -32,7 +35,7 @@ def read(folder: Path, to_devices: bool) -> Bundle:
     version = manifest.get("format")
     if version != FORMAT:
         raise UsageError(
-            f"{folder / MANIFEST}: format {version!r}, and this nanproof reads format {FORMAT}. Use the nanproof that wrote it: "
+            f"{folder / MANIFEST}: format {one_line(repr(version), 100)}, and this nanproof reads format {FORMAT}. Use the nanproof that wrote it: "
             f"{_writer(manifest)}"
         )
     try:
@@ -42,7 +45,7 @@ def read(folder: Path, to_devices: bool) -> Bundle:
         raise
     except Exception as error:
         raise UsageError(
-            f"{folder / MANIFEST} is not as docs/format.md has it ({type(error).__name__}: {error}). {_COPY_AGAIN}"
+            f"{folder / MANIFEST} is not as docs/format.md has it ({type(error).__name__}: {one_line(error, 300)}). {_COPY_AGAIN}"
         ) from error
 
 
@@ -97,14 +100,17 @@ def _verified(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> set[str]:
     for name, facts in files.items():
         if not _PLAIN_NAME.fullmatch(name):
             raise UsageError(
-                f"{folder / MANIFEST} names a file outside the bundle: {name!r}. Do not trust it: ask where it comes from"
+                f"{folder / MANIFEST} names a file outside the bundle: {one_line(repr(name), 200)}. Do not trust it: ask where it comes from"
             )
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise UsageError(f"{path} is missing. {_COPY_AGAIN}")
-        size = path.stat().st_size
+        if len(name) > 255 or path.is_symlink() or not path.is_file():
+            raise UsageError(f"{folder / one_line(name, 100)} is missing. {_COPY_AGAIN}")
+        about = path.stat()
+        size = about.st_size
         if size != facts["bytes"]:
-            raise UsageError(f"{path} has {size} bytes, and {facts['bytes']} were written. {_COPY_AGAIN}")
+            raise UsageError(f"{path} has {size} bytes, and {one_line(facts['bytes'], 40)} were written. {_COPY_AGAIN}")
+        if size > SPARSE and about.st_blocks * 512 < size // 1024:  # a checksum of nothing takes as long as one of something
+            raise UsageError(f"{path} has {size} bytes, of which next to none are on the disk. {_COPY_AGAIN}")
         if digest(path) != facts["sha256"]:
             raise UsageError(f"{path} was changed or damaged: its checksum is not the one in {MANIFEST}. {_COPY_AGAIN}")
     return set(files)
@@ -122,7 +128,7 @@ def _tensors(folder: Path, name: str, files: set[str]) -> dict[str, Tensor]:
     try:
         return load_file(folder / name)
     except Exception as error:
-        raise UsageError(f"{folder / name} is no safetensors file ({error}). {_COPY_AGAIN}") from error
+        raise UsageError(f"{folder / name} is no safetensors file ({one_line(error, 200)}). {_COPY_AGAIN}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -130,9 +136,9 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON ({error}). {_COPY_AGAIN}") from error
+        data = parse_json(read_bytes(path).decode("utf-8"), parse_constant=refuse)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON ({one_line(error, 200)}). {_COPY_AGAIN}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no JSON object. {_COPY_AGAIN}")
     return data
@@ -141,7 +147,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _writer(manifest: Mapping[str, Any]) -> str:
     versions = manifest.get("versions")
     return (
-        f"nanproof {versions['nanproof']}" if isinstance(versions, dict) and "nanproof" in versions else "it does not say which"
+        f"nanproof {one_line(versions['nanproof'], 40)}" if isinstance(versions, dict) and "nanproof" in versions else "it does not say which"
     )
 
 
