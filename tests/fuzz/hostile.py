@@ -495,7 +495,7 @@ def a_quantized_a_sparse_and_a_meta_tensor(root):
     return root / "odd.pt"
 
 
-@case("scan", "model.safetensors: bad", exit=1, absent="a.pt: clean")
+@case("scan", "model.safetensors: bad", exit=1)
 def sparse_indices_beyond_the_size(root):
     out = io.BytesIO()
     torch.save(torch.sparse_coo_tensor([[0], [1]], [1.0], (3, 3)), out)
@@ -603,7 +603,7 @@ def entry(dtype: Any = "F32", shape: Any = (4,), offsets: Any = (0, 16)) -> dict
 SAFETENSORS: dict[str, bytes | Callable[[], bytes]] = {
     "a header of 2 to the 64 bytes": safetensors({}, length=(1 << 64) - 1),
     "a header of 90 megabytes": lambda: safetensors(b'{"a":[' + b"[]," * 30_000_000 + b"0]}"),
-    "a header of many names": lambda: safetensors({f"t{i}": entry(shape=(0,), offsets=(0, 0)) for i in range(300_000)}, b""),
+    "a header of many names": lambda: safetensors({f"t{i}": entry(shape=(0,), offsets=(0, 0)) for i in range(100_000)}, b""),
     "a header nested deep": safetensors(b"[" * 2_000_000),
     "tensors that overlap": safetensors({"a": entry(), "b": entry()}),
     "an unknown type": safetensors({"a": entry("F99")}),

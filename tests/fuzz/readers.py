@@ -38,7 +38,8 @@ class Traceback(Exception):
 
 
 def scan(path):
-    return _command("scan", "--checksums", str(path))
+    manifest = (Path(path) / "manifest.json").is_file()
+    return _command("scan", str(path), *["--checksums"] * manifest)
 
 
 def doctor(path):

@@ -18,6 +18,7 @@ def seeds(tmp_path_factory):
     return folder / "seeds"
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns of some of what is made here
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.reader}: {case.name}")
 def test_a_hostile_file_is_read_or_refused(case, seeds, limits, tmp_path):
     root = tmp_path / "here"

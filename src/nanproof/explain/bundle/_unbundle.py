@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -15,10 +16,11 @@ from nanproof._records import Incident, StepRecord
 from nanproof._text import one_line
 from nanproof.explain.bundle._bundle import FORMAT, Bundle
 from nanproof.explain.bundle._facts import ModeFacts, OptimizerFacts, dtype_of, random_in
-from nanproof.explain.bundle._pack import Unpacker
+from nanproof.explain.bundle._pack import Unpacker, nearest
 from nanproof.explain.bundle._shelf import MANIFEST, digest
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+MOST_THREADS = 1024
 SPARSE = 1 << 30
 """Bytes from which on a file must take room on the disk, too."""
 _COPY_AGAIN = "Copy the whole folder again from where it was written"
@@ -71,6 +73,7 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
     if manifest["optimizer"] is not None:
         optimizer = _optimizer(manifest["optimizer"], unpacker("optimizer.safetensors"))
     mode = manifest["mode"]
+    _check_facts(manifest)
     return Bundle(
         path=folder,
         created=manifest["created"],
@@ -88,6 +91,21 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
         device_name=manifest["device_name"],
         left_out=tuple(manifest["left_out"]),
     )
+
+
+def _check_facts(manifest: Mapping[str, Any]) -> None:
+    """Raise `ValueError` or `TypeError` where something else stands than a bundle has there."""
+    mode, numerics = manifest["mode"], manifest["mode"]["numerics"]
+    texts = (manifest["created"], manifest["device"], manifest["device_name"], *manifest["left_out"], *manifest["versions"].values())
+    right = all(isinstance(text, str) for text in texts) and isinstance(manifest["checkpoint"], (str, NoneType))
+    right = right and isinstance(mode["autocast"], bool) and all(isinstance(on, bool) for on in mode["training"].values())
+    threads = numerics.get("threads", 1)
+    right = right and type(threads) is int and 0 < threads <= MOST_THREADS
+    right = right and dtype_of(numerics.get("default_dtype", "float32")).is_floating_point
+    right = right and isinstance(numerics.get("deterministic", False), bool)
+    if not right or numerics.get("float32_matmul_precision", "highest") not in ("highest", "high", "medium"):
+        raise ValueError("a field of another kind")
+    nearest(manifest["device"])
 
 
 def _optimizer(data: Mapping[str, Any], maker: Unpacker) -> OptimizerFacts:
