@@ -7,7 +7,10 @@ else is private.
 
 from __future__ import annotations
 
+import logging as _logging
 from typing import TYPE_CHECKING, Any
+
+from nanproof._text import legible as _legible
 
 if TYPE_CHECKING:
     from nanproof._errors import (
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from nanproof.scan._dcp import load
     from nanproof.scan._report import ScanReport
     from nanproof.scan._scan import first_bad, scan
+
+_logging.getLogger("nanproof").addFilter(_legible)  # every module logs there
 
 __version__ = "0.1.0"
 __all__ = [

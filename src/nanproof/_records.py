@@ -504,7 +504,7 @@ def read_steps(path: str | Path) -> Iterator[StepRecord]:
 def read_incidents(path: str | Path) -> Iterator[Incident]:
     """The incidents of a run, from its folder or its `incidents.jsonl`; lines that are not records
     as in `read_steps`."""
-    return _read(path, "incidents.jsonl", Incident.from_json)
+    return _read(path, "incidents.jsonl", lambda data: None if data["kind"] == "gap" else Incident.from_json(data))
 
 
 def read_forecasts(path: str | Path) -> Iterator[Forecast]:
@@ -512,7 +512,7 @@ def read_forecasts(path: str | Path) -> Iterator[Forecast]:
     as in `read_steps`. A folder without that file has none: it is made with the first one."""
     if Path(path).is_dir() and not (Path(path) / "forecasts.jsonl").exists():
         return iter(())
-    return _read(path, "forecasts.jsonl", Forecast.from_json)
+    return _read(path, "forecasts.jsonl", lambda data: None if data["kind"] == "gap" else Forecast.from_json(data))
 
 
 def _read(path: str | Path, name: str, make: Callable[[Any], Kind | None]) -> Iterator[Kind]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from typing import Any
 
 CUT = 2000
 """Characters of a text that are kept, unless told otherwise."""
+
+
+_LOGGED = 20_000
+"""Characters of a message that are logged."""
 
 
 def printable(text: str) -> str:
@@ -31,14 +36,22 @@ def one_line(text: Any, most: int = CUT) -> str:
     return " ".join(shown(text, most).split())
 
 
-class Readable(logging.Filter):
-    """Makes every line of a log safe to look at, whichever module wrote it and whatever name is in it."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
+def legible(record: logging.LogRecord) -> bool:
+    """Filter of the logger `nanproof`: messages hold names of files and classes, and texts of errors. A record that can be
+    shown stays as it is. In others escapes stand for what cannot be seen, and further lines are indented, so that no name looks
+    like a line of the log."""
+    try:
         text = record.getMessage()
-        if not text.isprintable():
-            record.msg, record.args = shown(text, 10_000), None
-        return True
+    except Exception:
+        return True  # a wrong call: logging reports it itself
+    if not text.isprintable():
+        record.msg, record.args = shown(text, _LOGGED).replace("\n", "\n  "), ()
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        text = "".join(traceback.format_exception(record.exc_info[1]))
+        safe = shown(text, 10 * _LOGGED)
+        if safe != text:
+            record.exc_text = safe.rstrip("\n")  # handlers take it instead of making their own
+    return True
 
 
 def size(count: float) -> str:
@@ -65,6 +78,3 @@ def duration(seconds: float) -> str:
 def number(x: float | None) -> str:
     """A measured number, four digits of it."""
     return "unknown" if x is None else f"{x:.4g}"
-
-
-logging.getLogger("nanproof").addFilter(Readable())  # once, here: every module that logs imports this one

@@ -30,14 +30,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tallies = campaign(Path(folder), given.mutations, given.seed, given.reader, say=lambda text: print(text, flush=True))
     total: Counter[str] = Counter()
-    print(f"{'reader':10} {'cases':>6} {'executed':>9} {'errors':>7} {'slow':>5} {'memory':>7} {'died':>5} {'seconds':>8} {'MiB':>5}")
     for reader, tally in tallies.items():
         row = tally.facts()
         total.update({name: row[name] for name in ("cases", "executed", "errors", "slow", "memory", "died")})
-        print(
-            f"{reader:10} {row['cases']:6} {row['executed']:9} {row['errors']:7} {row['slow']:5} {row['memory']:7} {row['died']:5} "
-            f"{row['longest_s']:8.2f} {row['most_mib']:5.0f}"
-        )
+        print(f"{reader:10}", *(f"{name} {value}" for name, value in row.items()))
     print("all:", dict(total), f"in {time.perf_counter() - began:.0f} s")
     if given.save:
         readers = {reader: tally.facts() for reader, tally in tallies.items()}

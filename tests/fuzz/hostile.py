@@ -54,7 +54,7 @@ def case(reader: str, *expected: str, exit: int | None = None, step: int | None 
     return add
 
 
-# -- guard.resume() ---------------------------------------------------------------------------------------------------------------
+# -- guard.resume() ------------------------------------------------------------------------------------------------------------
 
 
 def newest(root: Path) -> Path:
@@ -193,7 +193,10 @@ def host_part_that_is_a_list(root):
 @case("resume", "passed over step-00000006", step=4)
 def host_part_is_a_bomb(root):
     path = newest(root) / "host-0.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive, archive.open("archive/data.pkl", "w") as file:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("archive/data.pkl", "w") as file,
+    ):
         for _ in range(1024):
             file.write(bytes(1 << 20))
     sealed(newest(root) / "manifest.json")
@@ -290,7 +293,7 @@ def grown(entry: Any, times: int) -> None:
     entry.chunks[0].sizes = entry.size
 
 
-# -- scan: pickles ------------------------------------------------------------------------------------------------------------------
+# -- scan: pickles -------------------------------------------------------------------------------------------------------------
 
 
 def archive(data: bytes, records: dict[str, bytes] | None = None, pack: int = zipfile.ZIP_STORED) -> bytes:
@@ -353,7 +356,16 @@ PICKLES = {
 
 
 def storage(key: bytes, kind: bytes, count: int) -> bytes:
-    return b"(X\x07\x00\x00\x00storagectorch\n" + kind + b"\nX" + struct.pack("<I", len(key)) + key + b"X\x03\x00\x00\x00cpu\x8a\x08" + struct.pack("<q", count) + b"tQ"
+    return (
+        b"(X\x07\x00\x00\x00storagectorch\n"
+        + kind
+        + b"\nX"
+        + struct.pack("<I", len(key))
+        + key
+        + b"X\x03\x00\x00\x00cpu\x8a\x08"
+        + struct.pack("<q", count)
+        + b"tQ"
+    )
 
 
 def tensor(storage: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
@@ -361,7 +373,13 @@ def tensor(storage: bytes, shape: tuple[int, ...], stride: tuple[int, ...], offs
         return b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", x) for x in values) + b"t"
 
     return (
-        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"\x8a\x08" + struct.pack("<q", offset) + numbers(shape) + numbers(stride) + b"\x89ccollections\nOrderedDict\n)RtR"
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"\x8a\x08"
+        + struct.pack("<q", offset)
+        + numbers(shape)
+        + numbers(stride)
+        + b"\x89ccollections\nOrderedDict\n)RtR"
     )
 
 
@@ -369,17 +387,22 @@ def _tensor_files() -> dict[str, bytes]:
     numbers = {"data/0": bytes(64)}
     whole = storage(b"0", b"FloatStorage", 16)
     put = b"\x80\x02}X\x01\x00\x00\x00w"
-    made = {
-        "a tensor larger than its record": archive(put + tensor(storage(b"0", b"FloatStorage", 1 << 34), (1 << 34,), (1,)) + b"s.", numbers),
-        "a storage larger than its record": archive(put + tensor(storage(b"0", b"DoubleStorage", 16), (16,), (1,)) + b"s.", numbers),
+    return {
+        "a tensor larger than its record": archive(
+            put + tensor(storage(b"0", b"FloatStorage", 1 << 34), (1 << 34,), (1,)) + b"s.", numbers
+        ),
+        "a storage larger than its record": archive(
+            put + tensor(storage(b"0", b"DoubleStorage", 16), (16,), (1,)) + b"s.", numbers
+        ),
         "a storage of negative size": archive(put + tensor(storage(b"0", b"FloatStorage", -1), (1,), (1,)) + b"s.", numbers),
-        "a storage without a record": archive(put + tensor(storage(b"../../0", b"FloatStorage", 16), (16,), (1,)) + b"s.", numbers),
+        "a storage without a record": archive(
+            put + tensor(storage(b"../../0", b"FloatStorage", 16), (16,), (1,)) + b"s.", numbers
+        ),
         "a tensor beyond its storage": archive(put + tensor(whole, (1 << 40,), (1,)) + b"s.", numbers),
         "a tensor of negative strides": archive(put + tensor(whole, (4,), (-1,)) + b"s.", numbers),
         "a tensor before its storage": archive(put + tensor(whole, (4,), (1,), -4) + b"s.", numbers),
         "a tensor whose size overflows": archive(put + tensor(whole, (1 << 62, 1 << 62), (0, 0)) + b"s.", numbers),
     }
-    return made
 
 
 TENSORS = _tensor_files()
@@ -490,7 +513,10 @@ def a_number_shown_a_trillion_times(root):
 
 @case("scan", "clean", exit=0)
 def a_quantized_a_sparse_and_a_meta_tensor(root):
-    made = {"q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "s": torch.sparse_coo_tensor([[0], [1]], [1.0], (1 << 30, 1 << 30))}
+    made = {
+        "q": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        "s": torch.sparse_coo_tensor([[0], [1]], [1.0], (1 << 30, 1 << 30)),
+    }
     torch.save({**made, "m": torch.empty(1 << 40, device="meta"), "c": torch.eye(3).to_sparse_csr()}, root / "odd.pt")
     return root / "odd.pt"
 
@@ -512,7 +538,7 @@ def rezipped(data: bytes, old: bytes, new: bytes) -> bytes:
     return out.getvalue()
 
 
-# -- scan: archives -----------------------------------------------------------------------------------------------------------------
+# -- scan: archives ------------------------------------------------------------------------------------------------------------
 
 GOOD = b"\x80\x02}X\x01\x00\x00\x00w" + tensor(storage(b"0", b"FloatStorage", 16), (16,), (1,)) + b"s."
 EVIL = b"\x80\x02cposix\nmkdir\n(V/nonexistent/x\ntR."
@@ -588,7 +614,7 @@ def records_that_lie_upon_each_other(root):
     return beside(root, bytes(data))
 
 
-# -- scan: safetensors --------------------------------------------------------------------------------------------------------------
+# -- scan: safetensors ---------------------------------------------------------------------------------------------------------
 
 
 def safetensors(header: Any, data: bytes = bytes(16), length: int | None = None) -> bytes:
@@ -616,7 +642,9 @@ SAFETENSORS: dict[str, bytes | Callable[[], bytes]] = {
     "negative offsets": safetensors({"a": entry(offsets=(-16, 0))}),
     "offsets turned round": safetensors({"a": entry(offsets=(16, 0))}),
     "offsets of huge numbers": safetensors(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,1' + b"0" * 400 + b"]}}"),
-    "a name twice": safetensors(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    "a name twice": safetensors(
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    ),
     "a gap": safetensors({"a": entry(shape=(2,), offsets=(8, 16))}),
     "nothing": b"",
     "seven bytes": b"\x01" * 7,
@@ -645,7 +673,7 @@ def a_name_that_steers_the_terminal(root):
     return root / "a.safetensors"
 
 
-# -- scan: folders ------------------------------------------------------------------------------------------------------------------
+# -- scan: folders -------------------------------------------------------------------------------------------------------------
 
 
 def folder_with(root: Path, name: str, put: Callable[[Path], Any]) -> Path:
@@ -656,7 +684,16 @@ def folder_with(root: Path, name: str, put: Callable[[Path], Any]) -> Path:
     return folder
 
 
-for _name in ("model.safetensors.index.json", "manifest.json", "a.pt", "a.bin", "a.safetensors", "incident.json", ".metadata", "x.distcp"):
+for _name in (
+    "model.safetensors.index.json",
+    "manifest.json",
+    "a.pt",
+    "a.bin",
+    "a.safetensors",
+    "incident.json",
+    ".metadata",
+    "x.distcp",
+):
     for _kind, _put in {"is_a_pipe": pipe, "never_ends": endless}.items():
 
         def _special(root, name=_name, put=_put):
@@ -691,7 +728,9 @@ for _name, _text in INDICES.items():
 
     def _index(root, text=_text):
         folder = folder_with(root, "shard.safetensors", pipe)
-        (folder / "model.safetensors.index.json").write_text((text() if callable(text) else text) or '{"weight_map": {"w": "shard.safetensors"}}')
+        (folder / "model.safetensors.index.json").write_text(
+            (text() if callable(text) else text) or '{"weight_map": {"w": "shard.safetensors"}}'
+        )
         return folder
 
     _index.__name__ = f"index_{_name.replace(' ', '_')}"
@@ -740,11 +779,13 @@ DCP: dict[str, Callable[[Any], Any]] = {
     "a length beyond any number": lambda m: [setattr(i, "length", 1 << 200) for i in infos(m)],
     "tensors of terabytes": lambda m: [grown(e, 1 << 38) for e in m.state_dict_metadata.values() if hasattr(e, "chunks")],
     "tensors without chunks": lambda m: [e.chunks.clear() for e in m.state_dict_metadata.values() if hasattr(e, "chunks")],
-    "an entry of a thousand dimensions": lambda m: [setattr(e, "size", torch.Size([1] * 1000)) for e in m.state_dict_metadata.values() if hasattr(e, "chunks")],
+    "an entry of a thousand dimensions": lambda m: [
+        setattr(e, "size", torch.Size([1] * 1000)) for e in m.state_dict_metadata.values() if hasattr(e, "chunks")
+    ],
     "a way that is a huge index": lambda m: m.planner_data.update({"more.n": ("more", 10**9)}),
     "a name with an escape": lambda m: m.state_dict_metadata.update({ESCAPE: m.state_dict_metadata.pop("w")}),
     "packed entries": lambda m: [setattr(i, "transform_descriptors", [ESCAPE, "zstd"]) for i in infos(m)],
-}  # fmt: skip
+}
 for _name, _change in DCP.items():
     for _reader in ("scan", "load"):
 
@@ -793,7 +834,7 @@ def swapped(root: Path, data: bytes) -> Path:
     return dcp(root, lambda m: [(setattr(i, "offset", 0), setattr(i, "length", len(data))) for i in infos(m)])
 
 
-# -- guards, records, reports -------------------------------------------------------------------------------------------------------
+# -- guards, records, reports --------------------------------------------------------------------------------------------------
 
 STEP = '{"v":2,"kind":"step","step":0,"loss":1,"grad_norm":1,"action":"stepped","clip":1,"lr":[1],"scale":null,"norms":[]}'
 LINES: dict[str, str | Callable[[], str]] = {
@@ -817,6 +858,8 @@ LINES: dict[str, str | Callable[[], str]] = {
 for _file in ("steps.jsonl", "incidents.jsonl", "forecasts.jsonl", "quarantine.jsonl"):
     for _kind, _put in {"is_a_pipe": pipe, "never_ends": endless}.items():
         for _reader in ("guard", "report", "watch", "records"):
+            if _reader == "guard" and _file != "quarantine.jsonl":
+                continue  # a guard only writes to these
 
             def _special(root, file=_file, put=_put, reader=_reader):
                 put(root / "run" / "run" / file)
@@ -879,7 +922,7 @@ def report_tokenizer_nested_deep(root):
     return root / "run" / "run"
 
 
-# -- bundles ------------------------------------------------------------------------------------------------------------------------
+# -- bundles -------------------------------------------------------------------------------------------------------------------
 
 
 def bundle(root: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -967,7 +1010,7 @@ def bundle_file_that_is_sparse(root):
     return bundle(root, lambda m: m["files"]["weights.safetensors"].update(bytes=1 << 40))
 
 
-# -- doctor -------------------------------------------------------------------------------------------------------------------------
+# -- doctor --------------------------------------------------------------------------------------------------------------------
 
 
 def log(root: Path, name: str, content: str | bytes) -> Path:
@@ -986,9 +1029,9 @@ def state(**more: str) -> str:
 
 
 def crc(data: bytes) -> bytes:
-    from nanproof.logs.read import _tensorboard
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    return _tensorboard._masked(data).to_bytes(4, "little")  # as TensorBoard itself would
+    return int(masked_crc32c(data)).to_bytes(4, "little")
 
 
 def wandb(*records: tuple[int, int, bytes]) -> bytes:
@@ -1006,8 +1049,14 @@ DOCTOR: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     "a cell of tabs": ("a.ipynb", lambda: cell("<td>\t" + "\t" * LONG + "loss")),
     "a notebook nested deep": ("a.ipynb", lambda: '{"cells": [{"cell_type": "code", "outputs": ' + "[" * 200_000),
     "a notebook of other things": ("a.ipynb", lambda: '{"cells": [{"cell_type": "code", "outputs": {"a": 1}}, 3, null], "x": 1}'),
-    "a notebook of 60 megabytes": ("a.ipynb", lambda: '{"cells": [{"cell_type": "code", "outputs": [' + "[]," * (20 << 20) + "0]}]}"),
-    "400000 short columns and a long one": ("a.json", lambda: "{\n" + "".join(f'"c{i}": [1],\n' for i in range(400_000)) + '"loss": [' + "1," * 20_000 + "1]}"),
+    "a notebook of 60 megabytes": (
+        "a.ipynb",
+        lambda: '{"cells": [{"cell_type": "code", "outputs": [' + "[]," * (20 << 20) + "0]}]}",
+    ),
+    "400000 short columns and a long one": (
+        "a.json",
+        lambda: "{\n" + "".join(f'"c{i}": [1],\n' for i in range(400_000)) + '"loss": [' + "1," * 20_000 + "1]}",
+    ),
     "a million columns": ("a.json", lambda: "{\n" + "".join(f'"{i}":[1],\n' for i in range(1_000_000)) + '"loss": [1]}'),
     "a document of empty lists": ("a.json", lambda: '{\n"loss": [' + "[]," * (5 << 20) + "0]}"),
     "a document of empty objects": ("a.json", lambda: '[{"loss": 1},' + "{}," * (20 << 20) + "{}]"),
@@ -1016,25 +1065,40 @@ DOCTOR: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     "records that are numbers": ("a.json", lambda: '[{"loss": 1},' + "1," * (20 << 20) + "1]"),
     "max_steps beyond any number": ("trainer_state.json", lambda: state(max_steps="1" + "0" * 400)),
     "max_steps of 5000 digits": ("trainer_state.json", lambda: state(max_steps="1" + "0" * 5000)),
-    "max_steps of NaN": ("trainer_state.json", lambda: state(max_steps="NaN", logging_steps="-Infinity", num_train_epochs="true")),
+    "max_steps of NaN": (
+        "trainer_state.json",
+        lambda: state(max_steps="NaN", logging_steps="-Infinity", num_train_epochs="true"),
+    ),
     "a step beyond any number": ("trainer_state.json", lambda: state().replace('"step": 2', '"step": 1' + "0" * 400)),
     "a global step of 5000 digits": ("trainer_state.json", lambda: state(global_step="1" + "0" * 5000)),
     "a history that is a number": ("trainer_state.json", lambda: '{"log_history": 3, "max_steps": 1}'),
     "a history nested deep": ("trainer_state.json", lambda: '{"log_history": ' + "[" * 300_000),
-    "a history of deep records": ("trainer_state.json", lambda: '{"log_history": [' + ('{"a":' * 5000 + "1" + "}" * 5000 + ",") * 30 + "{}]}"),
+    "a history of deep records": (
+        "trainer_state.json",
+        lambda: '{"log_history": [' + ('{"a":' * 5000 + "1" + "}" * 5000 + ",") * 30 + "{}]}",
+    ),
     "names twice": ("trainer_state.json", lambda: state(log_history="[]")),
     "a line of 100 megabytes": ("a.log", lambda: "loss: " + "1" * (100 << 20)),
     "a line of digits": ("a.log", lambda: "step 1 loss: " + "1" * 30_000 + "\n" + "loss " * LONG),
     "a line of 100 megabytes of JSON": ("a.jsonl", lambda: '{"loss": 1}\n{"loss": ' + "[" * (100 << 20)),
     "JSON lines nested deep": ("a.jsonl", lambda: '{"loss": 1}\n' + ('{"loss": ' + "[" * 100_000 + "\n") * 30),
-    "JSON lines of many names": ("a.jsonl", lambda: "".join(json.dumps({f"{i}.{j}": 1 for j in range(900)} | {"loss": 1}) + "\n" for i in range(600))),
-    "JSON lines of huge numbers": ("a.jsonl", lambda: '{"loss": 1, "step": 1}\n{"loss": 1' + "0" * 400 + ', "step": 1' + "0" * 5000 + "}\n"),
+    "JSON lines of many names": (
+        "a.jsonl",
+        lambda: "".join(json.dumps({f"{i}.{j}": 1 for j in range(900)} | {"loss": 1}) + "\n" for i in range(600)),
+    ),
+    "JSON lines of huge numbers": (
+        "a.jsonl",
+        lambda: '{"loss": 1, "step": 1}\n{"loss": 1' + "0" * 400 + ', "step": 1' + "0" * 5000 + "}\n",
+    ),
     "a JSON name of 50 megabytes": ("a.jsonl", lambda: '{"loss": 1}\n{"' + "x" * (50 << 20) + '": 1}\n'),
-    "a table with an open quote": ("a.csv", lambda: 'step,loss\n1,2\n2,"' + "3,4\n" * 500_000),
+    "a table with an open quote": ("a.csv", lambda: 'step,loss\n1,2\n2,"' + "3,4\n" * 100_000),
     "a table of a million columns": ("a.csv", lambda: "step,loss" + ",x" * 1_000_000 + "\n1,2" + ",3" * 1_000_000 + "\n"),
     "a table of quotes": ("a.csv", lambda: "step,loss\n" + '"' * LONG + "\n"),
     "a table with long cells": ("a.csv", lambda: "step,loss\n1,2\n" + '"' + "9" * 200_000 + '",1\n'),
-    "escapes in an error": ("a.log", lambda: f"step 1 loss 2.0\nTraceback (most recent call last):\nValueError: {ESCAPE} loss is nan\n"),
+    "escapes in an error": (
+        "a.log",
+        lambda: f"step 1 loss 2.0\nTraceback (most recent call last):\nValueError: {ESCAPE} loss is nan\n",
+    ),
     "a file with an escape in its name": (f"{ESCAPE}.log", lambda: "step 1 loss 2.0\nstep 2 loss nan\n"),
     "progress bars without end": ("a.log", lambda: "\r".join(f"{i % 100}%|#| {i}/1000 [00:01, loss={i}]" for i in range(60_000))),
     "brackets without end": ("a.log", lambda: ("[" * 30_000 + " loss: 1\n") * 30),
@@ -1044,23 +1108,40 @@ DOCTOR: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     "numbers with commas": ("a.log", lambda: ("loss: 1" + ",111" * 8000 + "x\n") * 30),
     "spaces without end": ("a.log", lambda: ("loss" + " " * 30_000 + "1\n") * 60),
     "a heading of spaces": ("a.log", lambda: ("epoch 1" + " " * 30_000 + "x\nloss: 1\n") * 60),
-    "code without end": ("a.log", lambda: ("WARNING nan loss " + "x" * 250 + "\n") * 40_000),
+    "code without end": ("a.log", lambda: ("WARNING nan loss " + "x" * 250 + "\n") * 5_000),
     "a gzip bomb": ("a.log.gz", lambda: gzip.compress(bytes(300 << 20), 9)),
     "a gzip bomb of a line": ("a.jsonl.gz", lambda: gzip.compress(b'{"loss": "' + b"x" * (300 << 20), 9)),
     "a gzip file in a gzip file": ("a.log.gz", lambda: gzip.compress(gzip.compress(bytes(1 << 20)))),
     "a gzip head": ("a.log.gz", lambda: b"\x1f\x8b"),
-    "a record of TensorBoard that lies": ("events.out.tfevents.1", lambda: b"".join((n.to_bytes(8, "little") + crc(n.to_bytes(8, "little"))) for n in ((1 << 64) - 1,)) + bytes(1000)),
-    "a record of TensorBoard of 60 megabytes": ("events.out.tfevents.1", lambda: (60 << 20).to_bytes(8, "little") + crc((60 << 20).to_bytes(8, "little")) + b"\x2a\x80\x80\x80\x1e" + b"\x0a\x00" * (30 << 20)),
+    "a record of TensorBoard that lies": (
+        "events.out.tfevents.1",
+        lambda: b"".join((n.to_bytes(8, "little") + crc(n.to_bytes(8, "little"))) for n in ((1 << 64) - 1,)) + bytes(1000),
+    ),
+    "a record of TensorBoard of 60 megabytes": (
+        "events.out.tfevents.1",
+        lambda: (
+            (60 << 20).to_bytes(8, "little")
+            + crc((60 << 20).to_bytes(8, "little"))
+            + b"\x2a\x80\x80\x80\x1e"
+            + b"\x0a\x00" * (30 << 20)
+        ),
+    ),
     "records of TensorBoard of nothing": ("events.out.tfevents.1", lambda: (bytes(8) + crc(bytes(8)) + bytes(4)) * 200_000),
-    "a record of TensorBoard of varints": ("events.out.tfevents.1", lambda: (1 << 20).to_bytes(8, "little") + crc((1 << 20).to_bytes(8, "little")) + b"\xff" * (1 << 20) + bytes(4)),
+    "a record of TensorBoard of varints": (
+        "events.out.tfevents.1",
+        lambda: (1 << 20).to_bytes(8, "little") + crc((1 << 20).to_bytes(8, "little")) + b"\xff" * (1 << 20) + bytes(4),
+    ),
     "a record of W&B that lies": ("run-1.wandb", lambda: wandb((0xFFFF, 1, b"x"))),
     "parts of W&B without end": ("run-1.wandb", lambda: wandb((1, 2, b"x"), *[(1, 3, b"x")] * 100_000)),
     "a record of W&B of deep JSON": ("run-1.wandb", lambda: wandb(history(b"loss", b"[" * 20_000))),
-    "a step of W&B beyond any number": ("run-1.wandb", lambda: wandb(history(b"_step", b"1" + b"0" * 400), history(b"loss", b"NaN"))),
+    "a step of W&B beyond any number": (
+        "run-1.wandb",
+        lambda: wandb(history(b"_step", b"1" + b"0" * 400), history(b"loss", b"NaN")),
+    ),
     "nothing": ("a.log", lambda: b""),
     "random bytes": ("a.log", lambda: random.Random(0).randbytes(2 << 20)),
     "UTF-16 without end": ("a.log", lambda: b"\xff\xfe" + "loss: 1\n".encode("utf-16-le") * 1000 + b"\x00\xd8" * 100_000),
-}  # fmt: skip
+}
 
 
 def history(name: bytes, value: bytes) -> tuple[int, int, bytes]:
@@ -1105,10 +1186,21 @@ def doctor_of_an_endless_file(root):
     return root / "a.log"
 
 
-# -- what is legitimate -------------------------------------------------------------------------------------------------------------
+# -- what is legitimate --------------------------------------------------------------------------------------------------------
 
 
 @case("scan", "clean", exit=0)
 def a_state_of_many_kinds(root):
-    torch.save(OrderedDict(a=torch.ones(3), b=[{"c": (torch.ones(1),)}, {1, 2}], c=torch.Size([3]), d=torch.float16, e=1 + 2j, f=b"x", g=torch.device("cpu")), root / "many.pt")
+    torch.save(
+        OrderedDict(
+            a=torch.ones(3),
+            b=[{"c": (torch.ones(1),)}, {1, 2}],
+            c=torch.Size([3]),
+            d=torch.float16,
+            e=1 + 2j,
+            f=b"x",
+            g=torch.device("cpu"),
+        ),
+        root / "many.pt",
+    )
     return root / "many.pt"

@@ -13,7 +13,22 @@ import zlib
 from hashlib import sha256
 from pathlib import Path
 
-INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x0FFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+INTERESTING = (
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    0x0FFFFFFF,
+    1 << 40,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
 MOST = 4 << 20
 """Bytes of a mutated file."""
 
@@ -56,7 +71,7 @@ def sealed(manifest: Path) -> None:
         pass  # the mutation was in one of these
 
 
-# -- blind -----------------------------------------------------------------------------------------------------------------------
+# -- blind ---------------------------------------------------------------------------------------------------------------------
 
 
 def _place(data: bytes, rng: random.Random) -> int:
@@ -108,14 +123,39 @@ def _splice(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
     return data[: _place(data, rng)] + other[_place(other, rng) :]
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------------------
+# -- JSON ----------------------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null|[\[\]{}:,]')
 _VALUES = (
-    b"1" + b"0" * 400, b"-1" + b"0" * 5000, b"1e400", b"-1e400", b"NaN", b"Infinity", b"-1", b"0", b"1.5", b"9007199254740993", b"true",
-    b"null", b'""', b"[]", b"{}", b"[null]", b'{"a": 1}', b"[" * 100_000, b"[" * 900 + b"]" * 900, b'{"a":' * 50_000, b'"\\u001b[2J\\u202e\\u0000"',
-    b'"../../etc/passwd"', b'"/dev/zero"', b'"' + b"x" * 300_000 + b'"', b'"\\ud800"', b"18446744073709551616", b"4294967296", b'"nan"',
-)  # fmt: skip
+    b"1" + b"0" * 400,
+    b"-1" + b"0" * 5000,
+    b"1e400",
+    b"-1e400",
+    b"NaN",
+    b"Infinity",
+    b"-1",
+    b"0",
+    b"1.5",
+    b"9007199254740993",
+    b"true",
+    b"null",
+    b'""',
+    b"[]",
+    b"{}",
+    b"[null]",
+    b'{"a": 1}',
+    b"[" * 100_000,
+    b"[" * 900 + b"]" * 900,
+    b'{"a":' * 50_000,
+    b'"\\u001b[2J\\u202e\\u0000"',
+    b'"../../etc/passwd"',
+    b'"/dev/zero"',
+    b'"' + b"x" * 300_000 + b'"',
+    b'"\\ud800"',
+    b"18446744073709551616",
+    b"4294967296",
+    b'"nan"',
+)
 
 
 def _token(data: bytes, rng: random.Random) -> bytes:
@@ -132,7 +172,7 @@ def _token(data: bytes, rng: random.Random) -> bytes:
     return data[:start] + rng.choice(_VALUES) + data[end:]
 
 
-# -- pickles ---------------------------------------------------------------------------------------------------------------------
+# -- pickles -------------------------------------------------------------------------------------------------------------------
 
 
 def _opcode(data: bytes, rng: random.Random, canary: Path) -> bytes:
@@ -149,19 +189,56 @@ def _opcode(data: bytes, rng: random.Random, canary: Path) -> bytes:
         return data
     at = rng.choice(places)
     name = str(canary).encode()
-    made = rng.choice((
-        b"cposix\nmkdir\n(V" + name + b"\ntR0", b"\x8c\x05posix\x8c\x05mkdir\x93\x8c" + bytes([len(name)]) + name + b"\x85R0",
-        b"(V" + name + b"\niposix\nmkdir\n0", b"(cposix\nmkdir\nV" + name + b"\no0",
-        b"c__builtin__\neval\n(V__import__('os').mkdir('" + name + b"')\ntR0",
-        b"ctorch.utils._config_module\ninstall_config_module\n0",
-        b"r\xff\xff\xff\x0f", b"r\xff\xff\xff\x7f", b"p4294967295\n", b"j\xff\xff\xff\x7f", b"g9999999\n",
-        b"N\x8d" + (1 << 40).to_bytes(8, "little"), b"X\xff\xff\xff\x7f", b"\x8e" + (1 << 62).to_bytes(8, "little"), b"\x8b\xff\xff\xff\x7f", b"T\xff\xff\xff\x7f",
-        b"\x96" + (1 << 33).to_bytes(8, "little"), b"\x95" + (1 << 60).to_bytes(8, "little"), b"\x82\x01", b"\x84\xff\xff\xff\x7f", b"I" + b"9" * 6000 + b"\n",
-        b"Pabc\n", b"(Q", b"N" + b"\x85" * 100_000, b"]" * 100_000 + b"a" * 99_999, b"(" * 100_000, b"N\x85" * 1000, b"N" + b"2\x86" * 60, b"}(NNu", b"s", b"R",
-        b"b", b"\x81", b"0", b"2", b"t", b".", b"l", b"d", b"\x90", b"\x91", b"cbuiltins\nbytearray\n(J\xff\xff\xff\x7ftR0",
-        b"c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R0", b"ctorch\nTensor\n\x8a\x05\x00\x00\x00\x00\x02\x85R0", b"ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R0",
-        b"ccollections\nOrderedDict\n)Rq\x00(V\x1b[2J\nNu0",
-    ))  # fmt: skip
+    made = rng.choice(
+        (
+            b"cposix\nmkdir\n(V" + name + b"\ntR0",
+            b"\x8c\x05posix\x8c\x05mkdir\x93\x8c" + bytes([len(name)]) + name + b"\x85R0",
+            b"(V" + name + b"\niposix\nmkdir\n0",
+            b"(cposix\nmkdir\nV" + name + b"\no0",
+            b"c__builtin__\neval\n(V__import__('os').mkdir('" + name + b"')\ntR0",
+            b"ctorch.utils._config_module\ninstall_config_module\n0",
+            b"r\xff\xff\xff\x0f",
+            b"r\xff\xff\xff\x7f",
+            b"p4294967295\n",
+            b"j\xff\xff\xff\x7f",
+            b"g9999999\n",
+            b"N\x8d" + (1 << 40).to_bytes(8, "little"),
+            b"X\xff\xff\xff\x7f",
+            b"\x8e" + (1 << 62).to_bytes(8, "little"),
+            b"\x8b\xff\xff\xff\x7f",
+            b"T\xff\xff\xff\x7f",
+            b"\x96" + (1 << 33).to_bytes(8, "little"),
+            b"\x95" + (1 << 60).to_bytes(8, "little"),
+            b"\x82\x01",
+            b"\x84\xff\xff\xff\x7f",
+            b"I" + b"9" * 6000 + b"\n",
+            b"Pabc\n",
+            b"(Q",
+            b"N" + b"\x85" * 100_000,
+            b"]" * 100_000 + b"a" * 99_999,
+            b"(" * 100_000,
+            b"N\x85" * 1000,
+            b"N" + b"2\x86" * 60,
+            b"}(NNu",
+            b"s",
+            b"R",
+            b"b",
+            b"\x81",
+            b"0",
+            b"2",
+            b"t",
+            b".",
+            b"l",
+            b"d",
+            b"\x90",
+            b"\x91",
+            b"cbuiltins\nbytearray\n(J\xff\xff\xff\x7ftR0",
+            b"c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R0",
+            b"ctorch\nTensor\n\x8a\x05\x00\x00\x00\x00\x02\x85R0",
+            b"ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R0",
+            b"ccollections\nOrderedDict\n)Rq\x00(V\x1b[2J\nNu0",
+        )
+    )
     return data[:at] + made + data[at:]
 
 
@@ -179,6 +256,6 @@ def _in_zip(data: bytes, rng: random.Random, others: list[bytes], canary: Path) 
     with zipfile.ZipFile(out, "w", packed) as archive:
         for i, (name, content) in enumerate(records):
             if i == which and rng.random() < 0.1:
-                name = rng.choice((records[0][0], "../" + name, "\x1b[2J", "", name * 50))
+                name = rng.choice((records[0][0], "../" + name, "\x1b[2J", "a/", name * 50))
             archive.writestr(name, mutated(content, rng, others, canary) if i == which else content)
     return out.getvalue()

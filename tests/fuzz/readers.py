@@ -16,7 +16,7 @@ import unicodedata
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint.default_planner  # noqa: F401  # imports are not counted
+import torch.distributed.checkpoint.default_planner  # imports are not counted
 import torch.distributed.checkpoint.state_dict_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

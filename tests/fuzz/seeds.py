@@ -130,8 +130,8 @@ def _run(root: Path) -> list[Seed]:
         sealed = f"checkpoints/{newest}/manifest.json"
         found.append(Seed("resume", "checkpoint", root, place, seal=sealed))
         found.append(Seed("scan", "checkpoint", root, place, what=f"checkpoints/{newest}", seal=sealed))
-    for file in sorted(path.name for path in (root / "bundle").iterdir()):
-        found.append(Seed("replay", "bundle", root, f"bundle/{file}", what="bundle", seal="bundle/manifest.json"))
+    files = sorted(path.name for path in (root / "bundle").iterdir())
+    found += [Seed("replay", "bundle", root, f"bundle/{file}", what="bundle", seal="bundle/manifest.json") for file in files]
     lines = ("steps.jsonl", "incidents.jsonl", "forecasts.jsonl", "quarantine.jsonl")
     for file in lines:
         found += [Seed(reader, "run", root, f"run/{file}", what="run") for reader in ("report", "watch")]
@@ -162,6 +162,8 @@ def _logs(root: Path) -> list[Seed]:
     (root / "notebook" / "train.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=1))
     found.append(Seed("doctor", "notebook", root / "notebook", "train.ipynb", "train.ipynb"))
     (root / "columns").mkdir()
-    (root / "columns" / "history.json").write_text(json.dumps({"loss": [2.0, 1.5, 1.2], "val_loss": [2.1, 1.7], "lr": [1e-3]}, indent=1))
+    (root / "columns" / "history.json").write_text(
+        json.dumps({"loss": [2.0, 1.5, 1.2], "val_loss": [2.1, 1.7], "lr": [1e-3]}, indent=1)
+    )
     found.append(Seed("doctor", "columns", root / "columns", "history.json", "history.json"))
     return found

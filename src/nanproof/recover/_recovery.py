@@ -452,7 +452,8 @@ class Recovery(contracts.Recovery):
             return int(host["step"])
         if touched:
             raise UsageError(
-                f"no checkpoint in {self.store and self.store.folder} can be used, and the model now holds part of one. Build it anew"
+                f"no checkpoint in {self.store and self.store.folder} can be used, and the model now holds part of one. "
+                "Build it anew"
             )
         if self._newest_there() is not None:
             log.warning("nanproof: no checkpoint in %s can be used: the run starts from step 0", self.store and self.store.folder)

@@ -116,7 +116,6 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Look at every entry that is going to be read, then read."""
         for item in plan.items:

@@ -137,7 +137,8 @@ def without_holes(span: FileSpan) -> tuple[list[FileSpan], int]:
     the price of reading. A file of a terabyte may have been made in a moment."""
     if span.size < LARGE or not hasattr(os, "SEEK_DATA"):
         return [span], 0
-    found, at, end, each = [], span.offset, span.offset + span.size, span.dtype.itemsize
+    found: list[FileSpan] = []
+    at, end, each = span.offset, span.offset + span.size, span.dtype.itemsize
     with open(span.path, "rb", buffering=0) as file:
         while at < end and len(found) < MOST_PARTS:
             try:

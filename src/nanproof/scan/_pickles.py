@@ -93,7 +93,7 @@ class _Machine:
                 raise Suspicious("its pickle is far longer than its tensors need")
         raise UnreadableFile("its pickle is cut short")
 
-    # -- arguments -----------------------------------------------------------------------------------------------------------------
+    # -- arguments --------------------------------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> bytes:
         data = self._data[self._at : self._at + count]
@@ -126,7 +126,7 @@ class _Machine:
         if self._things_left < 0:
             raise Suspicious("its pickle makes far more objects than its tensors need")
 
-    # -- values --------------------------------------------------------------------------------------------------------------------
+    # -- values -----------------------------------------------------------------------------------------------------------------
 
     def nothing(self) -> None:
         self._stack.append(None)
@@ -191,7 +191,7 @@ class _Machine:
         self._grown()
         self._stack.append(_Made(0, []))
 
-    # -- containers ----------------------------------------------------------------------------------------------------------------
+    # -- containers -------------------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
         if len(self._marks) >= DEEPEST:
@@ -265,7 +265,7 @@ class _Machine:
     def double(self) -> None:
         self._stack.append(self._stack[-1])
 
-    # -- memo ----------------------------------------------------------------------------------------------------------------------
+    # -- memo -------------------------------------------------------------------------------------------------------------------
 
     def _put(self, index: int) -> None:
         """A pickler counts its objects, and each takes a byte or more. The C unpickler has room for as many as the index says."""
@@ -295,7 +295,7 @@ class _Machine:
     def get4(self) -> None:
         self._stack.append(self._memo[self._count(4)])
 
-    # -- names and calls -----------------------------------------------------------------------------------------------------------
+    # -- names and calls --------------------------------------------------------------------------------------------------------
 
     def name_lines(self) -> None:
         module, name = (self._line().decode("utf-8", "replace") for _ in range(2))

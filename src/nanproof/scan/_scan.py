@@ -233,10 +233,11 @@ def _against_manifest(folder: Path, checksums: dict[Path, str] | None) -> list[F
     for path, size, digits in entries:
         if not path.is_file():
             wrong.append(FileReport(path, "unreadable", "missing, though manifest.json names it"))
-        elif path.stat().st_size != size:
-            wrong.append(FileReport(path, "unreadable", f"{path.stat().st_size} bytes, and manifest.json says {one_line(size, 40)}"))
+        elif (have := path.stat().st_size) != size:
+            wrong.append(FileReport(path, "unreadable", f"{have} bytes, and manifest.json says {one_line(size, 40)}"))
         elif checksums is not None and digits is not None:
-            have = checksums[path] = checksums.get(path) or crc32(path)
-            if have != digits:
-                wrong.append(FileReport(path, "unreadable", f"crc32 {have}, and manifest.json says {one_line(digits, 40)}: it was changed"))
+            found = checksums[path] = checksums.get(path) or crc32(path)
+            if found != digits:
+                said = one_line(digits, 40)
+                wrong.append(FileReport(path, "unreadable", f"crc32 {found}, and manifest.json says {said}: it was changed"))
     return wrong

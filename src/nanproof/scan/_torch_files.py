@@ -52,7 +52,7 @@ def load_entry(data: bytes, name: str) -> Any:
 
 
 def check_torch(file: BinaryIO, path: Path, offset: int, length: int) -> bool:
-    """Look at the file of torch.save that fills this stretch of a file. Returns whether it is an archive (torch 1.6 and later)."""
+    """Look at what torch.save wrote into this stretch of a file. Returns whether it is an archive (torch 1.6 and later)."""
     file.seek(offset)
     begins = file.read(4)
     try:

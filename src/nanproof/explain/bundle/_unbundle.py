@@ -21,6 +21,8 @@ from nanproof.explain.bundle._shelf import MANIFEST, digest
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MOST_THREADS = 1024
+MOST_JSON = 64 << 20
+"""Bytes of the manifest, which names every parameter, or of a record."""
 SPARSE = 1 << 30
 """Bytes from which on a file must take room on the disk, too."""
 _COPY_AGAIN = "Copy the whole folder again from where it was written"
@@ -37,8 +39,8 @@ def read(folder: Path, to_devices: bool) -> Bundle:
     version = manifest.get("format")
     if version != FORMAT:
         raise UsageError(
-            f"{folder / MANIFEST}: format {one_line(repr(version), 100)}, and this nanproof reads format {FORMAT}. Use the nanproof that wrote it: "
-            f"{_writer(manifest)}"
+            f"{folder / MANIFEST}: format {one_line(repr(version), 100)}, and this nanproof reads format {FORMAT}. Use the "
+            f"nanproof that wrote it: {_writer(manifest)}"
         )
     try:
         files = _verified(folder, manifest["files"])
@@ -96,7 +98,13 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
 def _check_facts(manifest: Mapping[str, Any]) -> None:
     """Raise `ValueError` or `TypeError` where something else stands than a bundle has there."""
     mode, numerics = manifest["mode"], manifest["mode"]["numerics"]
-    texts = (manifest["created"], manifest["device"], manifest["device_name"], *manifest["left_out"], *manifest["versions"].values())
+    texts = (
+        manifest["created"],
+        manifest["device"],
+        manifest["device_name"],
+        *manifest["left_out"],
+        *manifest["versions"].values(),
+    )
     right = all(isinstance(text, str) for text in texts) and isinstance(manifest["checkpoint"], (str, NoneType))
     right = right and isinstance(mode["autocast"], bool) and all(isinstance(on, bool) for on in mode["training"].values())
     threads = numerics.get("threads", 1)
@@ -118,7 +126,8 @@ def _verified(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> set[str]:
     for name, facts in files.items():
         if not _PLAIN_NAME.fullmatch(name):
             raise UsageError(
-                f"{folder / MANIFEST} names a file outside the bundle: {one_line(repr(name), 200)}. Do not trust it: ask where it comes from"
+                f"{folder / MANIFEST} names a file outside the bundle: {one_line(repr(name), 200)}. "
+                "Do not trust it: ask where it comes from"
             )
         path = folder / name
         if len(name) > 255 or path.is_symlink() or not path.is_file():
@@ -154,7 +163,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        data = parse_json(read_bytes(path).decode("utf-8"), parse_constant=refuse)
+        data = parse_json(read_bytes(path, MOST_JSON).decode("utf-8"), parse_constant=refuse)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as JSON ({one_line(error, 200)}). {_COPY_AGAIN}") from error
     if not isinstance(data, dict):
@@ -164,9 +173,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _writer(manifest: Mapping[str, Any]) -> str:
     versions = manifest.get("versions")
-    return (
-        f"nanproof {one_line(versions['nanproof'], 40)}" if isinstance(versions, dict) and "nanproof" in versions else "it does not say which"
-    )
+    known = versions.get("nanproof") if isinstance(versions, dict) else None
+    return "it does not say which" if known is None else f"nanproof {one_line(known, 40)}"
 
 
 def _some(batches: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -122,7 +122,8 @@ def unpacked(path: Path) -> dict[str, Any]:
     tensors = {**host["numbers"], **host.get("own", {})}
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()):
         raise RefusedFile(path, "it holds something else where tensors belong")
-    for schedule in (host["schedule"], host.get("next_schedule", host["schedule"])):
+    schedules: list[dict[str, Any]] = [host[name] for name in ("schedule", "next_schedule") if name in host]
+    for schedule in schedules:
         groups = schedule.get("groups")
         if type(groups) is not list or not all(type(group) is dict for group in groups) or "scheduler" not in schedule:
             raise RefusedFile(path, "it holds no settings of the optimizer")

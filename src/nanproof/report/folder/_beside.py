@@ -73,7 +73,8 @@ def _ours(path: Path, step: int) -> Saved:
         there = _bytes(path / name) if Path(name).name == name else None
         expected = told.get("bytes") if isinstance(told, dict) else None
         if there is None or there != expected:
-            why = f"{shown(name, 80)} is missing" if there is None else f"{shown(name, 80)} has {there} bytes, not {shown(expected, 40)}"
+            have = "is missing" if there is None else f"has {there} bytes, not {shown(expected, 40)}"
+            why = f"{shown(name, 80)} {have}"
         size += there or 0
     state = "candidate"
     if (path / "good.json").is_file():

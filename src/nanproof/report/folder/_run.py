@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanproof._errors import UsageError
 from nanproof._access import open_regular, parse_json, whole_lines
+from nanproof._errors import UsageError
 from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode
 from nanproof._sound import check_action, check_step
 from nanproof.core.support._files import LOCK

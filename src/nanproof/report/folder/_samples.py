@@ -21,6 +21,7 @@ MOST_TENSORS = 12
 MOST_TOKENS = 160
 """Of a row of ids, those around the guilty one."""
 MOST_VALUES = 12
+MOST_MANIFEST = 64 << 20
 _DTYPES = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32",
            "U64": "uint64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}  # fmt: skip
 
@@ -28,7 +29,7 @@ _DTYPES = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "
 def manifest_of(folder: Path) -> dict[str, Any]:
     """The manifest of a bundle; empty where there is none that can be read."""
     try:
-        data = read_json(folder / "manifest.json")
+        data = read_json(folder / "manifest.json", MOST_MANIFEST)
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
