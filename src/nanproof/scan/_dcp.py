@@ -39,7 +39,7 @@ from nanproof._access import open_regular, read_bytes
 from nanproof._errors import NanproofError, RefusedFile, UsageError
 from nanproof._text import one_line
 from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_inside
-from nanproof.scan._pickles import Suspicious, check_pickle
+from nanproof.scan._pickles import Suspicious, check_pickle, collector_paused
 from nanproof.scan._torch_files import check_torch, load_entry
 
 MOST_METADATA = 1 << 30
@@ -78,7 +78,8 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
     try:
         data = read_bytes(path, MOST_METADATA)
         check_pickle(data, _size(folder))
-        metadata = _Builder(path).metadata(_Unpickler(io.BytesIO(data), path).load())
+        with collector_paused():
+            metadata = _Builder(path).metadata(_Unpickler(io.BytesIO(data), path).load())
     except RefusedFile:
         raise
     except Suspicious as error:
