@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.futures import Future
 
-from nanproof._access import open_regular, read_bytes
+from nanproof._access import OddFile, open_regular, read_bytes
 from nanproof._errors import NanproofError, RefusedFile, UsageError
 from nanproof._text import one_line
 from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_inside
@@ -84,6 +84,8 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
         raise
     except Suspicious as error:
         raise RefusedFile(path, str(error)) from None
+    except OddFile as error:
+        raise RefusedFile(path, error.strerror) from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
