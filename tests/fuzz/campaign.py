@@ -51,12 +51,17 @@ class Tally:
 
 
 def campaign(
-    folder: Path, mutations: int, seed: int, only: str = "", say: Callable[[str], None] = lambda text: None
+    folder: Path,
+    mutations: int,
+    seed: int,
+    only: str = "",
+    say: Callable[[str], None] = lambda text: None,
+    limits: Limits | None = None,
 ) -> dict[str, Tally]:
     """Cases go round over the seeds, so that each gets as many as the next."""
     seeds = [one for one in made(folder / "seeds") if only in ("", one.reader)]
     contents = [(one.folder / one.file).read_bytes() for one in seeds]
-    limits, tallies = Limits(), {one.reader: Tally() for one in seeds}
+    limits, tallies = limits or Limits(), {one.reader: Tally() for one in seeds}
     keep = os.environ.get("FUZZ_KEEP")
     try:
         for case in range(mutations):

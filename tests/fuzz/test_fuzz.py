@@ -5,9 +5,9 @@ import pytest
 from fuzz.campaign import campaign
 
 
-@pytest.mark.parametrize(("mutations", "seed"), [(150, 0), pytest.param(1500, 1, marks=pytest.mark.slow)])
-def test_no_reader_executes_crashes_hangs_or_takes_all_memory(mutations, seed, tmp_path):
+@pytest.mark.parametrize(("mutations", "seed"), [(75, 0), pytest.param(1500, 1, marks=pytest.mark.slow)])
+def test_no_reader_executes_crashes_hangs_or_takes_all_memory(mutations, seed, tmp_path, limits):
     wrong = []
-    tallies = campaign(tmp_path, mutations, seed, say=wrong.append)
+    tallies = campaign(tmp_path, mutations, seed, say=wrong.append, limits=limits)
     assert wrong == []
     assert len(tallies) == 9 and all(tally.cases for tally in tallies.values())
