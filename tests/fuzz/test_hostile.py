@@ -65,7 +65,7 @@ def parameters():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of some of what is made here
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", list(parameters()))
 def test_a_hostile_file_is_read_or_refused(case, seeds, limits, tmp_path):
     root = tmp_path / "here"
     shutil.copytree(seeds, root, symlinks=True)
