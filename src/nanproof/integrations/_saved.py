@@ -19,6 +19,7 @@ from nanproof._access import own_folder, read_json
 from nanproof._errors import NanproofError
 from nanproof._text import one_line, printable
 from nanproof.core.support._files import reason, strict_json, write_whole
+from nanproof.scan._report import FileReport
 from nanproof.scan._scan import scan
 
 log = logging.getLogger("nanproof")
@@ -113,23 +114,31 @@ def contents_faults(
 ) -> Iterator[Fault]:
     """What a scan of these files and folders finds: damage, NaN and Inf, and in the files more than plain values. `reading`:
     the classes that the trainer itself allows in them. `refuses`: whether it refuses others."""
-    if not paths:
-        return
-    try:
-        with reading():
-            report = scan(paths)
-    except (NanproofError, OSError) as error:
-        yield Fault(one_line(error, 200))
-        return
-    for checkpoint, file in ((one, file) for one in report.checkpoints for file in one.files):
-        name = printable(file.path.name)
-        # Beside others in a folder it may be the user's own, which nobody loads.
-        counts = refuses and (not checkpoint.path.is_dir() or file.path.is_dir())
-        if file.status == "unreadable" or (file.status == "refused" and counts):
-            yield Fault(f"{name}: {one_line(file.why, 200)}")
-        elif file.status == "bad":
-            tensor = next(tensor.name for tensor in file.tensors if tensor.bad)
-            yield Fault(f"{name} holds NaN or Inf in {one_line(tensor, 200)}", loads=True)
+    for path in paths:
+        try:
+            with reading():
+                report = scan([path])
+        except (NanproofError, OSError) as error:
+            yield Fault(one_line(error, 200))
+            continue
+        except Exception as error:  # it was loaded, and holds a kind of tensor that cannot be measured: nothing speaks against it
+            log.info("nanproof: %s was not looked into: %s", printable(path.name), one_line(error, 200))
+            continue
+        for checkpoint in report.checkpoints:
+            # Beside others in a folder it may be the user's own, which nobody loads.
+            own = not checkpoint.path.is_dir()
+            yield from (
+                fault for file in checkpoint.files for fault in _file_faults(file, refuses and (own or file.path.is_dir()))
+            )
+
+
+def _file_faults(file: FileReport, refuses: bool) -> Iterator[Fault]:
+    name = printable(file.path.name)
+    if file.status == "unreadable" or (file.status == "refused" and refuses):
+        yield Fault(f"{name}: {one_line(file.why, 200)}")
+    elif file.status == "bad":
+        tensor = next(tensor.name for tensor in file.tensors if tensor.bad)
+        yield Fault(f"{name} holds NaN or Inf in {one_line(tensor, 200)}", loads=True)
 
 
 def json_fault(path: Path, most: int = 1 << 28) -> tuple[Any, str]:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 import nanproof
 from integrations.tiny import Regression, feature_rows, make_trainer, token_rows
 from nanproof import UsageError
+from nanproof.integrations._saved import contents_faults
 
 LAST = 3
 """The newest checkpoint's step. The one before it is whole."""
@@ -379,6 +380,33 @@ def test_what_other_settings_save_is_taken(tmp_path, caplog, name):
     caplog.clear()
     assert resume("plain", tmp_path, **settings) == LAST
     assert warnings_of(caplog) == []
+
+
+class Packed(torch.Tensor):
+    """A tensor that computes nothing, as those of quantised optimizers may."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __reduce_ex__(self, protocol):
+        return Packed, (self.inner,)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function}")
+
+
+def test_tensors_that_cannot_be_measured_are_not_refused(tmp_path):
+    """transformers loads them, and nothing speaks against them."""
+    path = tmp_path / "optimizer.pt"
+    torch.save({"state": {0: {"exp_avg": Packed(torch.zeros(3))}}}, path)
+    with torch.serialization.safe_globals([Packed]):
+        assert list(contents_faults([path])) == []
+    assert [fault.loads for fault in contents_faults([path])] == [False]
 
 
 @pytest.mark.parametrize("damage", [cut("nanproof.pt"), pipe("nanproof.pt")], ids=["cut", "pipe"])

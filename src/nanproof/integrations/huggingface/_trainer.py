@@ -120,6 +120,7 @@ class _Watch(TrainerCallback):
     # -- the run ---------------------------------------------------------------------------------------------------------------
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._stopping = False
         resume_from_checkpoint = choose(self.trainer, resume_from_checkpoint)
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
@@ -141,7 +142,7 @@ class _Watch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model, optimizer and schedule are there: begin."""
         self._patches.undo()  # a run that was begun again with a smaller batch
-        self._arguments, self._stopping = {}, False
+        self._arguments = {}
         self._unknown, self._refused, self._written = False, self.guard.refused_for_good, None
         trainer, guard, accelerator = self.trainer, self.guard, self.trainer.accelerator
         if not self._healed.begun():

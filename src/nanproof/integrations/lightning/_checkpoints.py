@@ -39,7 +39,8 @@ class CheckpointChoice:
 
     def _start(self, original: Callable[..., Any], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).is_file():
-            checkpoint_path = self._choose(Path(checkpoint_path), _plain_values_only(original, args, kwargs))
+            chosen = self._choose(Path(checkpoint_path), _plain_values_only(original, args, kwargs))
+            checkpoint_path = checkpoint_path if chosen == Path(checkpoint_path) else chosen
         return original(checkpoint_path, *args, **kwargs)
 
     def _choose(self, path: Path, plain: bool) -> Path:
