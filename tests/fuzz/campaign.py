@@ -61,6 +61,7 @@ def campaign(
     """Cases go round over the seeds, so that each gets as many as the next."""
     seeds = [one for one in made(folder / "seeds") if only in ("", one.reader)]
     contents = [(one.folder / one.file).read_bytes() for one in seeds]
+    own = limits is None
     limits, tallies = limits or Limits(), {one.reader: Tally() for one in seeds}
     keep = os.environ.get("FUZZ_KEEP")
     try:
@@ -74,7 +75,8 @@ def campaign(
                 if keep:
                     shutil.copytree(folder / "case", Path(keep) / f"case-{case}", symlinks=True, dirs_exist_ok=True)
     finally:
-        limits.close()
+        if own:
+            limits.close()
     return tallies
 
 
