@@ -23,12 +23,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--reader", default="", help="only this one")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/fuzz.json")
     given = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        tallies = campaign(Path(folder), given.mutations, given.seed, given.reader, say=lambda text: print(text, flush=True))
+        tallies = campaign(
+            Path(folder), given.mutations, given.seed, given.reader, say=lambda text: print(text, flush=True), jobs=given.jobs
+        )
     total: Counter[str] = Counter()
     for reader, tally in tallies.items():
         row = tally.facts()

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,25 +58,47 @@ def campaign(
     only: str = "",
     say: Callable[[str], None] = lambda text: None,
     limits: Limits | None = None,
+    jobs: int = 1,
 ) -> dict[str, Tally]:
     """Cases go round over the seeds, so that each gets as many as the next."""
     seeds = [one for one in made(folder / "seeds") if only in ("", one.reader)]
-    contents = [(one.folder / one.file).read_bytes() for one in seeds]
-    limits, tallies = limits or Limits(), {one.reader: Tally() for one in seeds}
-    keep = os.environ.get("FUZZ_KEEP")
-    try:
-        for case in range(mutations):
-            which = case % len(seeds)
-            rng = random.Random(f"{seed} {case}")
-            outcome, executed = run(seeds[which], contents, rng, folder, limits)
-            if tallies[seeds[which].reader].count(outcome, executed):
-                said = f"case {case}: {seeds[which].reader} {seeds[which].name}/{seeds[which].file}"
-                say(f"{said}: {'EXECUTED ' * executed}{outcome.error[:700]}")
-                if keep:
-                    shutil.copytree(folder / "case", Path(keep) / f"case-{case}", symlinks=True, dirs_exist_ok=True)
-    finally:
-        limits.close()
+    tallies = {one.reader: Tally() for one in seeds}
+
+    def part(job: int) -> None:
+        own = limits or Limits()
+        place = folder / f"job-{job}"
+        place.mkdir()
+        try:
+            _cases(seeds, tallies, range(job, mutations, jobs), seed, place, own, say)
+        finally:
+            if limits is None:
+                own.close()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(part, range(jobs)))
     return tallies
+
+
+def _cases(
+    seeds: list[Seed],
+    tallies: dict[str, Tally],
+    cases: range,
+    seed: int,
+    folder: Path,
+    limits: Limits,
+    say: Callable[[str], None],
+) -> None:
+    contents = [(one.folder / one.file).read_bytes() for one in seeds]
+    keep = os.environ.get("FUZZ_KEEP")
+    for case in cases:
+        which = case % len(seeds)
+        rng = random.Random(f"{seed} {case}")
+        outcome, executed = run(seeds[which], contents, rng, folder, limits)
+        if tallies[seeds[which].reader].count(outcome, executed):
+            said = f"case {case}: {seeds[which].reader} {seeds[which].name}/{seeds[which].file}"
+            say(f"{said}: {'EXECUTED ' * executed}{outcome.error[:700]}")
+            if keep:
+                shutil.copytree(folder / "case", Path(keep) / f"case-{case}", symlinks=True, dirs_exist_ok=True)
 
 
 def run(seed: Seed, contents: list[bytes], rng: random.Random, folder: Path, limits: Limits) -> tuple[Outcome, bool]:

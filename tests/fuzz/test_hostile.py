@@ -45,7 +45,7 @@ QUICK = {
     "bundle manifest.json is a pipe",
     "bundle with threads of text",
     "log with a cell of spaces",
-    "log with max_steps beyond any number",
+    "log with max steps beyond any number",
     "doctor steps.jsonl is a pipe",
 }
 """What was reported, and one of each kind. The rest is slow."""
