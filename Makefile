@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test check format wheels bench bench-gpu campaign interrupts zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
+.PHONY: demo test fuzz check format wheels bench bench-gpu campaign interrupts zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
 
 test: .venv/ready  ## all tests but the slow ones, on two processes of one thread
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not browser"
+
+fuzz: .venv/ready  ## 10,000 damaged and hostile files through every reader, under limits of time and memory; ten minutes
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -W ignore -m fuzz --mutations 10000 --seed 0 --save
 
 check: .venv/ready  ## lint, format, types
 	$(BIN)/ruff check .

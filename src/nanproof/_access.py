@@ -13,12 +13,16 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 SMALL = 16 << 20
 """Bytes of a file that holds settings, marks or a manifest. A larger one is not what it claims to be."""
+
+MOST_VALUES = 5_000_000
+"""Values of a JSON text. Each takes up to a hundred bytes, however few characters it is written in."""
 
 _LINK = "it is a symbolic link, and nothing is written through links"
 _SPECIAL = "it is a pipe, a socket or a device, not a regular file"
@@ -49,8 +53,26 @@ def read_json(path: str | os.PathLike[str], most: int = SMALL) -> Any:
     return parse_json(read_bytes(path, most).decode("utf-8"))
 
 
+def whole_lines(file: BinaryIO, most: int = SMALL) -> Iterator[bytes]:
+    """The lines of a file, without one that is not finished yet. One of more than `most` bytes is empty."""
+    while text := file.readline(most):
+        if text.endswith(b"\n"):
+            yield text
+            continue
+        long = len(text) == most
+        while text and not text.endswith(b"\n"):
+            text = file.readline(most)
+        if not (long and text):
+            return
+        yield b""
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """`json.loads`, but nesting too deep for Python is a ValueError like any other damage."""
+    """`json.loads`, but nesting too deep for Python, and more values than memory is meant for, are a ValueError like any other
+    damage."""
+    marks: tuple[Any, ...] = ("[", "{", ",", ":") if isinstance(text, str) else (b"[", b"{", b",", b":")
+    if len(text) > MOST_VALUES and sum(map(text.count, marks)) > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
     try:
         return json.loads(text, **options)
     except RecursionError:

@@ -15,12 +15,18 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanproof._text import shown
+
 if TYPE_CHECKING:
     from nanproof._records import Incident
 
 
 class NanproofError(Exception):
     """Base of everything nanproof raises on purpose."""
+
+    def __str__(self) -> str:
+        """The message, in which names from files steer no terminal."""
+        return shown(super().__str__(), 10_000)
 
 
 class UsageError(NanproofError, ValueError):

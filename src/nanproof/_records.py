@@ -15,14 +15,20 @@ Version 2 stores what was decided about an incident in fields; version 1 had it 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanproof import _wording as wording
+from nanproof._access import open_regular, parse_json, whole_lines
+from nanproof._sound import check_forecast, check_incident, check_record
+
+log = logging.getLogger("nanproof")
+Kind = TypeVar("Kind")
 
 VERSION = 2
 ABSENT = -1.0
@@ -186,7 +192,7 @@ class StepRecord:
     def from_json(cls, data: Mapping[str, Any], names: Iterable[str], sites: Iterable[str] = ()) -> StepRecord:
         """The inverse of `to_json`; `names` and `sites` are in the header line. Numbers keep six
         significant digits on disk."""
-        return cls(
+        record = cls(
             step=data["step"],
             loss=decode(data["loss"]),
             grad_norm=decode(data["grad_norm"]),
@@ -206,6 +212,8 @@ class StepRecord:
             observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
             time=data.get("time"),
         )
+        check_record(record)
+        return record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,7 +338,9 @@ class Incident:
             values[name] = None if data[name] is None else decode(data[name])
         if data["diagnosis"] is not None:
             values["diagnosis"] = Diagnosis.from_json(data["diagnosis"])
-        return cls(**values)
+        incident = cls(**values)
+        check_incident(incident)
+        return incident
 
 
 _DECISION = (
@@ -410,7 +420,9 @@ class Forecast:
     def from_json(cls, data: Mapping[str, Any]) -> Forecast:
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         numbers = {name: decode(values[name]) for name in ("steps", "margin") if values.get(name) is not None}
-        return cls(**{**values, **numbers, "also": tuple(values.get("also", ()))})
+        forecast = cls(**{**values, **numbers, "also": tuple(values.get("also", ()))})
+        check_forecast(forecast)
+        return forecast
 
 
 def encode(x: float | None) -> float | str | None:
@@ -467,35 +479,55 @@ def _dumps(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
+NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+"""What making a record of something else raises."""
+
+
 def read_steps(path: str | Path) -> Iterator[StepRecord]:
     """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the
-    same folder repeats the steps it took again."""
+    same folder repeats the steps it took again.
+
+    A line that is not a record is skipped, and counted in one warning at the end. Raises OSError if
+    the file cannot be read."""
     names: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
-    for data in _lines(path, "steps.jsonl"):
+
+    def record(data: Any) -> StepRecord | None:
+        nonlocal names, sites
         if data["kind"] == "header":
             names, sites = tuple(data["names"]), tuple(data.get("sites", ()))
-        elif data["kind"] == "step":
-            yield StepRecord.from_json(data, names, sites)
+        return StepRecord.from_json(data, names, sites) if data["kind"] == "step" else None
+
+    return _read(path, "steps.jsonl", record)
 
 
 def read_incidents(path: str | Path) -> Iterator[Incident]:
-    """The incidents of a run, from its folder or its `incidents.jsonl`."""
-    return (Incident.from_json(data) for data in _lines(path, "incidents.jsonl") if data["kind"] != "gap")
+    """The incidents of a run, from its folder or its `incidents.jsonl`; lines that are not records
+    as in `read_steps`."""
+    return _read(path, "incidents.jsonl", lambda data: None if data["kind"] == "gap" else Incident.from_json(data))
 
 
 def read_forecasts(path: str | Path) -> Iterator[Forecast]:
-    """The forecasts of a run, from its folder or its `forecasts.jsonl`. A folder without that file
-    has none: it is made with the first one."""
+    """The forecasts of a run, from its folder or its `forecasts.jsonl`; lines that are not records
+    as in `read_steps`. A folder without that file has none: it is made with the first one."""
     if Path(path).is_dir() and not (Path(path) / "forecasts.jsonl").exists():
         return iter(())
-    return (Forecast.from_json(data) for data in _lines(path, "forecasts.jsonl") if data["kind"] != "gap")
+    return _read(path, "forecasts.jsonl", lambda data: None if data["kind"] == "gap" else Forecast.from_json(data))
 
 
-def _lines(path: str | Path, name: str) -> Iterator[dict[str, Any]]:
-    """Lines of JSON; one cut short by a kill is left out."""
+def _read(path: str | Path, name: str, make: Callable[[Any], Kind | None]) -> Iterator[Kind]:
+    """What the lines of a file hold; one cut short by a kill is left out."""
     path = Path(path)
-    with open(path / name if path.is_dir() else path, encoding="utf-8") as file:
-        for text in file:
-            if text.endswith("\n"):
-                yield json.loads(text)
+    path = path / name if path.is_dir() else path
+    broken = 0
+    with open_regular(path) as file:
+        for text in whole_lines(file):
+            try:
+                record = make(parse_json(text))
+            except NOT_A_RECORD:
+                broken += 1
+                continue
+            if record is not None:
+                yield record
+    if broken:
+        log.warning("nanproof: %d line(s) of %s are not records and were skipped", broken, path)

@@ -220,7 +220,7 @@ def test_persistent_ids_and_oversized_files_are_refused(folder, monkeypatch):
     with pytest.raises(RefusedFile, match="objects outside"):
         read_metadata(folder)
     monkeypatch.setattr("nanproof.scan._dcp.MOST_METADATA", 3)
-    with pytest.raises(RefusedFile, match="more than the 3"):
+    with pytest.raises(RefusedFile, match="more than 3 bytes"):
         read_metadata(folder)
 
 

@@ -20,6 +20,7 @@ import typer
 
 from nanproof._errors import UsageError
 from nanproof._records import Diagnosis, encode
+from nanproof._text import one_line, shown
 from nanproof._wording import rows
 from nanproof.cli._entry import built
 from nanproof.cli._shared import could_not_run, grid
@@ -135,11 +136,13 @@ def run(path: Path, entry: str, seconds: float) -> Result:
         made = built(entry)
         model, loss_fn = made.model, made.loss_fn
         optimizer = None if made.optimizer is None else bare_optimizer(made.optimizer)
-        notes += load_model(bundle, model) + load_optimizer(bundle, model, optimizer)
+        with _as_recorded(bundle):
+            notes += load_model(bundle, model) + load_optimizer(bundle, model, optimizer)
         for note in notes:
-            typer.echo(f"note: {note}", err=True)
+            typer.echo(f"note: {one_line(note)}", err=True)
         scale = bundle.record.scale if bundle.record is not None else None
-        step = Replay(model, loss_fn, bundle.batches, random=usable(bundle.random), mode=bundle.mode.on(model))
+        with _as_recorded(bundle):
+            step = Replay(model, loss_fn, bundle.batches, random=usable(bundle.random), mode=bundle.mode.on(model))
         buffers = list(unwrap(model).named_buffers())
         before = nonfinite(buffers)
         after: list[str] = []
@@ -171,9 +174,11 @@ def _as_recorded(bundle: Bundle) -> Iterator[None]:
     """What the step itself raises is part of its outcome; this is about putting the recorded state back."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError) as error:
+    except UsageError:
+        raise
+    except Exception as error:
         raise UsageError(
-            f"{bundle.path}: the recorded state does not fit this machine ({type(error).__name__}: {error}). "
+            f"{bundle.path}: the recorded state does not fit this machine ({type(error).__name__}: {one_line(error, 300)}). "
             f"Use torch {bundle.versions.get('torch', '?')}"
         ) from error
 
@@ -255,7 +260,9 @@ def picture(result: Result) -> RenderableType:
         ("then", str(incident.diagnosis) if not result.bad and incident.diagnosis is not None else None),
         *(rows(diagnosis) if diagnosis is not None else ()),
     ]
-    return Group(Text(f"step {incident.step}: {incident.kind} ({result.bundle.created})", style="bold"), grid(found))
+    rows_shown = [(heading, None if text is None else shown(text)) for heading, text in found]
+    created = one_line(result.bundle.created, 40)
+    return Group(Text(f"step {incident.step}: {incident.kind} ({created})", style="bold"), grid(rows_shown))
 
 
 def _short(x: float | None) -> str:

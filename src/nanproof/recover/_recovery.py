@@ -455,7 +455,7 @@ class Recovery(contracts.Recovery):
 
     def resume(self) -> int:
         """Load the newest good checkpoint; 0 if there is none."""
-        but, self._resumed = 0, True
+        but, self._resumed, touched = 0, True, False
         while (saved := self._newest_good(None, but)) is not None:
             try:
                 tensors, host, own = self._load(saved)
@@ -463,26 +463,45 @@ class Recovery(contracts.Recovery):
                 log.warning("nanproof: passed over %s: %s", saved.path.name, why)
                 but += 1
                 continue
+            if trouble := self._put_new(tensors, host, own):
+                log.warning("nanproof: passed over %s: its state cannot be put back: %s", saved.path.name, trouble)
+                but, touched = but + 1, True
+                continue
+            if not own or (self._ranks.world if self._ranks.together else 1) != self._world(saved):
+                log.warning(
+                    "nanproof: %s was written by another number of ranks: every rank goes on from the data position of rank 0",
+                    saved.path.name,
+                )
+            self._kept_at = self._saved_at = int(host["step"])
+            # Worth a louder word where something newer was passed over.
+            level = logging.INFO if saved.path == self._newest_there() else logging.WARNING
+            log.log(level, "nanproof: resumed from %s", saved.path)
+            return int(host["step"])
+        if touched:
+            raise UsageError(
+                f"no checkpoint in {self.store and self.store.folder} can be used, and the model now holds part of one. "
+                "Build it anew"
+            )
+        if self._newest_there() is not None:
+            log.warning("nanproof: no checkpoint in %s can be used: the run starts from step 0", self.store and self.store.folder)
+        return 0
+
+    def _put_new(self, tensors: Mapping[str, Tensor], host: Mapping[str, Any], own: bool) -> str:
+        """Put a state into a new process. Returns what went wrong on this rank or on another: a checkpoint that was tampered
+        with can have every field and still not fit."""
+        trouble = ""
+        try:
             self._under_way.forget()
             self.state.put_remedies(host)
             self.state.put(tensors, host)
             self.state.put_host(host, random=own)
             if "next_schedule" in host:
                 self.state.put_schedule(host["next_schedule"])
-            if not own or (self._ranks.world if self._ranks.together else 1) != self._world(saved):
-                log.warning(
-                    "nanproof: %s was written by another number of ranks: every rank goes on from the data position of rank 0",
-                    saved.path.name,
-                )
             self.supply.resume(host["data"])
-            self._kept_at = self._saved_at = int(host["step"])
-            # Worth a louder word where something newer was passed over.
-            level = logging.INFO if saved.path == self._newest_there() else logging.WARNING
-            log.log(level, "nanproof: resumed from %s", saved.path)
-            return int(host["step"])
-        if self._newest_there() is not None:
-            log.warning("nanproof: no checkpoint in %s can be used: the run starts from step 0", self.store and self.store.folder)
-        return 0
+        except Exception as error:
+            trouble = reason(error)
+        said = self._ranks.gather([float(bool(trouble))])
+        return trouble or ("another rank could not" if any(failed for (failed,) in said.values()) else "")
 
     def _newest_there(self) -> Path | None:
         there = self.store.checkpoints() if self.store is not None else []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nanproof._access import OddFile, check_own, create
 from nanproof._errors import UsageError
+from nanproof._text import one_line
 
 
 def put(path: Path, text: str, run: Path) -> None:
@@ -22,9 +23,8 @@ def put(path: Path, text: str, run: Path) -> None:
             if Path(os.path.realpath(part.parent)).is_relative_to(home):
                 check_own(part)
     except OddFile as error:
-        raise UsageError(
-            f"{error.filename} cannot be written: {error.strerror}. Remove it, or name another file with --out"
-        ) from error
+        file = one_line(error.filename)
+        raise UsageError(f"{file} cannot be written: {error.strerror}. Remove it, or name another file with --out") from error
     path = Path(os.path.realpath(path))
     if _evidence(path, home):
         raise UsageError(f"{path} belongs to the run: a report is not written over its records. Name another file with --out")

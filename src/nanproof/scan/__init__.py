@@ -2,6 +2,7 @@
 
 - `_scan` reads every tensor and returns a `_report`; `_found` finds checkpoints under a path; `_measure` is the fast pass.
 - `_formats` reads safetensors and torch files; `_dcp` and `_chunks` read torch.distributed.checkpoint folders.
+- `_torch_files` loads what torch.save wrote, after `_archives` and `_pickles` have looked at what the file asks for.
 - `_manifest` knows nanproof's own checkpoints; `_inside` keeps names within a folder.
 """
 

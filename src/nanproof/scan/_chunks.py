@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import struct
-import zipfile
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from nanproof._access import open_regular
 from nanproof._errors import NanproofError
+from nanproof._text import one_line
+from nanproof.scan._archives import records
 from nanproof.scan._dcp import read_metadata
-from nanproof.scan._formats import ZIP, Stored, check_zip, short_name
+from nanproof.scan._formats import Stored, short_name
 from nanproof.scan._inside import UnreadableFile
 from nanproof.scan._measure import FileSpan, has_fractions
 
@@ -36,7 +38,7 @@ def read_dcp(folder: Path, problem: Callable[[Path, str], None]) -> list[Stored]
                 sizes = _sizes_of(entry, index.offset)
                 chunk = _chunk(path, info, entry.properties.dtype, sizes)
                 chunks.setdefault(index.fqn, []).append(chunk)
-        except (NanproofError, OSError, ValueError, zipfile.BadZipFile) as error:
+        except (NanproofError, OSError, ValueError) as error:
             if path not in told:  # once a file is enough; what else is in it is still looked at
                 problem(path, str(error) if not path.is_file() else f"{index.fqn!r} cannot be read from it: {error}")
             told.add(path)
@@ -59,57 +61,19 @@ def _sizes_of(entry: TensorStorageMetadata, offset: torch.Size | None) -> torch.
 def _chunk(path: Path, info: Any, dtype: torch.dtype, sizes: torch.Size) -> FileSpan:
     """Where the numbers of a chunk lie: it is a small archive of torch.save inside the file, with one record of numbers."""
     if getattr(info, "transform_descriptors", None):
-        raise UnreadableFile(f"it is packed ({', '.join(info.transform_descriptors)})")
-    size = path.stat().st_size
-    if info.offset + info.length > size:
-        raise UnreadableFile(f"the file ends before it does ({size} bytes)")
-    with open(path, "rb") as file:
-        archive = zipfile.ZipFile(_Part(file, info.offset, info.length))
-        check_zip(archive, path, info.length)
-        records = [record for record in archive.infolist() if "/data/" in record.filename]
-        order = next((record for record in archive.infolist() if record.filename.endswith("/byteorder")), None)
+        raise UnreadableFile(f"it is packed ({one_line(', '.join(info.transform_descriptors), 100)})")
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if info.offset + info.length > size:
+            raise UnreadableFile(f"the file ends before it does ({size} bytes)")
+        found = records(file, path, info.offset, info.length)
+        numbers = [record for name, record in found.items() if "/data/" in name]
+        order = next((record for name, record in found.items() if name.endswith("/byteorder")), None)
         wanted = sizes.numel() * dtype.itemsize
-        little = order is None or order.file_size == 6  # "little" or "big"; read past zipfile, since checksums may be left out
-        if order is not None and little:
-            file.seek(_start(file, info, order, order.file_size))
-            little = file.read(6) == b"little"
-        if len(records) != 1 or records[0].file_size != wanted or not little:
+        little = True
+        if order is not None:
+            file.seek(order.start)
+            little = file.read(order.size if order.size < 8 else 8) == b"little"
+        if len(numbers) != 1 or numbers[0].size != wanted or not little:
             raise UnreadableFile(f"{wanted} bytes of numbers were expected")
-        return FileSpan(path, _start(file, info, records[0], wanted), wanted, dtype)
-
-
-def _start(file: Any, info: Any, record: zipfile.ZipInfo, size: int) -> int:
-    """Where a record's bytes begin in the file: after its own header, which may be longer than the archive's list says."""
-    file.seek(info.offset + record.header_offset)
-    header = file.read(30)
-    if not header.startswith(ZIP):
-        raise UnreadableFile("its record lies outside of it")
-    name, extra = struct.unpack("<HH", header[26:30])
-    start: int = info.offset + record.header_offset + 30 + name + extra
-    if start + size > info.offset + info.length:
-        raise UnreadableFile("its record lies outside of it")
-    return start
-
-
-class _Part:
-    """A stretch of an open file, as a file that zipfile can read."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._length)[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._offset + self._at)
-        data: bytes = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
+        return FileSpan(path, numbers[0].start, wanted, dtype)

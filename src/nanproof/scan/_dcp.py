@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -30,11 +31,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.futures import Future
 
-from nanproof._errors import RefusedFile, UsageError
-from nanproof.scan._inside import METADATA, first_line, path_inside
+from nanproof._access import OddFile, open_regular, read_bytes
+from nanproof._errors import NanproofError, RefusedFile, UsageError
+from nanproof._text import one_line
+from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_inside
+from nanproof.scan._pickles import Suspicious, check_pickle, collector_paused
+from nanproof.scan._torch_files import check_torch, load_entry
 
 MOST_METADATA = 1 << 30
 """Bytes of a `.metadata` that are read at most; a thousand ranks of a large model need some hundred megabytes."""
@@ -69,39 +75,63 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
     path = folder / (METADATA if rank is None else f"__{rank}{METADATA}")
     if not path.is_file():
         raise UsageError(f"{folder} is no DCP checkpoint: it has no {path.name}. Give the folder that dcp.save wrote")
-    if (size := path.stat().st_size) > MOST_METADATA:
-        raise RefusedFile(path, f"{size} bytes, more than the {MOST_METADATA} a description of tensors may have")
     try:
-        with open(path, "rb") as file:
-            said = _Unpickler(file, path).load()
-        metadata = _Builder(path).metadata(said)
+        data = read_bytes(path, MOST_METADATA)
+        check_pickle(data, _size(folder))
+        with collector_paused():
+            metadata = _Builder(path).metadata(_Unpickler(io.BytesIO(data), path).load())
     except RefusedFile:
         raise
+    except Suspicious as error:
+        raise RefusedFile(path, str(error)) from None
+    except OddFile as error:
+        raise RefusedFile(path, error.strerror or "it is not a regular file") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise RefusedFile(path, f"not the metadata of a checkpoint, or damaged ({type(error).__name__}: {error})") from error
+        raise RefusedFile(path, f"not the metadata of a checkpoint, or damaged ({first_line(error)})") from error
     for name in {info.relative_path for info in metadata.storage_data.values()}:
         path_inside(folder, name, path)
     return metadata
 
 
+def _size(folder: Path) -> int:
+    """Bytes of a checkpoint's files: the more there are, the longer its description may be."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
 class SafeReader(FileSystemReader):
     """A `FileSystemReader` that executes nothing. Give it to `dcp.load` together with a `SafePlanner`, or call `load`."""
 
-    refused: RefusedFile | None = None
+    refused: NanproofError | None = None
     """Why the metadata was not read. DCP only logs it, tries elsewhere, and then complains that there is none."""
+    known: Metadata | None = None
+    """The metadata, if it was read before."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
-            metadata = read_metadata(Path(self.path), kwargs.get("rank"))
-        except RefusedFile as error:
-            self.refused = error
+            metadata = self.known or read_whole(Path(self.path), kwargs.get("rank"))
+        except NanproofError as error:
+            self.refused = self.refused or error
             raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Look at every entry that is going to be read, then read."""
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            path = Path(self.path) / info.relative_path
+            if getattr(info, "transform_descriptors", None):
+                continue  # only what is inside could be looked at; an extension of DCP's unpacks it
+            try:
+                with open_regular(path) as file:
+                    check_torch(file, path, info.offset, info.length)
+            except UnreadableFile as error:
+                raise RefusedFile(path, f"{item.storage_index.fqn!r} cannot be read from it: {error}") from error
+        return super().read_data(plan, planner)
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -110,9 +140,9 @@ class SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise RefusedFile(f"entry {name!r}", f"it is more than tensors and plain values ({first_line(error)})") from error
+            loaded = load_entry(value.read(), f"entry {name!r}")
+        except UnreadableFile as error:
+            raise RefusedFile(f"entry {name!r}", f"it is more than tensors and plain values ({error})") from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -120,17 +150,47 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load(state_dict: dict[str, Any], folder: Path, *, planner: SafePlanner | None = None, **more: Any) -> None:
-    """`dcp.load` with the safe reader and planner; raises what they raised instead of a `CheckpointException`."""
+    """`dcp.load` with the safe reader and planner.
+
+    Raises `RefusedFile` for a file that is damaged or not what it says, and `UsageError` if the checkpoint does not hold what
+    `state_dict` asks for, instead of a `CheckpointException`.
+    """
     reader = SafeReader(folder)
+    if not (dist.is_available() and dist.is_initialized()):  # DCP would log a page if this fails; ranks have to fail together
+        reader.known = reader.read_metadata()
     try:
         load_checkpoint(state_dict, storage_reader=reader, planner=planner or SafePlanner(), **more)
     except CheckpointException as wrapped:
         if reader.refused is not None:
             raise reader.refused from None
         for error, _ in wrapped.failures.values():
-            if isinstance(error, Exception):
+            if isinstance(error, (NanproofError, OSError)):
                 raise error from None
+            if isinstance(error, Exception):
+                raise UsageError(f"{folder} does not hold what is asked for ({first_line(error)})") from error
         raise
+
+
+def read_whole(folder: Path, rank: int | None = None) -> Metadata:
+    """The metadata of a checkpoint that is to be loaded. Raises `RefusedFile` unless the chunks of every tensor make it up (DCP
+    would leave the rest as it was in memory) and their files can hold them."""
+    metadata = read_metadata(folder, rank)
+    infos = metadata.storage_data.values()
+    claimed = 0
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            inside = all(
+                len(chunk.sizes) == len(chunk.offsets) == len(entry.size)
+                and all(at + size <= most for at, size, most in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+                for chunk in entry.chunks
+            )
+            if not inside or sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise RefusedFile(folder / METADATA, f"the chunks of {name!r} do not make up the tensor")
+            claimed += entry.size.numel() * entry.properties.dtype.itemsize
+    packed = any(getattr(info, "transform_descriptors", None) for info in infos)
+    if claimed > sum(info.length for info in infos) and not packed:
+        raise RefusedFile(folder / METADATA, f"its tensors claim {claimed} bytes, more than its entries have")
+    return metadata
 
 
 class _Record:
@@ -146,7 +206,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     """Knows the names that the metadata of checkpoints consists of, and no others."""
 
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
+    def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
         self._path = path
         # Classes made for this reading alone: a pickle may set attributes on the classes it is given.
@@ -168,7 +228,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda *parts: str(PurePosixPath(*parts))
         if key in (("builtins", "getattr"), ("__builtin__", "getattr")):  # how Python 3.11.0 to 3.11.3 pickles enums
             return lambda _, member: _MEMORY_FORMATS[_FORMAT_NAMES.index(member)]
-        raise RefusedFile(self._path, f"it asks for {module}.{name}, which no description of tensors needs")
+        asked = one_line(f"{module}.{name}", 200)
+        raise RefusedFile(self._path, f"it asks for {asked}, which no description of tensors needs")
 
     def persistent_load(self, pid: Any) -> Any:
         raise RefusedFile(self._path, "it refers to objects outside the file")
@@ -248,7 +309,7 @@ class _Builder:
             return _StorageInfo(self._of(state["relative_path"], str), offset, length)
         names = _known(_StorageInfo, transform_descriptors=[self._of(name, str) for name in transforms])
         if not names:
-            raise RefusedFile(self._path, f"its entries are transformed ({transforms}), which this torch cannot read")
+            raise RefusedFile(self._path, "its entries are transformed, which this torch cannot read")
         return _StorageInfo(self._of(state["relative_path"], str), offset, length, **names)
 
     def _meta(self, said: Any) -> StorageMeta:
@@ -270,7 +331,7 @@ class _Builder:
         return made
 
     def _sizes(self, said: Iterable[Any]) -> torch.Size:
-        if not isinstance(said, tuple) or not all(type(number) is int and number >= 0 for number in said):
+        if not isinstance(said, tuple) or not all(type(number) is int and 0 <= number < 1 << 62 for number in said):
             raise self._wrong(said, "sizes")
         return torch.Size(said)
 

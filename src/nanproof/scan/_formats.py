@@ -6,10 +6,7 @@ Each reader returns `Stored` tensors and raises `RefusedFile` for a file that is
 
 from __future__ import annotations
 
-import json
 import struct
-import warnings
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof._errors import NanproofError, RefusedFile
+from nanproof._access import open_regular, parse_json
+from nanproof._errors import NanproofError
+from nanproof.scan._archives import ZIP
 from nanproof.scan._inside import UnreadableFile, first_line
 from nanproof.scan._measure import FileSpan, has_fractions
+from nanproof.scan._pickles import DEEPEST
+from nanproof.scan._torch_files import load_torch
 
-MOST_HEADER = 100_000_000  # what the safetensors library allows as well
-ZIP = b"PK\x03\x04"
+MOST_HEADER = 24 << 20
+"""Bytes, enough for 150,000 tensors in one file. The safetensors library allows 100 MB, of which JSON can make gigabytes."""
+MOST_DIMENSIONS = 64
+"""torch has no more."""
+LONGEST_NAME = 1000
 _SAFETENSORS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -55,7 +59,7 @@ class Stored:
 def read_file(path: Path) -> list[Stored]:
     """The tensors of one file, whatever its name ends in."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(9)
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error
@@ -68,13 +72,13 @@ def read_safetensors(path: Path) -> list[Stored]:
     from safetensors import safe_open
 
     try:
-        with safe_open(str(path), framework="pt"):  # the library's own checks: header, types, offsets, no gaps
-            pass
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > MOST_HEADER:
-                raise UnreadableFile(f"a header of {length} bytes")
-            header = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
+                raise UnreadableFile(f"no whole safetensors file (a header of {length} bytes)")
+            header = parse_json(file.read(length), object_pairs_hook=_no_name_twice)
+        with safe_open(str(path), framework="numpy"):  # the library's own checks: header, types, offsets, no gaps
+            pass
     except NanproofError:
         raise
     except Exception as error:  # the library has an exception of its own, torch others
@@ -86,6 +90,8 @@ def read_safetensors(path: Path) -> list[Stored]:
         begin, end = entry["data_offsets"]
         kind, shape = entry["dtype"], tuple(entry["shape"])
         offset = 8 + length + begin
+        if len(shape) > MOST_DIMENSIONS:
+            raise UnreadableFile(f"{name!r} has {len(shape)} dimensions")
         if not 0 <= begin <= end <= size - 8 - length:
             raise UnreadableFile(f"{name!r} lies beyond the end of the file")
         dtype = _SAFETENSORS.get(kind)
@@ -107,51 +113,41 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_torch(path: Path) -> list[Stored]:
     """A file of torch.save, mapped into memory if it is of the zip format (torch 1.6 and later)."""
-    try:
-        with open(path, "rb") as file:
-            begins = file.read(4)
-            zipped = begins == ZIP
-            if not zipped and begins[:1] != b"\x80":  # how every pickle of torch.save begins
-                raise UnreadableFile("the file is empty" if not begins else "neither safetensors nor a file of torch.save")
-            if zipped:
-                check_zip(zipfile.ZipFile(file), path, path.stat().st_size)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old ways of saving, which are not the reader's business
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except NanproofError:
-        raise
-    except Exception as error:
-        if "weights_only" in str(error) or "GLOBAL" in str(error):
-            raise RefusedFile(path, f"it is more than tensors and plain values ({first_line(error)})") from error
-        raise UnreadableFile(f"no whole file of torch.save ({first_line(error)})") from error
-    return [in_memory(name, tensor) for name, tensor in named_tensors(loaded)]
-
-
-def check_zip(archive: zipfile.ZipFile, path: Path, size: int) -> None:
-    """torch stores its records as they are. One that is packed, or larger than the file, is there to fill the memory."""
-    total = 0
-    for record in archive.infolist():
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise RefusedFile(path, f"its record {record.filename!r} is compressed, which torch.save never does")
-        total += record.file_size
-    if total > size:
-        raise RefusedFile(path, f"its records claim {total} bytes, and the file has {size}")
+    return [in_memory(name, tensor) for name, tensor in named_tensors(load_torch(path, mmap=True))]
 
 
 def named_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested dictionaries, lists and tuples, by its way there: 'optimizer.state.0.exp_avg'."""
-    parents: set[int] = set()
+    """Every tensor in nested dictionaries, lists and tuples, by its way there: 'optimizer.state.0.exp_avg'.
 
-    def walk(value: Any, way: str) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(value, Tensor):
-            yield way or "(the file itself)", value
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in parents:
-            parents.add(id(value))
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from walk(inner, f"{way}.{key}" if way else str(key))
-            parents.discard(id(value))
+    What is there in several places is looked into once: sixty lists of two can be a path for every atom of the universe.
+    """
+    waiting = [iter([(prefix, value)])]
+    seen: set[int] = set()
+    while waiting:
+        if len(waiting) > DEEPEST:
+            raise UnreadableFile(f"its values are nested more than {DEEPEST} deep")
+        for way, inner in waiting[-1]:
+            if isinstance(inner, Tensor):
+                yield way or "(the file itself)", inner
+            elif isinstance(inner, (dict, list, tuple)) and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(_inside(inner, way))
+                break
+        else:
+            waiting.pop()
 
-    return walk(value, prefix)
+
+def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], way: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (f"{way}.{_key(key)}" if way else _key(key))[:LONGEST_NAME], inner
+
+
+def _key(key: Any) -> str:
+    """A key as a part of a name. One that is no text may be of any size, and take any time to print."""
+    if isinstance(key, str):
+        return key[:LONGEST_NAME]
+    plain = key is None or isinstance(key, (bool, float)) or (isinstance(key, int) and key.bit_length() < 256)
+    return str(key) if plain else f"({type(key).__name__})"
 
 
 def in_memory(name: str, tensor: Tensor) -> Stored:

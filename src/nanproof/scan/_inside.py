@@ -8,9 +8,14 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from nanproof._errors import NanproofError, RefusedFile
+from nanproof._text import one_line
 
 METADATA = ".metadata"
 """The file that makes a folder one of torch.distributed.checkpoint."""
+
+
+LONGEST_NAME = 255
+"""Bytes of a file's name. No file system has longer ones."""
 
 
 class UnreadableFile(NanproofError):
@@ -24,8 +29,15 @@ def path_inside(folder: Path, name: str, said_by: Path, links: bool = False) -> 
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
         raise RefusedFile(said_by, f"it names {name!r}, which lies outside the folder")
+    longest = max(len(part.encode("utf-8", "surrogatepass")) for part in parts.parts)
+    if longest > LONGEST_NAME or len(name) > 10 * LONGEST_NAME or not name.isprintable():
+        raise RefusedFile(said_by, f"it names {one_line(ascii(name), 200)}, which is no plain file name")
     path = folder / name
-    if not links and not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        within = links or path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links that go round in circles
+        within = False
+    if not within:
         raise RefusedFile(said_by, f"it names {name!r}, a link that leads outside the folder")
     return path
 
@@ -34,6 +46,6 @@ def first_line(error: BaseException) -> str:
     """torch explains a refused pickle on a page; one sentence of it names what was found."""
     text = str(error).strip()
     if "GLOBAL " in text:  # "Unsupported global: GLOBAL os.system was not an allowed global by default. ..."
-        return "it asks for " + text.split("GLOBAL ", 1)[1].split()[0]
+        return one_line("it asks for " + "".join(text.split("GLOBAL ", 1)[1].split()[:1]), 200)
     text = text.split("WeightsUnpickler error:", 1)[-1].strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__
+    return one_line(f"{type(error).__name__}: {text.splitlines()[0]}", 200) if text else type(error).__name__

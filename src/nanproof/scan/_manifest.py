@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
 
+from nanproof._access import open_regular, read_json
 from nanproof._errors import NanproofError
 
 MANIFEST = "manifest.json"
@@ -19,10 +20,10 @@ class NotWhole(NanproofError):
 def crc32(path: Path) -> str:
     """Eight hexadecimal digits. Reads with a buffer of its own, so that a large file stays out of memory."""
     try:
-        value, buffer = 0, bytearray(min(32 << 20, max(1, path.stat().st_size)))
-        view = memoryview(buffer)
-        with open(path, "rb", buffering=0) as file:
-            while size := file.readinto(buffer):
+        with open_regular(path) as file:
+            value, buffer = 0, bytearray(min(32 << 20, max(1, os.fstat(file.fileno()).st_size)))
+            view = memoryview(buffer)
+            while size := file.readinto(buffer):  # type: ignore[attr-defined]
                 value = zlib.crc32(view[:size], value)
     except OSError as error:
         raise NotWhole(f"{path.name}: {error.strerror}") from error
@@ -32,7 +33,7 @@ def crc32(path: Path) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file. Raises `NotWhole` if there is none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
     except OSError as error:
         raise NotWhole(f"{path.name}: {error.strerror}") from error
     except ValueError as error:

@@ -8,6 +8,7 @@ instead of an error; and memory would seem to grow with the file.
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -25,6 +26,9 @@ BLOCK = 4 << 20
 """Bytes looked at together: small enough to be still in the cache after they were read."""
 JOB = 32 << 20
 """Bytes a thread takes at a time."""
+LARGE = 1 << 30
+"""Bytes from which on it is worth asking the file system which of them were never written."""
+MOST_PARTS = 10_000
 MOST_WORKERS = 8
 """More threads than this only wait for memory."""
 
@@ -128,6 +132,41 @@ class FileSpan:
             yield FileSpan(self.path, self.offset + start, min(JOB, self.size - start), self.dtype)
 
 
+def without_holes(span: FileSpan) -> tuple[list[FileSpan], int]:
+    """The parts of a large span that were ever written, and how many bytes were not: a file system gives them out as zeros, at
+    the price of reading. A file of a terabyte may have been made in a moment."""
+    if span.size < LARGE or not hasattr(os, "SEEK_DATA"):
+        return [span], 0
+    found: list[FileSpan] = []
+    at, end, each = span.offset, span.offset + span.size, span.dtype.itemsize
+    with open(span.path, "rb", buffering=0) as file:
+        while at < end and len(found) < MOST_PARTS:
+            try:
+                data = os.lseek(file.fileno(), at, os.SEEK_DATA)
+                hole = os.lseek(file.fileno(), data, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # a file system that does not know
+                    return [span], 0
+                at = end  # there is only a hole left
+                break
+            if data >= end:
+                at = end
+                break
+            start = max(at, span.offset + (data - span.offset) // each * each)  # numbers are read whole
+            stop = min(end, span.offset + -(-(hole - span.offset) // each) * each)
+            found.append(FileSpan(span.path, start, stop - start, span.dtype))
+            at = stop
+    if at < end:
+        found.append(FileSpan(span.path, at, end - at, span.dtype))
+    return found, span.size - sum(part.size for part in found)
+
+
+def _zeros(dtype: torch.dtype, size: int) -> Measure:
+    """What is known about so many bytes of zeros."""
+    value = measure(torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype))
+    return Measure(value.count * (size // dtype.itemsize), low=value.low, high=value.high)
+
+
 class Buffers(threading.local):
     """One buffer a thread."""
 
@@ -221,7 +260,13 @@ class Workers:
             if isinstance(tensor, Tensor):
                 yield from self._tensor_jobs(index, tensor)
                 continue
-            for part in (part for span in tensor for part in span.parts()):
+            spans = []
+            for span in tensor:
+                written, left_out = without_holes(span)
+                spans += written
+                if left_out:
+                    yield functools.partial(list, [(index, _zeros(span.dtype, left_out))])
+            for part in (part for span in spans for part in span.parts()):
                 if waiting and (size + part.size > JOB or waiting[0][1].path != part.path):
                     yield self._file_job(waiting)
                     waiting, size = [], 0

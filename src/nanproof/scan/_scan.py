@@ -5,7 +5,6 @@ One pass over the bytes, nothing executed, little memory. What cannot be read is
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
+from nanproof._access import read_json
 from nanproof._errors import NanproofError, RefusedFile, UsageError
+from nanproof._text import one_line
 from nanproof.scan._formats import Stored, in_memory, read_file
 from nanproof.scan._found import INDEX, SUFFIXES, Found, checkpoints, holds_no_weights, shards
-from nanproof.scan._inside import METADATA, path_inside
+from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_inside
 from nanproof.scan._manifest import MANIFEST, crc32
-from nanproof.scan._measure import FileSpan, Measure, Workers, measure
+from nanproof.scan._measure import FileSpan, Measure, Workers, distinct, measure
 from nanproof.scan._report import CheckpointReport, FileReport, ScanReport, Status, TensorReport
 
 Progress = Callable[[FileReport], None]
+MOST_WRONG = 20
+"""Faults of one index that are listed."""
+MOST_TIMES = 64
+"""How often the numbers of a file may be shown by its tensors. Views and tied weights show some twice."""
 
 
 def scan(
@@ -56,6 +61,8 @@ def _found(path: Path) -> list[Found]:
         found = checkpoints(path)
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}. See to its permissions") from error
+    except RecursionError:
+        raise UsageError(f"{path} holds folders in folders without end. Name those with the checkpoints") from None
     if not found:
         raise UsageError(f"{path} holds no checkpoint: no folder of dcp.save, and no file that ends in {', '.join(SUFFIXES)}")
     return found
@@ -114,21 +121,25 @@ class _Scanner:
     def _index(self, index: Path, add: Progress) -> None:
         try:
             named = shards(index)
-        except RefusedFile as error:
+        except NanproofError as error:
             add(_failed(index, error))
             return
         wrong: list[str] = []
-        for path in sorted(set(named.values())):
+        expected: dict[Path, set[str]] = {}
+        for tensor, place in named.items():
+            expected.setdefault(place, set()).add(tensor)
+        for path, tensors in sorted(expected.items()):
             if not path.is_file():
                 wrong.append(f"{path.name} is missing")
                 continue
             if path not in self._names:
                 add(self._file(path, beside_others=True))
-            lacking = {tensor for tensor, place in named.items() if place == path} - self._names.get(path, set())
+            lacking = tensors - self._names.get(path, set())
             if path in self._names and lacking:
-                wrong.append(f"{path.name} lacks {min(lacking)!r}, one of {len(lacking)} tensors it should have")
+                wrong.append(f"{path.name} lacks {min(lacking)[:200]!r}, one of {len(lacking)} tensors it should have")
         if wrong:
-            add(FileReport(index, "unreadable", "; ".join(wrong)))
+            more = [f"and {len(wrong) - MOST_WRONG} more"] if len(wrong) > MOST_WRONG else []
+            add(FileReport(index, "unreadable", "; ".join(wrong[:MOST_WRONG] + more)))
 
     def _dcp(self, folder: Path, add: Progress) -> None:
         from nanproof.scan._chunks import read_dcp
@@ -147,10 +158,12 @@ class _Scanner:
         for tensor in fractions:  # tied weights are read once
             places.setdefault(_place(tensor), len(places))
         wheres = {places[_place(tensor)]: tensor.where for tensor in fractions}
+        size = sum(_bytes(where) for where in wheres.values())
+        if size > MOST_TIMES * max(1 << 20, sum(file.stat().st_size for file in _files_of(path))):
+            raise UnreadableFile(f"its tensors show the same numbers again and again, {size} bytes in all")
         measures = self._workers.measure([wheres[n] for n in range(len(places))])  # type: ignore[misc]
         tensors = tuple(self._told(tensor, measures[places[_place(tensor)]]) for tensor in fractions)
         status: Status = "bad" if any(tensor.bad for tensor in tensors) else "clean"
-        size = sum(_bytes(where) for where in wheres.values())
         seconds = time.perf_counter() - started
         return FileReport(path, status, "", tensors, len(stored) - len(fractions), size, seconds)
 
@@ -189,7 +202,8 @@ def _place(tensor: Stored) -> Any:
 
 
 def _bytes(where: Sequence[FileSpan] | Tensor | None) -> int:
-    return where.nbytes if isinstance(where, Tensor) else sum(span.size for span in where or ())
+    """What there is to look at. A tensor may show one number a billion times."""
+    return distinct(where)[0].nbytes if isinstance(where, Tensor) else sum(span.size for span in where or ())
 
 
 def _failed(path: Path, error: Exception) -> FileReport:
@@ -209,20 +223,21 @@ def _against_manifest(folder: Path, checksums: dict[Path, str] | None) -> list[F
     """What of a manifest.json does not hold: files that are missing, of another size, or of another content."""
     manifest = folder / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = read_json(manifest)["files"]
         entries = [(path_inside(folder, name, manifest), entry["bytes"], entry.get("crc32")) for name, entry in files.items()]
     except RefusedFile as error:
         return [_failed(manifest, error)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [FileReport(manifest, "unreadable", f"no list of files ({type(error).__name__}: {error})")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [FileReport(manifest, "unreadable", f"no list of files ({first_line(error)})")]
     wrong = []
     for path, size, digits in entries:
         if not path.is_file():
             wrong.append(FileReport(path, "unreadable", "missing, though manifest.json names it"))
-        elif path.stat().st_size != size:
-            wrong.append(FileReport(path, "unreadable", f"{path.stat().st_size} bytes, and manifest.json says {size}"))
+        elif (have := path.stat().st_size) != size:
+            wrong.append(FileReport(path, "unreadable", f"{have} bytes, and manifest.json says {one_line(size, 40)}"))
         elif checksums is not None and digits is not None:
-            have = checksums[path] = checksums.get(path) or crc32(path)
-            if have != digits:
-                wrong.append(FileReport(path, "unreadable", f"crc32 {have}, and manifest.json says {digits}: it was changed"))
+            found = checksums[path] = checksums.get(path) or crc32(path)
+            if found != digits:
+                said = one_line(digits, 40)
+                wrong.append(FileReport(path, "unreadable", f"crc32 {found}, and manifest.json says {said}: it was changed"))
     return wrong

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from nanproof._access import OddFile, create, open_own
 from nanproof._errors import NanproofError, UsageError
-from nanproof._text import one_line
+from nanproof._text import one_line, shown
 
 try:
     import fcntl
@@ -56,16 +56,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in few words."""
+    """What an error says, in few words that can be shown."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error) if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}"
+        return shown(f"{error.strerror} ({error.filename})" if error.filename else error.strerror)
+    return shown(error if isinstance(error, NanproofError) else f"{type(error).__name__}: {error}")
 
 
 def not_writable(what: str, error: OSError) -> UsageError:
     """The error for a folder that cannot be written, which names the file that stands in the way."""
     if isinstance(error, OddFile):
-        return UsageError(f"{what} cannot be written: {error.filename}: {error.strerror}. Remove it, or choose another folder")
+        file = one_line(error.filename)
+        return UsageError(f"{what} cannot be written: {file}: {error.strerror}. Remove it, or choose another folder")
     return UsageError(f"{what} cannot be written: {reason(error)}. Choose a folder that can be written")
 
 

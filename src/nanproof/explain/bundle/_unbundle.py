@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from nanproof._access import parse_json, read_bytes
 from nanproof._errors import UsageError
 from nanproof._records import Incident, StepRecord
+from nanproof._text import one_line
 from nanproof.explain.bundle._bundle import FORMAT, Bundle
 from nanproof.explain.bundle._facts import ModeFacts, OptimizerFacts, dtype_of, random_in
-from nanproof.explain.bundle._pack import Unpacker
+from nanproof.explain.bundle._pack import Unpacker, nearest
 from nanproof.explain.bundle._shelf import MANIFEST, digest
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+MOST_THREADS = 1024
+MOST_JSON = 64 << 20
+"""Bytes of the manifest, which names every parameter, or of a record."""
+SPARSE = 1 << 30
+"""Bytes from which on a file must take room on the disk, too."""
 _COPY_AGAIN = "Copy the whole folder again from where it was written"
 
 
@@ -32,8 +39,8 @@ def read(folder: Path, to_devices: bool) -> Bundle:
     version = manifest.get("format")
     if version != FORMAT:
         raise UsageError(
-            f"{folder / MANIFEST}: format {version!r}, and this nanproof reads format {FORMAT}. Use the nanproof that wrote it: "
-            f"{_writer(manifest)}"
+            f"{folder / MANIFEST}: format {one_line(repr(version), 100)}, and this nanproof reads format {FORMAT}. Use the "
+            f"nanproof that wrote it: {_writer(manifest)}"
         )
     try:
         files = _verified(folder, manifest["files"])
@@ -42,7 +49,7 @@ def read(folder: Path, to_devices: bool) -> Bundle:
         raise
     except Exception as error:
         raise UsageError(
-            f"{folder / MANIFEST} is not as docs/format.md has it ({type(error).__name__}: {error}). {_COPY_AGAIN}"
+            f"{folder / MANIFEST} is not as docs/format.md has it ({type(error).__name__}: {one_line(error, 300)}). {_COPY_AGAIN}"
         ) from error
 
 
@@ -68,6 +75,7 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
     if manifest["optimizer"] is not None:
         optimizer = _optimizer(manifest["optimizer"], unpacker("optimizer.safetensors"))
     mode = manifest["mode"]
+    _check_facts(manifest)
     return Bundle(
         path=folder,
         created=manifest["created"],
@@ -87,6 +95,27 @@ def _bundle(folder: Path, manifest: Mapping[str, Any], files: set[str], to_devic
     )
 
 
+def _check_facts(manifest: Mapping[str, Any]) -> None:
+    """Raise `ValueError` or `TypeError` where something else stands than a bundle has there."""
+    mode, numerics = manifest["mode"], manifest["mode"]["numerics"]
+    texts = (
+        manifest["created"],
+        manifest["device"],
+        manifest["device_name"],
+        *manifest["left_out"],
+        *manifest["versions"].values(),
+    )
+    right = all(isinstance(text, str) for text in texts) and isinstance(manifest["checkpoint"], (str, NoneType))
+    right = right and isinstance(mode["autocast"], bool) and all(isinstance(on, bool) for on in mode["training"].values())
+    threads = numerics.get("threads", 1)
+    right = right and type(threads) is int and 0 < threads <= MOST_THREADS
+    right = right and dtype_of(numerics.get("default_dtype", "float32")).is_floating_point
+    right = right and isinstance(numerics.get("deterministic", False), bool)
+    if not right or numerics.get("float32_matmul_precision", "highest") not in ("highest", "high", "medium"):
+        raise ValueError("a field of another kind")
+    nearest(manifest["device"])
+
+
 def _optimizer(data: Mapping[str, Any], maker: Unpacker) -> OptimizerFacts:
     state = None if data["state"] is None else {name: maker.unpack(node) for name, node in data["state"].items()}
     inside = tuple(_optimizer(each, maker) for each in data.get("inside", ()))
@@ -97,14 +126,18 @@ def _verified(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> set[str]:
     for name, facts in files.items():
         if not _PLAIN_NAME.fullmatch(name):
             raise UsageError(
-                f"{folder / MANIFEST} names a file outside the bundle: {name!r}. Do not trust it: ask where it comes from"
+                f"{folder / MANIFEST} names a file outside the bundle: {one_line(repr(name), 200)}. "
+                "Do not trust it: ask where it comes from"
             )
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise UsageError(f"{path} is missing. {_COPY_AGAIN}")
-        size = path.stat().st_size
+        if len(name) > 255 or path.is_symlink() or not path.is_file():
+            raise UsageError(f"{folder / one_line(name, 100)} is missing. {_COPY_AGAIN}")
+        about = path.stat()
+        size = about.st_size
         if size != facts["bytes"]:
-            raise UsageError(f"{path} has {size} bytes, and {facts['bytes']} were written. {_COPY_AGAIN}")
+            raise UsageError(f"{path} has {size} bytes, and {one_line(facts['bytes'], 40)} were written. {_COPY_AGAIN}")
+        if size > SPARSE and about.st_blocks * 512 < size // 1024:  # a checksum of nothing takes as long as one of something
+            raise UsageError(f"{path} has {size} bytes, of which next to none are on the disk. {_COPY_AGAIN}")
         if digest(path) != facts["sha256"]:
             raise UsageError(f"{path} was changed or damaged: its checksum is not the one in {MANIFEST}. {_COPY_AGAIN}")
     return set(files)
@@ -122,7 +155,7 @@ def _tensors(folder: Path, name: str, files: set[str]) -> dict[str, Tensor]:
     try:
         return load_file(folder / name)
     except Exception as error:
-        raise UsageError(f"{folder / name} is no safetensors file ({error}). {_COPY_AGAIN}") from error
+        raise UsageError(f"{folder / name} is no safetensors file ({one_line(error, 200)}). {_COPY_AGAIN}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -130,9 +163,9 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON ({error}). {_COPY_AGAIN}") from error
+        data = parse_json(read_bytes(path, MOST_JSON).decode("utf-8"), parse_constant=refuse)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON ({one_line(error, 200)}). {_COPY_AGAIN}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no JSON object. {_COPY_AGAIN}")
     return data
@@ -140,9 +173,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _writer(manifest: Mapping[str, Any]) -> str:
     versions = manifest.get("versions")
-    return (
-        f"nanproof {versions['nanproof']}" if isinstance(versions, dict) and "nanproof" in versions else "it does not say which"
-    )
+    known = versions.get("nanproof") if isinstance(versions, dict) else None
+    return "it does not say which" if known is None else f"nanproof {one_line(known, 40)}"
 
 
 def _some(batches: tuple[Any, ...]) -> tuple[Any, ...]:

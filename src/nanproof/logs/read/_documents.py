@@ -11,17 +11,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+from nanproof._access import parse_json
 from nanproof._errors import UsageError
 from nanproof.logs._points import Point
 from nanproof.logs.read._files import BLOCK
-from nanproof.logs.text._names import Collector
+from nanproof.logs.text._names import Collector, meaning, number
 
 SMALL = 16 << 20
 """A document up to this size is decoded at once."""
 LARGEST_RECORD = 16 << 20
 LARGEST_NOTEBOOK = 64 << 20
+MOST_NAMES, MOST_COLUMNS = 100_000, 100
+"""Lists of a dictionary whose names are looked at, and those with names that are known."""
+MOST_USELESS = 1_000_000
+"""Items of a list, one after another, that are no records. A list with more of them is no log."""
 _CELL = re.compile(r"</t[dh]>\s{0,99}")
 _TAG = re.compile(r"<[^<>]{0,2000}>")
 _SETTINGS = {
@@ -38,8 +44,8 @@ def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Poin
     start = stream.read(SMALL)
     if len(start) < SMALL:
         try:
-            data = json.loads(start.decode("utf-8-sig", "replace"))
-        except (ValueError, RecursionError):
+            data = parse_json(start.decode("utf-8-sig", "replace"))
+        except ValueError:
             pass  # cut short: what is whole in it counts
         else:
             yield from _of_value(data)
@@ -57,17 +63,19 @@ def notebook(stream: io.BufferedReader) -> Iterator[bytes]:
     """What the cells of a Jupyter notebook printed. A table that a callback drew is a row a line, with tabs."""
     text = stream.read(LARGEST_NOTEBOOK)
     try:
-        cells = json.loads(text.decode("utf-8-sig", "replace"))["cells"]
+        cells = parse_json(text.decode("utf-8-sig", "replace"))["cells"]
         outputs = [output for cell in cells for output in cell.get("outputs", ())]
         said = [
             output.get("text") or output.get("data", {}).get("text/html") or output.get("traceback") or "" for output in outputs
         ]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError("this notebook is not whole, or has more than 64 MiB: save what it printed as text") from error
     for piece in said:
-        printed = piece if isinstance(piece, str) else "".join(str(line) for line in piece)
+        lines = [piece] if isinstance(piece, str) else piece if isinstance(piece, list) else []
+        printed = "".join(line for line in lines if isinstance(line, str))
         if "<td" in printed:
-            printed = _TAG.sub("", _CELL.sub("\t", re.sub(r"\s*\n\s*", "", printed)).replace("\t</tr>", "\n"))
+            joined = "".join(line.strip() for line in printed.split("\n"))
+            printed = _TAG.sub("", _CELL.sub("\t", joined).replace("\t</tr>", "\n"))
         yield printed.encode("utf-8", "replace") + b"\n"
 
 
@@ -76,9 +84,8 @@ def _of_value(data: Any) -> Iterator[Point]:
     if isinstance(data, dict) and "log_history" not in data:
         data = _transposed(data)
     elif isinstance(data, dict):
-        settings = {
-            _SETTINGS[key]: float(data[key]) for key in _SETTINGS if isinstance(data.get(key), (int, float)) and data[key] > 0
-        }
+        told = {_SETTINGS[key]: number(data.get(key)) for key in _SETTINGS}
+        settings = {key: value for key, value in told.items() if value is not None and value > 0}
         data = data["log_history"]
     names = Collector()
     for index, record in enumerate(data if isinstance(data, list) else (), 1):
@@ -89,7 +96,8 @@ def _of_value(data: Any) -> Iterator[Point]:
 
 def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`{"loss": [2.1, 2.0], "val_loss": [...]}`, as Keras keeps its history."""
-    columns = {key: value for key, value in data.items() if isinstance(value, list) and value}
+    lists = islice(((key, value) for key, value in data.items() if isinstance(value, list) and value), MOST_NAMES)
+    columns = dict(islice(((key, value) for key, value in lists if meaning(key) is not None), MOST_COLUMNS))
     if not columns:
         return [dict(data)]
     return [{key: value[i] for key, value in columns.items() if i < len(value)} for i in range(max(map(len, columns.values())))]
@@ -116,7 +124,8 @@ def _records(text: str, stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
             "this JSON document has no list of records that a reader knows: give the log_history of a trainer_state.json, "
             "a list of dictionaries, or JSON lines"
         )
-    while True:
+    useless = 0
+    while useless < MOST_USELESS:
         start = _START.match(text, at)
         at = start.end() if start is not None else at
         if text[at : at + 1] == "]":
@@ -125,10 +134,12 @@ def _records(text: str, stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
             record, at = decode(text, at) if at < len(text) else (None, at)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        if isinstance(record, dict) and record:
+            useless = 0
             yield record
             continue
         if record is not None:
+            useless += 1
             continue
         more = stream.read(BLOCK)
         if not more or len(text) - at > LARGEST_RECORD:

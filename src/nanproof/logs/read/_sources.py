@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -23,6 +23,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
+from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
 from nanproof.logs._points import Note, Point
 from nanproof.logs.read import _files as files
@@ -99,9 +100,9 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
         elif path.is_file():
             chosen.append(path)
         elif path.exists():  # a pipe can be opened once
-            sources.append(_of_stream(str(path), _open(path)))
+            sources.append(_of_stream(str(path), _open_pipe(path)))
         else:
-            matches = [Path(match) for match in sorted(glob.glob(str(given)))]
+            matches = [Path(match) for match in sorted(glob.glob(str(given))) if Path(match).is_file()]
             if not matches:
                 raise UsageError(f"{path} does not exist")
             chosen += matches
@@ -157,8 +158,8 @@ def _json_lines(first: bytes) -> str | None:
     if re.match(rb'\{"v":\d+,"kind":"(?:opened|header|step)"', first):
         return "nanproof"  # its first line may be longer than the head
     try:
-        data = json.loads(first)
-    except (ValueError, RecursionError):
+        data = parse_json(first)
+    except ValueError:
         return None
     if not isinstance(data, dict):
         return None
@@ -169,9 +170,20 @@ def _json_lines(first: bytes) -> str | None:
 
 def _open(path: Path) -> io.BufferedReader:
     try:
+        return files.unpacked(open_regular(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _open_pipe(path: Path) -> io.BufferedReader:
+    """What the user named, for which somebody else writes: a pipe, such as `<(ssh host cat train.log)`, or a terminal."""
+    try:
         raw: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115  # the caller closes what is wrapped
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not (stat.S_ISFIFO(os.fstat(raw.fileno()).st_mode) or raw.isatty()):
+        raw.close()
+        raise UsageError(f"{path} cannot be read: it is a device or a socket, not a log")
     return files.unpacked(raw)
 
 
@@ -204,9 +216,9 @@ def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> I
 
 
 def _tail(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        return file.read()
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+        return file.read(4096)
 
 
 # -- which files -----------------------------------------------------------------------------------------------------------
@@ -262,7 +274,7 @@ def _newest_states(found: list[Path]) -> list[Path]:
 
 def _global_step(path: Path) -> int | None:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             match = re.search(rb'"global_step"\s*:\s*(\d+)', file.read(4096))
     except OSError:
         return None

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nanproof._access import OddFile, open_append
+from nanproof._access import OddFile, open_append, open_regular, parse_json
 from nanproof.core._telemetry import cut_broken_line
 from nanproof.core.support._files import not_writable
 from nanproof.recover.data._hashes import sample_hash
@@ -24,6 +24,9 @@ __all__ = ["FILE", "Entry", "Quarantine", "StreamFilter", "sample_hash"]
 log = logging.getLogger("nanproof")
 
 FILE = "quarantine.jsonl"
+MOST_BYTES = 64 << 20
+"""Of the file that are read: some hundred thousand samples."""
+LONGEST_LINE = 1 << 16
 
 StreamPlace: TypeAlias = tuple[int | None, int | None, int | None]
 """A sample of a stream: the worker that read it, how many workers there were, its ordinal in what that worker read."""
@@ -140,14 +143,17 @@ class Quarantine:
         if self._unwritten:
             self._flush()
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._read_to)
-                text = file.read()
+                text = file.read(MOST_BYTES + 1)
         except FileNotFoundError:
             return
         except OSError as error:
             log.warning("nanproof: %s cannot be read: %s. Its samples are not left out", self.path, error.strerror)
             return
+        if len(text) > MOST_BYTES:
+            log.warning("nanproof: %s has more than %d bytes, of which the rest is not read", self.path, MOST_BYTES)
+            text = text[:MOST_BYTES]
         whole = text[: text.rfind(b"\n") + 1]  # somebody may be in the middle of a line
         self._read_to += len(whole)
         bad = 0
@@ -205,12 +211,12 @@ _TEXTS = ("hash", "bundle")
 def _entry(line: bytes) -> Entry | None:
     """Fields that a later version added are ignored; a value of the wrong kind spoils the line."""
     try:
-        data = json.loads(line)
+        data = parse_json(line) if len(line) <= LONGEST_LINE else None
         if not isinstance(data, dict):
             return None
         known: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Entry)}
         entry = Entry(**known)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return None
     right = isinstance(entry.step, int) and isinstance(entry.cause, str) and isinstance(entry.at, str)
     right = right and all(_is(getattr(entry, name), int) for name in _NUMBERS)

@@ -35,8 +35,8 @@ from nanproof.core.judge._parameters import is_dtensor
 from nanproof.core.support._files import FolderLock, not_writable, reason, strict_json, sync, write_whole
 from nanproof.core.support._ranks import Ranks
 from nanproof.recover.data._hashes import sample_hash
-from nanproof.recover.state._sealed import FORMAT, GOOD, NAME, check_good, is_whole, now, packed, unpacked
-from nanproof.scan._manifest import MANIFEST, NotWhole, crc32
+from nanproof.recover.state._sealed import FORMAT, GOOD, NAME, check_good, files_of, is_whole, now, packed, unpacked
+from nanproof.scan._manifest import MANIFEST, NotWhole, crc32, read_manifest
 
 log = logging.getLogger("nanproof")
 
@@ -334,7 +334,7 @@ class Store:
         checkpoint's metadata."""
         from torch.distributed.checkpoint.state_dict_loader import load as theirs
 
-        from nanproof.scan._dcp import load, read_metadata
+        from nanproof.scan._dcp import load, read_whole
 
         rank = self._ranks.rank if self._ranks.together else 0
         own = (saved.path / f"host-{rank}.pt").is_file()
@@ -342,7 +342,11 @@ class Store:
         host: dict[str, Any] = {}
 
         def prepare() -> None:
-            tensors.update(targets(read_metadata(saved.path)))
+            metadata = read_whole(saved.path)
+            named = {info.relative_path for info in metadata.storage_data.values()} | {f"host-{rank if own else 0}.pt"}
+            if unchecked := named - files_of(read_manifest(saved.path / MANIFEST)).keys():
+                raise NotWhole(f"{MANIFEST} does not name {min(unchecked)}, so that nothing is known of it")
+            tensors.update(targets(metadata))
             host.update(unpacked(saved.path / f"host-{rank if own else 0}.pt"))
 
         if trouble := self._tried(prepare):
@@ -351,7 +355,10 @@ class Store:
         if "no_dist" in signature(theirs).parameters:
             options["no_dist"] = not self._ranks.together
         _hush()
-        load(tensors, saved.path, **options)
+        try:
+            load(tensors, saved.path, **options)
+        except Exception as error:  # on every rank: DCP tells them of each other's troubles
+            raise NotWhole(reason(error)) from error
         for name, tensor in host.pop("own", {}).items():
             if name in tensors and tensors[name].shape == tensor.shape:
                 tensors[name] = tensor

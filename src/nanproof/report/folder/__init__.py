@@ -1,6 +1,6 @@
 """A run's folder, read as far as it is written. Everything in it may be damaged or hostile.
 
 - `_run` reads it, and again when there is more; `_series` keeps curves of any length in bounded memory.
-- `_sound` checks records; `_beside` finds checkpoints and quarantined samples.
+- `_beside` finds checkpoints and quarantined samples.
 - `_samples`, `_tensors` and `_tokens` show what a bundle holds of the guilty samples.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanproof._access import open_regular, parse_json
 from nanproof._text import shown
 
 MOST = 200
@@ -46,16 +46,9 @@ def checkpoints(run: Path) -> list[Saved]:
 
 def quarantine(run: Path) -> list[dict[str, Any]]:
     """The samples that are left out."""
-    if not (run / "quarantine.jsonl").is_file():
-        return []
-    try:
-        with open(run / "quarantine.jsonl", encoding="utf-8", errors="replace") as file:
-            lines = file.readlines(_SMALL)
-    except OSError:
-        return []
     found = []
-    for line in lines[:MOST]:
-        data = _object(line)
+    for line in _data(run / "quarantine.jsonl").splitlines()[:MOST]:
+        data = _object(line.decode("utf-8", errors="replace"))
         if isinstance(data.get("step"), int):
             known = {key: data.get(key) for key in ("index", "hash", "step", "cause", "at")}
             found.append({key: value if isinstance(value, int) else shown(value or "", 100) for key, value in known.items()})
@@ -80,7 +73,8 @@ def _ours(path: Path, step: int) -> Saved:
         there = _bytes(path / name) if Path(name).name == name else None
         expected = told.get("bytes") if isinstance(told, dict) else None
         if there is None or there != expected:
-            why = f"{shown(name, 80)} is missing" if there is None else f"{shown(name, 80)} has {there} bytes, not {expected}"
+            have = "is missing" if there is None else f"has {there} bytes, not {shown(expected, 40)}"
+            why = f"{shown(name, 80)} {have}"
         size += there or 0
     state = "candidate"
     if (path / "good.json").is_file():
@@ -102,15 +96,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
+        data = parse_json(text)
+    except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
 
 
 def _data(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(_SMALL)
     except OSError:
         return b""

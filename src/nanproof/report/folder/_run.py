@@ -5,7 +5,6 @@ Nothing here trusts the files: a line that is cut or is no record is counted in 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -16,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanproof._access import open_regular, parse_json, whole_lines
 from nanproof._errors import UsageError
-from nanproof._records import Forecast, Incident, StepRecord, decode
+from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode
+from nanproof._sound import check_action, check_step
 from nanproof.core.support._files import LOCK
 from nanproof.report.folder._series import MOST_TERMS, Curves, Heat
-from nanproof.report.folder._sound import check_action, check_forecast, check_incident, check_step
 
 STEPS = "steps.jsonl"
 LONGEST_NAME = 200
@@ -33,11 +33,6 @@ MOST_NEAR = 200
 """Incidents of which that is done."""
 PORTION = 32 << 20
 """Bytes of steps that one `poll` reads."""
-LONGEST = 256 << 20
-"""Bytes of the longest line that is read."""
-
-_NOT_A_RECORD = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What making a record of something else raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +128,7 @@ class Run:
         """The newest step, if all of it can be read."""
         try:
             return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
-        except _NOT_A_RECORD:
+        except NOT_A_RECORD:
             return None
 
     @property
@@ -167,7 +162,7 @@ class Run:
                 raise ValueError("not JSON")
             if take == self._line or data["kind"] != "gap":
                 take(data)
-        except _NOT_A_RECORD:
+        except NOT_A_RECORD:
             self.broken += 1
 
     def _line(self, data: dict[str, Any]) -> None:
@@ -237,13 +232,11 @@ class Run:
 
     def _forecast(self, data: dict[str, Any]) -> None:
         forecast = Forecast.from_json(data)
-        check_forecast(forecast)
         self.forecasts.append(forecast)
         self._note_when(forecast, data)
 
     def _incident(self, data: dict[str, Any]) -> None:
         incident = Incident.from_json(data)
-        check_incident(incident)
         self.incidents.append(incident)
         self._note_when(incident, data)
         if len(self.incidents) <= MOST_NEAR:
@@ -284,17 +277,14 @@ class _Tail:
     def lines(self, most: int) -> Iterator[Any]:
         """Whole lines as data; None for one that is not JSON. Stops after about `most` bytes."""
         end = self._offset + most
-        if not self._path.is_file():  # a pipe of that name would keep everybody waiting
-            return
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
-                while self._offset < end:
-                    text = file.readline(LONGEST)
-                    if not text.endswith(b"\n"):
-                        return
-                    self._offset += len(text)
+                for text in whole_lines(file):
+                    self._offset = file.tell()
                     yield _json(text)
+                    if self._offset >= end:
+                        return
         except OSError:
             return
 
@@ -334,8 +324,8 @@ def _terms(found: Any) -> tuple[tuple[str, float], ...]:
 
 def _json(text: bytes) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None
 
 
@@ -350,10 +340,8 @@ def _age(path: Path) -> float:
 def _writer_lives(folder: Path) -> bool | None:
     """Whether the process that holds the folder's lock file lives; None if that cannot be told here."""
     try:
-        if not (folder / LOCK).is_file():
-            return None
-        with open(folder / LOCK, encoding="utf-8", errors="replace") as file:
-            words = file.read(1000).split()
+        with open_regular(folder / LOCK) as file:
+            words = file.read(1000).decode("utf-8", "replace").split()
         process, host = int(words[1]), words[3]
     except (OSError, ValueError, IndexError):
         return None

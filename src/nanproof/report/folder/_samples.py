@@ -5,12 +5,12 @@ Only the manifest is read, and of `batch.safetensors` the rows of those samples.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanproof._access import read_json
 from nanproof._records import Incident, encode
 from nanproof._text import shown
 from nanproof.report.folder._tensors import INTEGERS, NotRead, Tensors
@@ -21,19 +21,16 @@ MOST_TENSORS = 12
 MOST_TOKENS = 160
 """Of a row of ids, those around the guilty one."""
 MOST_VALUES = 12
-MOST_MANIFEST = 32 << 20
+MOST_MANIFEST = 64 << 20
 _DTYPES = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32",
            "U64": "uint64", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}  # fmt: skip
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
     """The manifest of a bundle; empty where there is none that can be read."""
-    path = folder / "manifest.json"
     try:
-        if path.stat().st_size > MOST_MANIFEST:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = read_json(folder / "manifest.json", MOST_MANIFEST)
+    except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -6,8 +6,8 @@ may come from anywhere, so that every length is compared with the file before it
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 import sys
 from array import array
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from nanproof._access import open_regular, parse_json
 from nanproof._errors import NanproofError
 from nanproof.core.support._files import reason
 
@@ -47,18 +48,16 @@ class Tensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise NotRead(f"{path.name} is not there")
         try:
-            whole = path.stat().st_size
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                whole = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if whole < 8 or length > min(MOST_HEADER, whole - 8):
                     raise NotRead(f"{path.name} is no safetensors file")
-                header = json.loads(file.read(length))
+                header = parse_json(file.read(length))
         except OSError as error:
             raise NotRead(f"{path.name}: {reason(error)}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise NotRead(f"{path.name} has no readable header") from error
         if not isinstance(header, dict):
             raise NotRead(f"{path.name} has no readable header")
@@ -77,7 +76,7 @@ class Tensors:
         count = max(0, min(each - start, most, MOST_NUMBERS))
         width = _BYTES[stored.dtype]
         place = stored.start + ((index or 0) * each + start) * width
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(place)
             data = file.read(count * width)
         if len(data) != count * width:

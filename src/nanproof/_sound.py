@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanproof._records import Diagnosis, Forecast, Incident
+if TYPE_CHECKING:
+    from nanproof._records import Diagnosis, Forecast, Incident, StepRecord
 
 _LARGEST = 1 << 53
 """Whole numbers beyond this are not exact everywhere."""
@@ -13,7 +14,7 @@ _LARGEST = 1 << 53
 def check_incident(incident: Incident) -> None:
     """Raise `ValueError` where a field has the wrong type."""
     check_step(incident.step)
-    _need(isinstance(incident.message, str))
+    _need(isinstance(incident.message, str) and isinstance(incident.kind, str) and isinstance(incident.action, str))
     _need(all(isinstance(name, str) and isinstance(norm, float) for name, norm in incident.culprits))
     _need(all(isinstance(name, str) and isinstance(x, float) for name, x in incident.terms))
     _need(all(x is None or _whole(x) for x in (incident.rank, incident.micro_batch)))
@@ -34,6 +35,13 @@ def check_forecast(forecast: Forecast) -> None:
     _need(isinstance(forecast.message, str))
     _need(forecast.where is None or isinstance(forecast.where, str))
     _need(_all(forecast.also, str))
+
+
+def check_record(record: StepRecord) -> None:
+    check_step(record.step)
+    check_action(record.action)
+    _need(_all(record.names, str) and all(isinstance(name, str) for name, _ in (*record.terms, *record.counters)))
+    _need(record.time is None or (isinstance(record.time, (int, float)) and abs(record.time) < _LARGEST))
 
 
 def check_step(step: int) -> None:
