@@ -134,7 +134,7 @@ def _run(
         child = Child(life, spec, folder, board, plan)
         if term and not in_peace:
             _wait(board)
-            time.sleep(order.uniform(0, longest / 2))
+            time.sleep(order.uniform(0, longest / 6))
             os.kill(child.pid, signal.SIGTERM)
             said = child.end(GRACE)
         else:

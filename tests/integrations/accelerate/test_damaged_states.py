@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -278,10 +279,20 @@ def test_a_save_that_fails_half_way_is_passed_over(folder, caplog, monkeypatch):
 
 
 def test_a_folder_that_is_saved_to_again_is_marked_meanwhile(tmp_path, monkeypatch):
-    """One folder for every save: while the new state overwrites the old one, it is neither."""
+    """One folder for every save: while the new state overwrites the old one, it is neither. From the first moment on: FSDP
+    writes before any hook is called."""
     loop = Loop(tmp_path, automatic=False)
     loop.step()
     loop.accelerator.save_state(str(tmp_path / "mine"))
+    read, states = loop.accelerator.get_state_dict, []
+
+    def get_state_dict(*args, **kwargs):
+        states.append(json.loads((tmp_path / "mine" / "nanproof.json").read_text())["state"])
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(loop.accelerator, "get_state_dict", get_state_dict)
+    loop.accelerator.save_state(str(tmp_path / "mine"))
+    assert states == ["saving"]
     monkeypatch.setattr(loop.optimizer, "state_dict", lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         loop.accelerator.save_state(str(tmp_path / "mine"))

@@ -70,9 +70,10 @@ def test_no_evaluation_and_no_best_model_delay_the_end(tmp_path):
     counted = Counted()
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = trainer_of(tmp_path, Signal(), counted, load_best_model_at_end=True, metric_for_best_model="loss", **settings)
-    kept = trainer.args.load_best_model_at_end
+    kept, loaded = trainer.args.load_best_model_at_end, []
+    trainer._load_best_model = lambda: loaded.append(1)
     stop(trainer)
-    assert counted.evaluated == [1, 2] and (tmp_path / f"checkpoint-{AT + 1}" / "trainer_state.json").exists()
+    assert loaded == [] and counted.evaluated == [1, 2] and (tmp_path / f"checkpoint-{AT + 1}" / "trainer_state.json").exists()
     assert trainer.args.load_best_model_at_end is kept is True
     saved = torch.load(tmp_path / f"checkpoint-{AT + 1}" / "training_args.bin", weights_only=False)
     assert saved.load_best_model_at_end is True
