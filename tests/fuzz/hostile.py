@@ -1057,7 +1057,7 @@ DOCTOR: dict[str, tuple[str, Callable[[], str | bytes]]] = {
         "a.json",
         lambda: "{\n" + "".join(f'"c{i}": [1],\n' for i in range(400_000)) + '"loss": [' + "1," * 20_000 + "1]}",
     ),
-    "a million columns": ("a.json", lambda: "{\n" + "".join(f'"{i}":[1],\n' for i in range(1_000_000)) + '"loss": [1]}'),
+    "columns of nothing": ("a.json", lambda: "{\n" + "".join(f'"{i}":[1],\n' for i in range(300_000)) + '"loss": [1]}'),
     "a document of empty lists": ("a.json", lambda: '{\n"loss": [' + "[]," * (5 << 20) + "0]}"),
     "a document of empty objects": ("a.json", lambda: '[{"loss": 1},' + "{}," * (20 << 20) + "{}]"),
     "a document that is one text": ("a.json", lambda: '[{"loss": "' + "x" * (60 << 20)),

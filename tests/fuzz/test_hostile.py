@@ -45,6 +45,7 @@ QUICK = {
     "bundle manifest.json is a pipe",
     "bundle with threads of text",
     "log with a cell of spaces",
+    "log with 400000 short columns and a long one",
     "log with max steps beyond any number",
     "doctor steps.jsonl is a pipe",
 }

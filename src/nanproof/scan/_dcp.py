@@ -85,7 +85,7 @@ def read_metadata(folder: Path, rank: int | None = None) -> Metadata:
     except Suspicious as error:
         raise RefusedFile(path, str(error)) from None
     except OddFile as error:
-        raise RefusedFile(path, error.strerror or "it is not a regular file") from error
+        raise RefusedFile(path, error.strerror or str(error)) from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises nearly anything

@@ -266,7 +266,8 @@ class _Machine:
 
     def of_mark(self) -> None:
         """A list, a dictionary or a frozen set."""
-        self._stack.append([_above(self._since_mark())])
+        items = self._since_mark()
+        self._stack.append([_above(items)])
 
     def pop(self) -> None:
         if self._stack:

@@ -24,8 +24,10 @@ SMALL = 16 << 20
 """A document up to this size is decoded at once."""
 LARGEST_RECORD = 16 << 20
 LARGEST_NOTEBOOK = 64 << 20
-MOST_NAMES, MOST_COLUMNS = 100_000, 100
-"""Lists of a dictionary whose names are looked at, and those with names that are known."""
+MOST_NAMES, MOST_COLUMNS = 10_000, 100
+"""Lists of a dictionary whose names are looked at closely, and those with names that are known."""
+_LIKELY = re.compile(r"loss|xent|entrop|norm|l[\W_]*r|rate|scal|skip|iter|step|update|batch|e[\W_]*p", re.I)
+"""Every name that has a meaning has one of these in it."""
 MOST_USELESS = 1_000_000
 """Items of a list, one after another, that are no records. A list with more of them is no log."""
 _CELL = re.compile(r"</t[dh]>\s{0,99}")
@@ -96,8 +98,8 @@ def _of_value(data: Any) -> Iterator[Point]:
 
 def _transposed(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`{"loss": [2.1, 2.0], "val_loss": [...]}`, as Keras keeps its history."""
-    lists = islice(((key, value) for key, value in data.items() if isinstance(value, list) and value), MOST_NAMES)
-    columns = dict(islice(((key, value) for key, value in lists if meaning(key) is not None), MOST_COLUMNS))
+    lists = ((key, value) for key, value in data.items() if isinstance(value, list) and value and _LIKELY.search(key))
+    columns = dict(islice(((key, value) for key, value in islice(lists, MOST_NAMES) if meaning(key) is not None), MOST_COLUMNS))
     if not columns:
         return [dict(data)]
     return [{key: value[i] for key, value in columns.items() if i < len(value)} for i in range(max(map(len, columns.values())))]
