@@ -11,7 +11,7 @@ demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 test: .venv/ready  ## all tests but the slow ones, on two processes of one thread
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not browser"
 
-fuzz: .venv/ready  ## 10,000 damaged and hostile files through every reader, under limits of time and memory; ten minutes
+fuzz: .venv/ready  ## 10,000 damaged and hostile files through every reader, under limits of time and memory; ten minutes on two cores
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python -W ignore -m fuzz --mutations 10000 --seed 0 --save
 
 check: .venv/ready  ## lint, format, types
@@ -100,7 +100,7 @@ logs: .venv/ready  ## the logs that doctor is tested on, made anew by running th
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group logs
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/logs/make_corpus.py
 
-optimizers: build/optimizers/ready  ## what the guard does with each optimizer people use: docs/optimizers.md; under ten minutes
+optimizers: build/optimizers/ready  ## what the guard does with each optimizer people use: docs/optimizers.md; under ten minutes on two cores
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 build/optimizers/bin/python -W ignore -m tools.optimizers
 
 # An environment of its own: with torchao and bitsandbytes installed, transformers imports both, and the tests would too.
