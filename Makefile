@@ -43,6 +43,7 @@ campaign: .venv/ready  ## thousands of random faults, healthy runs that must sta
 	$(BIN)/python -W ignore -m zoo.faults --faults 2400
 	$(BIN)/python -W ignore -m zoo.healthy
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.kills
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.kills.trainer --save
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.poison
 
 interrupts: .venv/ready  ## Ctrl-C at 2,000 moments of a run: is it whole afterwards?
