@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanproof._access import own_folder, read_json
+from nanproof._access import own_folder, read_json, remove
 from nanproof._errors import NanproofError
 from nanproof._text import one_line, printable
 from nanproof.core.support._files import reason, strict_json, write_whole
@@ -165,8 +165,8 @@ def newest_good(newest_first: Iterable[Path], faults: Faults) -> tuple[Path | No
     return None, passed
 
 
-def remove(folder: Path, first: str, delete: Callable[[Path], object]) -> None:
+def delete(folder: Path, first: str) -> None:
     """Delete a checkpoint. The file without which none is whole goes first: a kill leaves nothing that looks like one."""
     with suppress(OSError):
         (folder / first).unlink()
-    delete(folder)
+    remove(folder)

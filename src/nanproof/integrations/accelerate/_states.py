@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,10 +23,10 @@ from nanproof.integrations._saved import (
     Fault,
     begin,
     contents_faults,
+    delete,
     finish,
     marked_faults,
     newest_good,
-    remove,
     unfinished,
 )
 
@@ -176,7 +175,7 @@ def _rotate(saved: Path, limit: int) -> None:
     partial = [path for path in there if unfinished(path) or not (path / _RANDOM).exists()]
     whole = [path for path in there if path not in partial]
     for folder in (*partial, *whole[: max(0, len(whole) + 1 - limit)]):
-        remove(folder, _RANDOM, lambda path: shutil.rmtree(path, ignore_errors=True))
+        delete(folder, _RANDOM)
 
 
 def _allowed() -> AbstractContextManager[Any]:

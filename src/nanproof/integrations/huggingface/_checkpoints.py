@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers import Trainer
 from transformers.trainer import safe_globals  # type: ignore[attr-defined]  # where every version has it
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from nanproof._access import open_regular
+from nanproof._access import remove
 from nanproof._errors import UsageError
 from nanproof._text import one_line, printable
 from nanproof.integrations._protected import ProtectedRun
@@ -34,15 +33,16 @@ from nanproof.integrations._saved import (
     begin,
     change,
     contents_faults,
+    delete,
     finish,
     json_fault,
     listed,
     mark,
     marked_faults,
     newest_good,
-    remove,
     unfinished,
 )
+from nanproof.scan._torch_files import load_torch
 
 log = logging.getLogger("nanproof")
 
@@ -86,7 +86,7 @@ class TrainerCheckpoints:
             torch.save(state, folder / _STATE)
         yield
         if not any(path.name not in (MARK, _STATE) for path in folder.glob("*")):  # a trainer that saves elsewhere
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             return
         step = state["step"]  # a step that has begun does not count
         finish(folder, "candidate", _is_listed, step=step, **facts)
@@ -127,7 +127,7 @@ class TrainerCheckpoints:
         for folder, state in states.items():
             if not state or (over > 0 and folder not in keep):
                 over -= bool(state)
-                remove(folder, _TRAINER_STATE, lambda path: shutil.rmtree(path, ignore_errors=True))
+                delete(folder, _TRAINER_STATE)
 
     @staticmethod
     def was_healed(folder: str | Path) -> bool:
@@ -140,10 +140,10 @@ class TrainerCheckpoints:
     @staticmethod
     def load_guard(guard: ProtectedRun, folder: str | Path) -> None:
         """What the guard knew when this checkpoint was saved, if it was there."""
+        if not (Path(folder) / _STATE).exists():
+            return
         try:
             guard.load_state_dict(_guard_state(Path(folder)))
-        except FileNotFoundError:
-            return
         except Exception as error:  # a run is not kept from resuming by this
             log.warning("nanproof: %s could not be read, the guard begins anew: %s", Path(folder) / _STATE, error)
 
@@ -287,8 +287,7 @@ def _agreed(trainer: Trainer, faults: Callable[[], Iterator[Fault]]) -> list[Fau
 
 
 def _guard_state(folder: Path) -> dict[str, Any]:
-    with open_regular(folder / _STATE) as file:
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = load_torch(folder / _STATE)
     return state
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from nanproof._errors import UsageError
 from nanproof._text import printable
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._saved import Fault, contents_faults, newest_good
+from nanproof.scan._torch_files import load_torch
 
 log = logging.getLogger("nanproof")
 
@@ -74,7 +72,7 @@ def _faults(path: Path, plain: bool) -> Iterator[Fault]:
     user's own affair."""
     yield from contents_faults([path], refuses=plain)
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        loaded = load_torch(path, mmap=True)
     except Exception:  # reported above, or allowed
         return
     missing = [name for name in NEEDED if name not in loaded] if isinstance(loaded, dict) else NEEDED
