@@ -135,3 +135,8 @@ def test_a_list_of_another_type_is_not_made_a_list():
     assert Incident.from_json({**data, "undone": ["ab"]}).undone == ("ab",)
     with pytest.raises(ValueError, match="another kind"):
         Incident.from_json({**data, "undone": "ab"})
+
+
+def test_text_of_a_record_steers_no_terminal():
+    incident = Incident(step=1, kind="exception", action="recorded", message="boom \x1b[31mred")
+    assert "\x1b" not in str(incident) and "boom" in str(incident)

@@ -54,15 +54,18 @@ def read_json(path: str | os.PathLike[str], most: int = SMALL) -> Any:
 
 
 def whole_lines(file: BinaryIO, most: int = SMALL) -> Iterator[bytes]:
-    """The lines of a file, without one that is not finished yet. One of more than `most` bytes is empty."""
+    """The lines of a file, without one that is not finished yet. One of more than `most` bytes is empty, and one of more than
+    sixteen times as many is the last: no record is that long, and nobody waits for the end of a terabyte."""
     while text := file.readline(most):
         if text.endswith(b"\n"):
             yield text
             continue
         long = len(text) == most
-        while text and not text.endswith(b"\n"):
+        for _ in range(16):
+            if not text or text.endswith(b"\n"):
+                break
             text = file.readline(most)
-        if not (long and text):
+        if not (long and text.endswith(b"\n")):
             return
         yield b""
 

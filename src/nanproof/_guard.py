@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nanproof._assembly import assemble
 from nanproof._errors import UsageError
 from nanproof._policy import Policy
+from nanproof._text import shown
 from nanproof.core._tell import Account, Face
 from nanproof.core.judge._optimizers import Evaluated
 from nanproof.core.support._checks import OwnLoop, check_arguments, check_scalar
@@ -91,7 +92,7 @@ class Guard(Face):
     def path(self) -> str:
         """ "device", perhaps with a note, or "host: " and why the verdict has to be read on the
         host each step."""
-        return self.engine.judge.path
+        return shown(self.engine.judge.path)
 
     @property
     def next_step(self) -> int:

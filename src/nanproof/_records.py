@@ -26,11 +26,14 @@ from typing import Any, TypeVar
 from nanproof import _wording as wording
 from nanproof._access import open_regular, parse_json, whole_lines
 from nanproof._sound import check_forecast, check_incident, check_record
+from nanproof._text import shown
 
 log = logging.getLogger("nanproof")
 Kind = TypeVar("Kind")
 
 VERSION = 2
+_LONGEST = 20_000
+"""Characters of a record that are shown as text."""
 ABSENT = -1.0
 """Stands for "this parameter had no gradient" among norms, which are never negative."""
 
@@ -240,7 +243,7 @@ class Diagnosis:
         return self.cause not in ("unknown", "none")
 
     def __str__(self) -> str:
-        return wording.diagnosis(self)
+        return shown(wording.diagnosis(self), _LONGEST)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))
@@ -309,7 +312,7 @@ class Incident:
             raise ValueError(f"unknown incident kind {self.kind!r} or action {self.action!r}")
 
     def __str__(self) -> str:
-        return wording.incident(self)
+        return shown(wording.incident(self), _LONGEST)
 
     @property
     def outcome(self) -> str:
@@ -410,7 +413,7 @@ class Forecast:
             raise ValueError(f"unknown kind of forecast {self.kind!r}")
 
     def __str__(self) -> str:
-        return wording.forecast(self)
+        return shown(wording.forecast(self), _LONGEST)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = _encode_tree(asdict(self))

@@ -27,6 +27,7 @@ from nanproof._assembly import Assembly, assemble
 from nanproof._errors import UsageError
 from nanproof._policy import Policy
 from nanproof._records import Incident
+from nanproof._text import shown
 from nanproof.core._counters import Counters
 from nanproof.core._engine import Engine, Loop
 from nanproof.core._tell import Account, Face
@@ -103,7 +104,7 @@ class ProtectedRun(Face):
     def path(self) -> str:
         """ "device", perhaps with a note, or "host: " and why the verdict has to be read on the
         host each step; "not started" before the loop begins."""
-        return "not started" if self._engine is None else self._engine.judge.path
+        return "not started" if self._engine is None else shown(self._engine.judge.path)
 
     @property
     def verdicts(self) -> str:

@@ -49,6 +49,9 @@ def begin(folder: Path) -> None:
     """Say that this folder is being saved to."""
     try:
         own_folder(folder)
+        for path in folder.iterdir():  # the trainer would write through a link, and wait for a pipe forever
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                remove(path)
     except OSError as error:
         log.warning("nanproof: %s cannot be marked: %s", folder.name, reason(error))
         return

@@ -389,6 +389,11 @@ class Recovery(contracts.Recovery):
         tensors, host, own = self.store.load(saved, self.state.targets)
         self.state.check({name: tuple(t.shape) for name, t in tensors.items()}, str(saved.path))
         self.state.check_host(host, str(saved.path))
+        trouble = "" if host["step"] == saved.step else f"its host part is that of step {host['step']}"
+        if not trouble and (broken := self.state.nonfinite(tensors)):
+            trouble = f"{broken[0]} holds NaN or Inf"
+        if trouble := self._anywhere(trouble):
+            raise NotWhole(trouble)
         return tensors, host, own
 
     def _put(self, tensors: Mapping[str, Tensor], host: Mapping[str, Any], over: Places) -> None:
@@ -500,8 +505,12 @@ class Recovery(contracts.Recovery):
             self.supply.resume(host["data"])
         except Exception as error:
             trouble = reason(error)
+        return self._anywhere(trouble)
+
+    def _anywhere(self, trouble: str) -> str:
+        """This rank's trouble, or that another rank has some. A collective."""
         said = self._ranks.gather([float(bool(trouble))])
-        return trouble or ("another rank could not" if any(failed for (failed,) in said.values()) else "")
+        return trouble or ("another rank cannot use its part" if any(failed for (failed,) in said.values()) else "")
 
     def _newest_there(self) -> Path | None:
         there = self.store.checkpoints() if self.store is not None else []

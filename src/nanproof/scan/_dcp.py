@@ -42,8 +42,8 @@ from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_ins
 from nanproof.scan._pickles import Suspicious, check_pickle, collector_paused
 from nanproof.scan._torch_files import check_torch, load_entry
 
-MOST_METADATA = 1 << 30
-"""Bytes of a `.metadata` that are read at most; a thousand ranks of a large model need some hundred megabytes."""
+MOST_METADATA = 1 << 28
+"""Bytes of a `.metadata` that are read at most. That of a large model on a thousand ranks has some hundred megabytes."""
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # where torch before 2.3 had the properties

@@ -7,6 +7,7 @@ each of these is one checkpoint, with everything beneath it. What else lies in t
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def step_of(path: Path) -> int | None:
 
 def is_dcp(folder: Path) -> bool:
     """Also where the save was cut short, and `.metadata`, which is written last, is missing."""
-    return folder.is_dir() and ((folder / METADATA).is_file() or any(folder.glob("*.distcp")))
+    return folder.is_dir() and (is_file(folder / METADATA) or any(folder.glob("*.distcp")))
 
 
 def holds_no_weights(path: Path) -> bool:
@@ -66,7 +67,7 @@ def _holds_several(folder: Path) -> bool:
     """A folder of checkpoints whose own name has a number: it has nothing but folders that are named after steps."""
     inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
     steps = [path for path in inside if path.is_dir() and step_of(path) is not None]
-    return len(steps) > 1 and not any(path.is_file() and is_readable(path) for path in inside)
+    return len(steps) > 1 and not any(not path.is_dir() and is_readable(path) for path in inside)
 
 
 def _collected(folder: Path) -> Iterator[Found]:
@@ -90,15 +91,22 @@ def _collected(folder: Path) -> Iterator[Found]:
         yield Found(folder, folder, None, tuple(_indices_first(own) + beneath))
     else:
         for inner in other_folders:
-            yield from _collected(inner)
+            if os.access(inner, os.R_OK | os.X_OK):
+                yield from _collected(inner)
+            else:
+                yield Found(folder, inner, None, (inner,))
 
 
 def _units(folder: Path) -> Iterator[Path]:
     """Everything readable beneath a folder."""
     if is_dcp(folder):
         yield folder
-    inside = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    yield from _indices_first([path for path in inside if path.is_file() and is_readable(path)])
+    try:
+        inside = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    except PermissionError:
+        yield folder  # whoever reads it says why it cannot
+        return
+    yield from _indices_first([path for path in inside if not path.is_dir() and is_readable(path)])
     for path in inside:
         if path.is_dir() and not path.is_symlink() and not _is_bundle(path):
             yield from _units(path)
@@ -108,9 +116,9 @@ def is_readable(path: Path) -> bool:
     """By its name; a .bin that torch cannot have written is somebody's data."""
     if path.name.endswith(INDEX):
         return True
-    if path.suffix not in SUFFIXES or not path.is_file():
+    if path.suffix not in SUFFIXES or path.is_dir():
         return False
-    if path.suffix != ".bin":
+    if path.suffix != ".bin" or not path.is_file():  # a pipe, or a link that leads nowhere: whoever reads it says so
         return True
     try:
         with open_regular(path) as file:
@@ -125,7 +133,15 @@ def _indices_first(paths: list[Path]) -> list[Path]:
 
 def _is_bundle(folder: Path) -> bool:
     """The folder of an incident holds bad numbers on purpose."""
-    return (folder / "incident.json").is_file() and (folder / MANIFEST).is_file()
+    return is_file(folder / "incident.json") and is_file(folder / MANIFEST)
+
+
+def is_file(path: Path) -> bool:
+    """False also in a folder that may not be looked into."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
 
 
 def shards(index: Path) -> dict[str, Path]:

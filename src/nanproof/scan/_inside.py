@@ -29,7 +29,7 @@ def path_inside(folder: Path, name: str, said_by: Path, links: bool = False) -> 
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
         raise RefusedFile(said_by, f"it names {name!r}, which lies outside the folder")
-    longest = max(len(part.encode("utf-8", "surrogatepass")) for part in parts.parts)
+    longest = max((len(part.encode("utf-8", "surrogatepass")) for part in parts.parts), default=0)
     if longest > LONGEST_NAME or len(name) > 10 * LONGEST_NAME or not name.isprintable():
         raise RefusedFile(said_by, f"it names {one_line(ascii(name), 200)}, which is no plain file name")
     path = folder / name

@@ -9,6 +9,7 @@ with which numbers, how deep it nests. It takes about as long as unpickling.
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ LONGEST_LINE = 4096
 LONGEST_NUMBER = 1024
 OPCODES = 3 << 20
 """Opcodes that every pickle may have: each makes a hundred bytes at most. One of a large checkpoint may have more."""
+MOST_HASHED = 1 << 24
 _SHORT = 200
 """Of a longer text nothing is asked."""
 
@@ -81,9 +83,20 @@ def _above(items: list[Any]) -> int:
     return deepest
 
 
+def _hashed(items: list[Any]) -> int:
+    """How many values are visited to hash a tuple. One that holds another twice, sixty deep, takes forever as a key."""
+    visited = 1 + len(items)
+    for item in items:
+        if type(item) is tuple:
+            visited += item[2]
+    if visited > MOST_HASHED:
+        raise Suspicious("its pickle has tuples that hold each other again and again")
+    return visited
+
+
 class _Machine:
-    """The unpickler's stack and memo, with stand-ins: a tuple is (depth, its items), whatever else holds things is [depth], and a
-    name is a `_Name`. Numbers and short texts are themselves, and None is all the rest."""
+    """The unpickler's stack and memo, with stand-ins: a tuple is (depth, its items, values to hash), whatever else holds things
+    is [depth], and a name is a `_Name`. Numbers and short texts are themselves, and None is all the rest."""
 
     def __init__(self, data: bytes, size: int, storage: Storage | None) -> None:
         self._data, self._size, self._storage = data, size, storage
@@ -144,10 +157,10 @@ class _Machine:
                 if len(items) != code - 0x84:
                     raise UnreadableFile(_CUT)
                 del stack[0x84 - code :]
-                stack.append((_above(items), items))
+                stack.append((_above(items), items, _hashed(items)))
             elif code == 0x74:  # TUPLE
                 items, stack = stack, marks.pop()
-                stack.append((_above(items), items))
+                stack.append((_above(items), items, _hashed(items)))
             elif code == 0x75 or code == 0x65:  # SETITEMS, APPENDS
                 items, stack = stack, marks.pop()
                 holder = stack[-1]
@@ -163,7 +176,7 @@ class _Machine:
                 self._called(stack.pop(), given)
                 stack.append([_above([given])])
             elif code == 0x29:  # EMPTY_TUPLE
-                stack.append((0, ()))
+                stack.append((0, (), 1))
             elif code in b"]}\x8f":  # EMPTY_LIST, EMPTY_DICT, EMPTY_SET
                 stack.append([0])
             elif code in b"N\x88\x89":  # NONE, NEWTRUE, NEWFALSE
@@ -202,7 +215,8 @@ class _Machine:
     # -- values ----------------------------------------------------------------------------------------------------------------
 
     def protocol(self) -> None:
-        self._at += 1
+        if self._count(1) > pickle.HIGHEST_PROTOCOL:
+            raise UnreadableFile("its pickle has a protocol that does not exist")
 
     def frame(self) -> None:
         if self._count(8) > len(self._data) - self._at:

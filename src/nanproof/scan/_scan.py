@@ -17,7 +17,7 @@ from nanproof._access import read_json
 from nanproof._errors import NanproofError, RefusedFile, UsageError
 from nanproof._text import one_line
 from nanproof.scan._formats import Stored, in_memory, read_file
-from nanproof.scan._found import INDEX, SUFFIXES, Found, checkpoints, holds_no_weights, shards
+from nanproof.scan._found import INDEX, SUFFIXES, Found, checkpoints, holds_no_weights, is_file, shards
 from nanproof.scan._inside import METADATA, UnreadableFile, first_line, path_inside
 from nanproof.scan._manifest import MANIFEST, crc32
 from nanproof.scan._measure import FileSpan, Measure, Workers, distinct, measure
@@ -103,7 +103,7 @@ class _Scanner:
             files = sorted({file for report in reports for file in _files_of(report.path)})
             checksums = dict(zip(files, self._workers.map(crc32, files), strict=True))
         for folder in sorted({unit if unit.is_dir() else unit.parent for unit in found.units}):
-            if (folder / MANIFEST).is_file() and found.path.is_dir():
+            if is_file(folder / MANIFEST) and found.path.is_dir():
                 for report in _against_manifest(folder, checksums):
                     add(report)
         return CheckpointReport(found.root, found.path, found.step, tuple(reports), checksums)

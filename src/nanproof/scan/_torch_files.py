@@ -35,12 +35,21 @@ def load_torch(path: Path, *, mmap: bool = False) -> Any:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             zipped = check_torch(file, path, 0, size)
-            if not (mmap and zipped):
+            if not (mmap and zipped and _can_be_named(path)):
                 file.seek(0)
                 return _loaded(file, path)
         return _loaded(path, path, mmap=True)
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error
+
+
+def _can_be_named(path: Path) -> bool:
+    """Whether torch can open a file by its name: not if the name is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_entry(data: bytes, name: str) -> Any:

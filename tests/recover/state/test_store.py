@@ -355,3 +355,57 @@ def test_optimizer_state_that_is_no_tensor_survives(tmp_path):
     assert fresh.resume() == 5
     assert [fresh.optimizer.state[p]["taken"] for p in fresh.model.parameters()] == [5] * 6
     fresh.close()
+
+
+def sealed_again(folder):
+    """Sizes and checksums of what is there now, as somebody who tampers with a checkpoint would write them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    good = json.loads((folder / "good.json").read_text())
+    good["manifest"] = f"{zlib.crc32(text.encode()):08x}"
+    (folder / "good.json").write_text(json.dumps(good))
+
+
+def change_host(folder, change):
+    host = torch.load(folder / "host-0.pt", weights_only=True)
+    change(host)
+    torch.save(host, folder / "host-0.pt")
+
+
+def poison_weights(folder):
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    load(tensors, checkpoint_id=folder, no_dist=True)
+    next(t for name, t in tensors.items() if name.endswith("weight"))[0, 0] = float("nan")
+    save(tensors, storage_writer=FileSystemWriter(folder, overwrite=True), no_dist=True)
+
+
+def change_ranks(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "ranks": 2}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (poison_weights, "holds NaN or Inf"),
+        (lambda folder: change_host(folder, lambda host: host.update(step=3)), "its host part is that of step 3"),
+        (change_ranks, "a host part for each of its ranks"),
+    ],
+    ids=["nan", "step", "ranks"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_whose_checksums_hold_and_whose_content_does_not_is_passed_over(tmp_path, caplog, damage, why):
+    saved(tmp_path)
+    newest = tmp_path / f"step-{good(tmp_path)[-1]:08d}"
+    damage(newest)
+    sealed_again(newest)
+    step, _ = resumed(tmp_path)
+    assert step == good(tmp_path)[-2]
+    assert any(newest.name in text and why in text for text in caplog.messages)

@@ -49,6 +49,8 @@ def check_files(path: Path) -> None:
         raise NotWhole(f"{MANIFEST} does not name {min(unchecked)}, so that nothing is known of it")
     if METADATA not in files:
         raise NotWhole(f"{MANIFEST} does not name {METADATA}")
+    if type(manifest.get("ranks")) is not int or manifest["ranks"] != sum(name.startswith("host-") for name in files):
+        raise NotWhole(f"{MANIFEST} does not name a host part for each of its ranks")
 
     def compare(name: str) -> None:
         if Path(name).name != name or not name.isprintable() or not isinstance(files[name], dict):
@@ -82,8 +84,11 @@ def _is_part(name: str) -> bool:
 
 def check_good(path: Path) -> None:
     """Raises `NotWhole` where a checkpoint is not proven, or not what it was."""
-    proven(path)
-    check_files(path)
+    try:
+        proven(path)
+        check_files(path)
+    except OSError as error:  # a folder that this user may not look into
+        raise NotWhole(error.strerror or str(error)) from error
 
 
 def is_whole(path: Path) -> bool:

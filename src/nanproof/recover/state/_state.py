@@ -21,7 +21,7 @@ from nanproof.core.judge._optimizers import holders_of, name_of
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import NumpyState, RandomState, change_settings
-from nanproof.core.support._inner import is_opaque, is_shell, plain, rebuilt, rewrapped, shell_of
+from nanproof.core.support._inner import is_opaque, is_shell, nonfinite, plain, rebuilt, rewrapped, shell_of
 from nanproof.core.support._tree import map_tensors
 from nanproof.recover.state._plainly import Plainly
 
@@ -234,10 +234,15 @@ class RunState:
         state = None if self._scheduler is None else copy.deepcopy(self._scheduler.state_dict())
         return {"groups": groups, "scheduler": state}
 
+    def nonfinite(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names of weights and moments in a loaded state that hold NaN or Inf. Only finite ones are ever saved."""
+        not_asked = self.buffer_names() | {"guard.stats"}
+        return nonfinite((name, t) for name, t in tensors.items() if name not in not_asked)
+
     def check_host(self, host: Mapping[str, Any], where: str) -> None:
         """The same kind of optimizer and scheduler; raises before anything is touched."""
         for what, now in self._kinds().items():
-            then = host["kinds"][what]
+            then = host["kinds"].get(what)
             if then != now:
                 raise UsageError(
                     f"{where} was saved with {'no ' + what if then is None else f'the {what} {then}'}, and the guard has "

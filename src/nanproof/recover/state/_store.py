@@ -111,7 +111,7 @@ class Store:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = NAME.fullmatch(path.name)
             if match and _is_ours(path):
-                found.append(Saved(path, int(match[1]), int(match[2] or 1), (path / GOOD).is_file()))
+                found.append(Saved(path, int(match[1]), int(match[2] or 1), _there(path / GOOD)))
         return sorted(found, key=lambda saved: saved.order, reverse=True)
 
     def newest_good(self, most: int | None = None, but: int = 0) -> tuple[Saved | None, list[str]]:
@@ -390,4 +390,12 @@ def _not_sharded(tensors: Mapping[str, Tensor], names: Collection[str]) -> list[
 
 def _is_ours(path: Path) -> bool:
     """Others may name their folders like this too."""
-    return (path / MANIFEST).is_file() or (path / GOOD).is_file()
+    return _there(path / MANIFEST) or _there(path / GOOD)
+
+
+def _there(path: Path) -> bool:
+    """Whether this is a file. One in a folder that may not be looked into counts: whoever reads it says why it cannot."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True
