@@ -35,15 +35,25 @@ def test_any_line_of_a_step_can_be_interrupted(name):
         assert outcome.struck and outcome.problem == "", (line, outcome)
 
 
-def test_an_interrupted_diagnosis_still_tells_of_the_step():
+def test_an_interrupted_diagnosis_ends_early_and_the_step_has_its_incident():
+    runs = []
+
+    def loss_fn(model, batch):
+        runs.append(1)
+        return mse(model, batch)
+
     model = net()
-    guard = nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=mse, policy=nanproof.Policy(diagnose="always"))
+    policy = nanproof.Policy(diagnose="always")
+    guard = nanproof.Guard(model, torch.optim.AdamW(model.parameters()), loss_fn=loss_fn, policy=policy)
     good, bad = batches(1)[0], poison(batches(1)[0])
     guard.train_step(good)
+    runs.clear()
     with counting() as count:
         guard.train_step(bad)
+    whole, runs[:] = len(runs), []
     with pytest.raises(KeyboardInterrupt), counting(count[0] // 2):
         guard.train_step(bad)
+    assert 1 < len(runs) < whole
     assert [i.step for i in guard.incidents] == [1, 2]
     assert guard.incidents[0].diagnosis.samples == (2,)
     assert guard.next_step == 3

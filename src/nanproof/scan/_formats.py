@@ -143,7 +143,7 @@ def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], way: str) -> It
 
 
 def _key(key: Any) -> str:
-    """A key as a part of a name. One that is no text may be of any size, and take any time to print."""
+    """A key as a part of a name. One that is not text may be of any size, and take any time to print."""
     if isinstance(key, str):
         return key[:LONGEST_NAME]
     plain = key is None or isinstance(key, (bool, float)) or (isinstance(key, int) and key.bit_length() < 256)

@@ -57,8 +57,8 @@ def holds_no_weights(path: Path) -> bool:
 
 def checkpoints(path: Path) -> list[Found]:
     """What lies under a path, in the order of its steps."""
-    if path.is_file() or (step_of(path) is not None and not _holds_several(path)):
-        units = (path,) if path.is_file() else tuple(_units(path))
+    if not path.is_dir() or (step_of(path) is not None and not _holds_several(path)):
+        units = tuple(_units(path)) if path.is_dir() else (path,)
         return [Found(path.absolute().parent, path, step_of(path), units)]
     return sorted(_collected(path), key=lambda f: (str(f.root), f.step is None, f.step or 0, f.path.name))
 

@@ -25,13 +25,13 @@ class UnreadableFile(NanproofError):
 def path_inside(folder: Path, name: str, said_by: Path, links: bool = False) -> Path:
     """The file in a folder that another file names; refused if it lies outside, or (unless links may) leads there."""
     if not name or "\\" in name or "\0" in name:
-        raise RefusedFile(said_by, f"it names {name!r}, which is no plain file name")
+        raise RefusedFile(said_by, f"it names {name!r}, which is not a plain file name")
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
         raise RefusedFile(said_by, f"it names {name!r}, which lies outside the folder")
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in parts.parts), default=0)
     if longest > LONGEST_NAME or len(name) > 10 * LONGEST_NAME or not name.isprintable():
-        raise RefusedFile(said_by, f"it names {one_line(ascii(name), 200)}, which is no plain file name")
+        raise RefusedFile(said_by, f"it names {one_line(ascii(name), 200)}, which is not a plain file name")
     path = folder / name
     try:
         within = links or path.resolve().is_relative_to(folder.resolve())

@@ -71,6 +71,18 @@ def test_what_undoes_an_interrupted_step_is_not_interrupted():
     assert undone == [1]
 
 
+def test_a_second_interrupt_does_not_break_off_the_users_own_cleaning_up():
+    cleaned = []
+    with pytest.raises(KeyboardInterrupt), shield:
+        with shield.lifted():
+            try:
+                interrupt()
+            finally:
+                interrupt()
+                cleaned.append(1)
+    assert cleaned == [1]
+
+
 def test_a_shield_inside_user_code_holds():
     done = []
     with pytest.raises(KeyboardInterrupt), shield, shield.lifted():

@@ -239,3 +239,10 @@ def test_nothing_of_lightning_stays_replaced(folder):
     before = set(vars(trainer._checkpoint_connector))
     trainer.fit(toy("lightning.pytorch"), DataLoader(samples(False), batch_size=BATCH), ckpt_path=folder / "last.ckpt")
     assert set(vars(trainer._checkpoint_connector)) == before
+
+
+@pytest.mark.parametrize("path", ["last", "last.ckpt"])
+def test_a_pipe_keeps_nobody_waiting(folder, caplog, path):
+    pipe(folder / "last.ckpt")
+    assert resume(folder, path if path == "last" else str(folder / path)) == NEWEST
+    assert "pipe" in warnings_of(caplog)[0]

@@ -155,7 +155,7 @@ def _tensors(folder: Path, name: str, files: set[str]) -> dict[str, Tensor]:
     try:
         return load_file(folder / name)
     except Exception as error:
-        raise UsageError(f"{folder / name} is no safetensors file ({one_line(error, 200)}). {_COPY_AGAIN}") from error
+        raise UsageError(f"{folder / name} is not a safetensors file ({one_line(error, 200)}). {_COPY_AGAIN}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

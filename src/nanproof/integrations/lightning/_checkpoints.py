@@ -36,7 +36,8 @@ class CheckpointChoice:
         self._patches.undo()
 
     def _start(self, original: Callable[..., Any], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).is_file():
+        # A pipe or a device counts too: Lightning would wait for it forever.
+        if isinstance(checkpoint_path, (str, Path)) and os.path.exists(checkpoint_path) and not Path(checkpoint_path).is_dir():
             chosen = self._choose(Path(checkpoint_path), _plain_values_only(original, args, kwargs))
             checkpoint_path = checkpoint_path if chosen == Path(checkpoint_path) else chosen
         return original(checkpoint_path, *args, **kwargs)

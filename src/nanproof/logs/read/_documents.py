@@ -29,7 +29,7 @@ MOST_NAMES, MOST_COLUMNS = 10_000, 100
 _LIKELY = re.compile(r"loss|xent|entrop|norm|l[\W_]*r|rate|scal|skip|iter|step|update|batch|e[\W_]*p", re.I)
 """Every name that has a meaning has one of these in it."""
 MOST_USELESS = 1_000_000
-"""Items of a list, one after another, that are no records. A list with more of them is no log."""
+"""Consecutive items of a list that are not records. A list with more of them is not a log."""
 _CELL = re.compile(r"</t[dh]>\s{0,99}")
 _TAG = re.compile(r"<[^<>]{0,2000}>")
 _SETTINGS = {

@@ -53,7 +53,7 @@ class Tensors:
                 whole = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if whole < 8 or length > min(MOST_HEADER, whole - 8):
-                    raise NotRead(f"{path.name} is no safetensors file")
+                    raise NotRead(f"{path.name} is not a safetensors file")
                 header = parse_json(file.read(length))
         except OSError as error:
             raise NotRead(f"{path.name}: {reason(error)}") from error
