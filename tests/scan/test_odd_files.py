@@ -5,6 +5,8 @@ import os
 import pickle
 import socket
 import struct
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,25 +98,26 @@ def statuses(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not look")
-def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path):
+def test_a_folder_that_may_not_be_looked_into_is_one_line():
     import torch.distributed.checkpoint  # as root: the interpreter may lie where others may not look either
 
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        os.chmod(parent, 0o755)
-    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
-    (tmp_path / "a.safetensors").chmod(0o644)
-    (tmp_path / "locked").mkdir(mode=0o700)
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.setresuid(65534, 65534, 65534)
-            os.write(writes, repr(statuses(tmp_path)).encode())
-        except BaseException as error:
-            os.write(writes, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    os.waitpid(child, 0)
-    with os.fdopen(reads) as pipe:
-        assert pipe.read() == "['clean', 'unreadable']"
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are root's alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        save_file({"w": torch.ones(3)}, folder / "a.safetensors")
+        (folder / "a.safetensors").chmod(0o644)
+        (folder / "locked").mkdir(mode=0o700)
+        reads, writes = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.setresuid(65534, 65534, 65534)
+                os.write(writes, repr(statuses(folder)).encode())
+            except BaseException as error:
+                os.write(writes, repr(error).encode())
+            finally:
+                os._exit(0)
+        os.close(writes)
+        os.waitpid(child, 0)
+        with os.fdopen(reads) as pipe:
+            assert pipe.read() == "['clean', 'unreadable']"
