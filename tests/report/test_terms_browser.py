@@ -300,7 +300,7 @@ def test_light_and_dark(browser, pages, scheme):
     swatch = seen.ask("getComputedStyle(document.querySelector('.terms-legend .swatch')).borderTopColor")
     assert swatch == "rgb({}, {}, {})".format(*(int(first[i : i + 2], 16) for i in (1, 3, 5)))
     seen.page.emulate_media(color_scheme="dark" if scheme == "light" else "light")
-    seen.page.wait_for_timeout(100)
+    seen.page.wait_for_function(f"() => {stroke} !== {first!r}")  # a loaded machine takes its time
     assert seen.ask(stroke) != first and seen.page.evaluate(LANE, [0, 210]) == 2, "what is drawn changes with the page"
     seen.close()
 
