@@ -255,7 +255,7 @@ def test_light_and_dark(browser, pages, scheme):
     assert seen.ask(line) == first
     other = "dark" if scheme == "light" else "light"
     seen.page.emulate_media(color_scheme=other)
-    seen.page.wait_for_timeout(100)
+    seen.page.wait_for_function(f"() => {line} !== {first!r}")
     assert seen.ask(light) == paper[other] and seen.ask(line) != first
     seen.close()
 
