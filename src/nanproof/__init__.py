@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from nanproof._records import Diagnosis, Forecast, Incident, Observed, StepRecord, read_forecasts, read_incidents, read_steps
     from nanproof._sampling import GuardedSampling
     from nanproof.explain._diagnose import diagnose
+    from nanproof.explain.lines._recorded import call_again
     from nanproof.integrations import protect
     from nanproof.integrations._protected import ProtectedRun
-    from nanproof.integrations._recorded import call_again
     from nanproof.observe._settings import Observe
     from nanproof.recover._checkpoints import Checkpoints
     from nanproof.scan._dcp import load
@@ -92,7 +92,7 @@ _HOME = {
     "TrainingHalted": "_errors",
     "UnsupportedError": "_errors",
     "UsageError": "_errors",
-    "call_again": "integrations._recorded",
+    "call_again": "explain.lines._recorded",
     "diagnose": "explain._diagnose",
     "first_bad": "scan._scan",
     "load": "scan._dcp",

@@ -14,11 +14,13 @@ from nanproof._assembly import assemble
 from nanproof._errors import UsageError
 from nanproof._policy import Policy
 from nanproof._text import shown
+from nanproof.core._engine import Loop
 from nanproof.core._tell import Account, Face
 from nanproof.core.judge._optimizers import Evaluated
 from nanproof.core.support._checks import OwnLoop, check_arguments, check_scalar
 from nanproof.core.support._context import Schedulers
 from nanproof.core.support._signals import shielded
+from nanproof.explain.lines._guarded import GuardedLoop
 from nanproof.observe._settings import Observe
 from nanproof.recover._checkpoints import Checkpoints
 
@@ -66,18 +68,20 @@ class Guard(Face):
         check_arguments(model, max_norm, policy, scheduler, checkpoints)
         self.policy = policy if policy is not None else Policy()
         self.account = Account.of(self.policy)
+        self._lines = None if loss_fn is not None or self.policy.diagnose == "never" else GuardedLoop(model)
         made = assemble(
             model,
             optimizer,
             policy=self.policy,
             account=self.account,
-            loss_fn=loss_fn,
+            loss_fn=loss_fn if self._lines is None else self._lines.loss_fn,
             max_norm=max_norm,
             scaler=scaler,
             scheduler=scheduler,
             run_dir=run_dir,
             checkpoints=checkpoints,
             observe=observe,
+            loop=Loop(lines=self._lines is not None),
         )
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, made.stepper.optimizer, loss_fn, scheduler
         self.parts = made
@@ -110,6 +114,8 @@ class Guard(Face):
         gradients are finite."""
         self._check_open("backward")
         check_scalar(loss, "backward")
+        if self._lines is not None:
+            self._lines.at_backward(loss)
         self.engine.judge.backward(loss)
 
     @shielded
@@ -135,8 +141,13 @@ class Guard(Face):
         if self.engine.under_way.trains:
             raise UsageError("guard.step(): a train_step is still under way; call guard.sync() before your own forward")
         again = None if closure is None or loss is None else Evaluated(self.engine.trained, closure, [loss.detach()])
-        self.engine.step(loss=loss, closure=again)
+        begun = None
+        if self._lines is not None:
+            begun = self._lines.at_step(loss if closure is None else None, self.engine, self.parts.stepper.backwards)
+        self.engine.step(loss=loss, closure=again, begun=begun)
         self.engine.end()
+        if self._lines is not None:
+            self._lines.stepped(self.engine.under_way.devices)
 
     def train_step(self, batch: Any, *micro_batches: Any) -> Tensor:
         """One whole step: zero_grad, forward, backward, guarded optimizer step, scheduler. Returns
@@ -184,6 +195,8 @@ class Guard(Face):
         """Take in the last records, look at weights and optimizer state once more, and let go of
         the model."""
         self.engine.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs of the guard. Waits for the last verdicts (`sync`): take it
@@ -200,7 +213,11 @@ class Guard(Face):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lines is not None and isinstance(error, Exception) and not self.engine.closed:
+            self._lines.raised(error, self.engine)
         self.engine.leave(error)
+        if self._lines is not None:
+            self._lines.close()
 
     def _check_open(self, call: str) -> None:
         if self.engine.closed:

@@ -78,3 +78,9 @@ def duration(seconds: float) -> str:
 def number(x: float | None) -> str:
     """A measured number, four digits of it."""
     return "unknown" if x is None else f"{x:.4g}"
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text, with an ellipsis if there are more."""
+    first, _, rest = text.strip().partition("\n")
+    return f"{first} ..." if rest.strip() else first

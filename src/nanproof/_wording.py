@@ -267,3 +267,9 @@ def place(diagnosis: Diagnosis) -> str:
         parts.append(f"{name} {few(found, 8)}" if found else "")
     parts.append(f"rank {diagnosis.rank}" if diagnosis.rank is not None else "")
     return ", ".join(part for part in parts if part)
+
+
+def called_with(names: Sequence[str], samples: Sequence[int]) -> str:
+    """What the model was called with, where that was non-finite."""
+    where = f", sample{'s' if len(samples) > 1 else ''} {few(samples)}" if samples else ""
+    return f"the model was called with non-finite numbers in {listed(names)}{where}"

@@ -147,4 +147,4 @@ def test_gradients_that_another_model_left_are_cleared_in_time(clear):
         guard.close()
     assert guards[0].incidents == []
     assert guards[1].incidents[0].step == 2
-    assert guards[1].incidents[0].diagnosis.cause == ("gradients-not-cleared" if clear is None else "unknown")
+    assert guards[1].incidents[0].diagnosis.cause == ("gradients-not-cleared" if clear is None else "nonfinite-batch")

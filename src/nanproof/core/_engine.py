@@ -32,6 +32,7 @@ from nanproof import _wording as wording
 from nanproof._errors import TrainingHalted, UsageError
 from nanproof._policy import Policy
 from nanproof._records import Incident, StepRecord
+from nanproof._text import first_line
 from nanproof.core._caps import SkipCaps
 from nanproof.core._contracts import Explainer, Healer, Lookout, Observer, Recovery, Refusal
 from nanproof.core._decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
@@ -40,7 +41,7 @@ from nanproof.core._inquest import Inquest
 from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account, ForkTeller, Teller
-from nanproof.core._under_way import UNKNOWN, Attempt, LossFn, Remark, UnderWay
+from nanproof.core._under_way import UNKNOWN, Again, Attempt, LossFn, Remark, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.judge._optimizers import Evaluated, may_evaluate, members_of
 from nanproof.core.judge._stats import Finding, SpikeWatch
@@ -79,6 +80,8 @@ class Loop:
     leaves: bool = True
     """When a signal asks the run to stop, the engine saves its state and ends the program. A trainer
     does that itself."""
+    lines: bool = False
+    """It has no loss function: a refused step is run again from the loop's own lines."""
     why_not_again: str = WHY_NOT_AGAIN
     """Why a refused step cannot be run again."""
 
@@ -174,9 +177,10 @@ class Engine:
         return self._taken is not None
 
     @shielded
-    def begin(self, batch: Any, why_not_again: str = "") -> None:
+    def begin(self, batch: Any, why_not_again: str = "", random: RandomState | None = None, again: Again | None = None) -> None:
         """Just before a forward: a step begins with the first. `UNKNOWN`: the step cannot be run
-        again."""
+        again. `random`: the random numbers that it began with, if it began earlier. `again`: what can
+        be run again of it all the same."""
         if self.closed:
             raise UsageError("engine.begin(): this run is closed; protect the trainer anew to go on")
         self.end()
@@ -186,9 +190,12 @@ class Engine:
             self._prepare(self._open, ahead=batch is not UNKNOWN)
             if self.loop.opens_fixes and batch is not UNKNOWN:
                 self._fixes = self.healer.living()
+            self._open.random = random or self._open.random
         attempt = self._open
         if why_not_again:
             attempt.why_not_again = why_not_again
+        if again is not None:
+            attempt.again = [again]
         if self.loop.ranks_differ and self.judge.ranks.together:
             attempt.aside.append(batch)
             attempt.batches = None
@@ -198,16 +205,20 @@ class Engine:
             attempt.batches = (*attempt.batches, batch)
 
     @shielded
-    def loss(self, loss: Tensor, calls: Iterable[Any] = ()) -> Tensor | None:
+    def loss(self, loss: Tensor, calls: Iterable[Any] = (), again: Again | None = None) -> Tensor | None:
         """Just before backward, with the loss it gets. Returns what backward has to start from on
         several ranks, else None. `calls`: what the model was called with for it, if that is known;
-        looked at if the step cannot be run again."""
+        looked at if the step cannot be run again. `again`: how to compute the loss once more, if the
+        loop made it."""
         self._notice_written_gradients()
         seed = self.judge.note_loss(loss)
         if self._open is not None:
             if len(self.judge.noted) == 1:
                 self._open.calls.clear()  # of backwards whose gradients were cleared
+                self._open.again = [known for known in self._open.again if known.written]
             self._open.calls.append(tuple(calls))
+            if len(self._open.again) < len(self._open.calls):
+                self._open.again.append(again or Again(UNKNOWN, whole=False))
         return seed
 
     def backward_ended(self) -> None:
@@ -219,6 +230,7 @@ class Engine:
         self.judge.drop_loss()
         if self._open is not None:
             del self._open.calls[-1:]
+            del self._open.again[-1:]
 
     def remark(self, read: Callable[[], Remark]) -> bool:
         """Add a sentence about the micro-batch under way, read only if its step is refused. Return
@@ -236,13 +248,15 @@ class Engine:
         loss: Tensor | None = None,
         acting: Sequence[Any] | None = None,
         closure: Any = None,
+        begun: Attempt | None = None,
     ) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients
         before clipping, on the device.
 
         `norms`: those of the gradients, where they were read already. `loss`: where none was noted.
         `acting`: of several optimizers, those that act now; the verdict is about all. Call `act` for
-        each of the others, then `end`. `closure`: how an optimizer evaluates the loss again.
+        each of the others, then `end`. `closure`: how an optimizer evaluates the loss again. `begun`:
+        what is known of the step in a loop that does not call `begin`.
         """
         if self._leaving:
             self._leave()
@@ -251,11 +265,14 @@ class Engine:
             raise UsageError(
                 "optimizer.step() was called, but the guard has seen no forward and backward pass since the last step"
             )
-        begun = self._open is not None
+        opened = self._open is not None
         attempt = self._open or self._new_attempt(None)
+        if begun is not None:
+            attempt.again, attempt.calls, attempt.random, attempt.mode = begun.again, begun.calls, begun.random, begun.mode
+            attempt.why_not_again = begun.why_not_again or attempt.why_not_again
         self._open = None
         self._close_fixes()
-        if begun:
+        if opened:
             self._follow()
         how = {name: given for name, given in (("acting", acting), ("closure", closure)) if given is not None}
         self._take(attempt, loss, norms, **how)
@@ -305,11 +322,15 @@ class Engine:
             self._give_up()
 
     @shielded
-    def raised(self, error: BaseException) -> None:
-        """The loop's forward or backward raised: report it and drop the step."""
+    def raised(self, error: BaseException, calls: Iterable[Any] = (), again: Again | None = None) -> None:
+        """The loop's forward or backward raised: report it and drop the step. `calls`, `again`: what
+        the model was called with, and how what raised can be run again."""
         self._close_fixes()  # the replay opens them itself
         attempt = self._open
         if attempt is not None:
+            if again is not None and not self.judge.noted:
+                attempt.calls, attempt.again, attempt.batches = [tuple(calls)], [again], None
+                attempt.mode = attempt.mode or self.under_way.mode()
             self._exception(attempt, error)
             self.abandon()
 
@@ -543,6 +564,7 @@ class Engine:
         try:
             incident = inquest.hold(attempt, report, reading, self.caps.in_a_row)
             if incident is not None:
+                self._take_lines(attempt)
                 refusal = Refusal(attempt, reading, record, history, inquest.bad_buffer, inquest.one_rank)
                 incident = self.explainer.refused(incident, refusal)
         finally:
@@ -564,11 +586,29 @@ class Engine:
         if not attempt.aside:
             return
         known = self.loss_fn is not None and all(batch is not UNKNOWN for batch in attempt.aside)
+        whole = self.loss_fn is not None and attempt.whole
         if self.judge.lag or self.judge.scaled:
-            if known:
+            attempt.again.clear()
+            if known or whole:
                 attempt.why_not_again = SEVERAL_RANKS
-        elif all(said[0] for said in self.judge.ranks.gather([known]).values()):
+            return
+        answers = self.judge.ranks.gather([known, whole]).values()
+        if all(answer[0] for answer in answers):
             attempt.batches = tuple(attempt.aside)
+        elif not all(answer[1] for answer in answers):
+            attempt.again.clear()
+
+    def _take_lines(self, attempt: Attempt) -> None:
+        """A refused step whose loss the loop itself made can be run again as any other, as long as
+        the weights are still those that it was taken on."""
+        if attempt.batches is not None or not attempt.again:
+            return
+        if self.judge.ranks.together and not attempt.aside:
+            attempt.again.clear()  # the ranks were not asked whether all of them can
+            return
+        attempt.mode = attempt.mode or self.under_way.mode()
+        if attempt.whole and not self.judge.lag and self.loss_fn is not None and attempt.random is not None:
+            attempt.batches, attempt.keeps_random = tuple(again.batch for again in attempt.again), True
 
     def _found(self, finding: Finding | None) -> bool:
         """Handle a spike that turned out to be an incident. Return whether the run went back."""
@@ -591,7 +631,7 @@ class Engine:
         can be run again."""
         if isinstance(error, UsageError) or not isinstance(error, Exception):
             return False
-        seen = f"{type(error).__name__}: {error}"
+        seen = f"{type(error).__name__}: {first_line(str(error))}"
         incident = Incident(step=attempt.step, kind="exception", action="recorded", message=seen)
         incident = self.explainer.raised(incident, attempt, error, self.account.history)
         matter = self._matter("exception", incident)
@@ -702,7 +742,8 @@ class Engine:
             matter.situation = replace(matter.situation, remedy=self.healer.offer(matter.incident, matter.case))
             return False
         self.explainer.dealt_with(getattr(matter.case, "signal", ""))
-        if matter.attempt is not None and matter.incident.action == "skipped":
+        again = matter.attempt is not None and matter.attempt.batches is not None
+        if again and matter.attempt is not None and matter.incident.action == "skipped":
             self.under_way.held.appendleft(matter.attempt)
         action = matter.incident.action if matter.went_back else "healed"
         matter.incident = replace(matter.incident, action=action, remedy=remedy)
@@ -925,7 +966,7 @@ class Engine:
         """Close at the end of a `with`, or of a loop that may have raised. A signal to a group of processes
         ends the data workers too, which raises here: the run stops as if it had reached its next step."""
         ended = isinstance(error, Exception) and not isinstance(error, TrainingHalted) and not self.closed
-        if ended and self.preempted and self.loss_fn is not None and not self.judge.ranks.together:
+        if ended and self.preempted and self.loss_fn is not None and not (self.loop.lines or self.judge.ranks.together):
             self._stop_if_asked(own_loop=False)
         if error is not None:
             self.abandon()  # the loop ended within a step: its buffers go back too

@@ -18,6 +18,22 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 UNKNOWN: Final = object()
 """A micro-batch that cannot be run again."""
 
+WRITES = "the step writes into its batch, so what the batch held before is gone; of later batches a copy is kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """How what a backward began from can be computed again."""
+
+    batch: Any
+    """For the loss function. `UNKNOWN`: not at all."""
+    whole: bool = True
+    """It gives the loss. If not, it gives the model's forward alone."""
+    why_not: str = ""
+    """Why it does not give the loss."""
+    written: bool = False
+    """Whether the step wrote into the batch, which is no longer what it was."""
+
 
 @dataclass(frozen=True, slots=True)
 class Remark:
@@ -57,10 +73,25 @@ class Attempt:
     aside: list[Any] = field(default_factory=list)
     """Its micro-batches, where ranks may differ in whether a step can be run again: they are asked
     once it was refused."""
+    again: list[Again] = field(default_factory=list)
+    """One a backward, for a step of somebody's loop whose loss is computed in the loop: it can be
+    run again to look at it, but it is never held."""
+    keeps_random: bool = False
+    """Whether random numbers go on where the loop left them when the step is refused."""
     put_back_attributes: Callable[[], None] | None = None
     """Puts back the tensors that modules keep in plain attributes."""
     why_not_again: str = ""
     """Why it cannot be run again, where that is not the loop's general reason."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every loss of the step can be computed again."""
+        return bool(self.again) and all(again.whole for again in self.again)
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be run again, as far as that is known."""
+        return next((again.why_not for again in self.again if again.why_not), self.why_not_again)
 
     def refused(self) -> bool:
         """Waits. The report can still be read afterwards, which it otherwise can once."""
@@ -172,6 +203,10 @@ class UnderWay:
         self.pending.popleft()
         assert bad.random is not None
         bad.random.restore()
+        if bad.keeps_random:
+            self._afterwards = Afterwards(random_now, [])
+            self.judge.release()
+            return
         if bad.schedule is not None:
             bad.schedule.restore(self.judge.optimizer, self.scheduler)
         again, self._afterwards = to_run_again(bad, self.pending, random_now, settings_now, self.scheduler is not None)

@@ -23,6 +23,7 @@ from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain.locate._calls import Survey
 from nanproof.explain.locate._locate import Birth, batch_shape, locate, survey, where_in_batch
 from nanproof.explain.locate._trace import Trace
+from nanproof.explain.locate._writes import Write, write_into_batch
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import Outcome, Replay
@@ -163,7 +164,18 @@ class Case:
 
     @cached_property
     def bad_buffers(self) -> list[BadWeight]:
-        return [] if self.model is None else _bad_tensors(self.model, buffers=True)
+        as_at_start = self.details.get("bad_buffers_at_start", ())
+        return [] if self.model is None else [b for b in _bad_tensors(self.model, buffers=True) if b.name not in as_at_start]
+
+    @property
+    def written(self) -> bool:
+        """Whether the step writes into its batch, so that what it holds now may not be what it held."""
+        return bool(self.details.get("written")) or (self.replay is not None and self.replay.writes)
+
+    @cached_property
+    def write(self) -> Write | None:
+        """The operation that writes into the batch."""
+        return write_into_batch(self.replay) if self.replay is not None and self.written else None
 
     # -- the optimizer ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,21 +20,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanproof import _wording as wording
 from nanproof._policy import Policy
 from nanproof._records import Diagnosis, Incident, StepRecord
 from nanproof._wording import listed
 from nanproof.core._contracts import Explainer, Refusal, harmless
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
-from nanproof.core._under_way import Attempt, LossFn
+from nanproof.core._under_way import UNKNOWN, Attempt, LossFn
 from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import Schedule, change_settings
 from nanproof.core.support._ranks import Ranks
-from nanproof.explain._case import Case
+from nanproof.core.support._tree import tensors_in
+from nanproof.explain._case import Case, bad_in_batch
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
 from nanproof.explain._silent import Signal, SilentWatch, WeightSample, is_shifted, shifted_pairs
 from nanproof.explain._start import WeightsAtStart
 from nanproof.explain.bundle._bundle import BundleWriter
+from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import Moment, Recorder
 from nanproof.explain.replay._rehearse import adam_update
 from nanproof.explain.replay._replay import ActivationGradients, Deadline, Replay
@@ -127,8 +131,9 @@ class Examiner(Explainer):
             self._before_forward = [(p, p._version) for p in self._stepper.model.parameters() if not p.is_inference()]
 
     def _keep(self, attempt: Attempt) -> None:
-        if attempt.batches is not None and attempt.random is not None and attempt.mode is not None:
-            self.recorder.keep(attempt.step, attempt.batches, attempt.random, attempt.mode)
+        batches = _batches(attempt)
+        if batches and attempt.random is not None and attempt.mode is not None:
+            self.recorder.keep(attempt.step, batches, attempt.random, attempt.mode)
 
     @harmless("silent failures are not looked for")
     def before(self, attempt: Attempt) -> None:
@@ -137,7 +142,7 @@ class Examiner(Explainer):
             return
         if self._watched is not self._stepper.parameters:
             self._start_over()
-        if attempt.batches is not None and self.recorder.last != attempt.step:
+        if self.recorder.last != attempt.step:
             self._keep(attempt)
         if self._before_forward:
             moved = [p for p, version in self._before_forward if p._version != version and all(p is not w for w in self._written)]
@@ -152,7 +157,7 @@ class Examiner(Explainer):
         """Send what was seen on its way to the host."""
         if not self.on:
             return
-        step, batches = attempt.step, attempt.batches
+        step, batches = attempt.step, _batches(attempt)
         weights = self._sample.after() if self._taking else None
         pair = None
         if step == 2 and batches is not None and (found := shifted_pairs(batches)) is not None:
@@ -283,9 +288,11 @@ class Examiner(Explainer):
 
     def refused(self, incident: Incident, refusal: Refusal) -> Incident:
         attempt, record = refusal.attempt, refusal.record
+        kept = self.recorder.at(attempt.step)
         self.recorder.drop(attempt.step)
         self._looks.pop(attempt.step, None)
         moment = _moment(attempt)
+        written = kept is not None and bool(kept.versions) and kept.changed
         ranks = self._stepper.ranks
         guilty = incident.rank if incident.rank is not None else 0
         mine = not ranks.together or ranks.rank == guilty
@@ -294,7 +301,7 @@ class Examiner(Explainer):
             change_settings(self._stepper.optimizer, attempt.schedule.groups)
         if mine and self._asked:
             try:
-                incident = self._examined(incident, refusal, moment)
+                incident = self._examined(incident, refusal, moment, written)
             except Exception:  # the other ranks wait below, and no examination is a reason for a run to die
                 log.debug("nanproof: a refused step could not be examined", exc_info=True)
         if ranks.together and self._asked:  # whatever the guilty rank chose to do, the others wait for it here
@@ -307,25 +314,41 @@ class Examiner(Explainer):
     def _asked(self) -> bool:
         return self._policy.diagnose != "never"
 
-    def _examined(self, incident: Incident, refusal: Refusal, moment: Moment | None) -> Incident:
-        """The incident with its diagnosis, or with the step of an earlier one like it."""
+    def _examined(self, incident: Incident, refusal: Refusal, moment: Moment | None, written: bool) -> Incident:
+        """The incident with its diagnosis, or with the step of an earlier one like it. `written`: the
+        step wrote into its batch."""
         attempt = refusal.attempt
         calls = () if moment is not None else _calls(attempt, incident.micro_batch)
-        part = _part(moment, incident.micro_batch)
-        given = part.batches if part is not None else tuple((call["args"], call["kwargs"]) for call in calls)
+        moment = self._with_random_numbers(moment)
+        if moment is not None:
+            attempt.random = moment.random
+        part = _part(moment, incident.micro_batch) or _forward_alone(attempt, incident)
+        given = part.batches if moment is not None and part else tuple((call["args"], call["kwargs"]) for call in calls)
         weights_broke, again = refusal.reading.weights_bad, moment is not None
         data = BadData.of(given)
         incident = replace(incident, bad_samples=data.samples)
         like = fingerprint(incident, weights_broke, refusal.buffer, again, data.names)
         details: dict[str, Any] = {"part": incident.micro_batch is not None, "put_back": incident.action != "recorded"}
+        details["written"] = written or any(again.written for again in attempt.again)
         if moment is None:
-            details["why_not_again"] = attempt.why_not_again
+            details["why_not_again"] = attempt.why_not
             details["gradients_are_there"] = not self._stepper.lag
 
+        checked = moment is None or not all(isinstance(batch, dict) and "args" in batch for batch in moment.batches)
+        checked = checked and bool(attempt.again)
+
         def make() -> Case:
+            case = made(part)
+            why = self._unlike(case, refusal, whole=moment is not None) if checked else ""
+            if why:
+                details["why_not_again"] = why
+                case = made(None)
+            return case
+
+        def made(moment: Moment | None) -> Case:
             return self._case(
                 incident.kind,
-                part,
+                moment,
                 record=refusal.record,
                 history=refusal.history,
                 weights_broke=weights_broke,
@@ -340,6 +363,44 @@ class Examiner(Explainer):
             named = bool(incident.diagnosis.samples)
             self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
         return incident
+
+    def _with_random_numbers(self, moment: Moment | None) -> Moment | None:
+        """Where the loop's lines draw random numbers before they call the model, it is not known where
+        the generators stood when they began: it is the state with which they call the model as they did."""
+        first = moment.batches[0] if moment is not None else None
+        if moment is None or self._loss_fn is None or not isinstance(first, Inputs) or not first.earlier or first.called is None:
+            return moment
+        for random in (moment.random, *first.earlier):
+            there = replace(moment, batches=(first,), random=random)
+            with first.called.watched() as same:
+                self._replay(there, self._loss_fn).run(backward=False)
+            if same():
+                return replace(moment, random=random)
+        return moment
+
+    def _unlike(self, case: Case, refusal: Refusal, whole: bool) -> str:
+        """Return why a rerun of the loop's own lines, or of the model's forward alone, does not stand
+        for the step; "" if it does."""
+        control, reading = case.control, refusal.reading
+        if control is None:
+            return ""
+        if not whole:
+            if control.error is None and not math.isfinite(control.loss):
+                return ""
+            reason = refusal.attempt.why_not
+            return reason if control.error is not None else f"{reason}; the model's own output is finite"
+        if control.error is not None and case.kind != "exception":
+            return f"the lines that make the loss raised when they were run again: {control}"
+        if case.weights_broke or case.details.get("part"):
+            return ""
+        then, now = refusal.record.loss, control.loss
+        late = bool(self._stepper.lag) or case.replay is None or case.replay.compiled
+        same = math.isclose(then, now, rel_tol=1e-5) if len(refusal.attempt.again) > 1 else then == now
+        if math.isfinite(then) != math.isfinite(now) or (math.isfinite(then) and not (same or late)):
+            return f"the lines that make the loss gave {now:.6g} when they were run again, where the step had {then:.6g}"
+        if case.kind == "nonfinite-gradient" and control.gradients_finite and not reading.scale:
+            return "the gradients are finite when the lines that make the loss are run again"
+        return ""
 
     def _diagnosed_if_new(self, incident: Incident, like: Fingerprint, make: Callable[[], Case], look: bool = False) -> Incident:
         """Return the incident with its diagnosis, or with the step of an earlier one like it.
@@ -379,13 +440,31 @@ class Examiner(Explainer):
         )
 
     def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:
+        calls = () if attempt.batches is not None else _calls(attempt, None)
+        data = BadData.of(tuple((call["args"], call["kwargs"]) for call in calls))
+        if data.names:
+            named = [
+                bad.name for call in calls for key in ("args", "kwargs") for bad in bad_in_batch(call, tensors_in(call[key], key))
+            ]
+            seen = wording.called_with(named, data.samples)
+            incident = replace(incident, message=f"{incident.message}; {seen}", bad_samples=data.samples)
         if not self._asked or not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
             return incident
         self.recorder.drop(attempt.step)
-        moment = _moment(attempt)
+        moment = self._with_random_numbers(_moment(attempt))
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         like = fingerprint(incident, type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
-        incident = self._diagnosed_if_new(incident, like, lambda: self._case("exception", moment, history=history, error=error))
+
+        def make() -> Case:
+            case = made(moment)
+            same = case.control is None or type(case.control.error) is type(error)
+            return case if same or attempt.batches is not None else made(None)
+
+        def made(moment: Moment | None) -> Case:
+            details = {"why_not_again": attempt.why_not}
+            return self._case("exception", moment, history=history, error=error, calls=calls, details=details)
+
+        incident = self._diagnosed_if_new(incident, like, make)
         return self._bundle(incident, moment, None) if incident.diagnosis is not None else incident
 
     def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
@@ -449,6 +528,7 @@ class Examiner(Explainer):
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
         details["finite_at_start"] = self._start.finite(stepper.model) if self._start is not None else None
+        details["bad_buffers_at_start"] = self._start.bad_buffers(stepper.model) if self._start is not None else {}
         return Case(
             kind,
             model=stepper.model,
@@ -483,6 +563,7 @@ class Examiner(Explainer):
             written=self._written,
             foreign={name: p for name, p in named if name in stepper.parameters.foreign},
             living=self._living,
+            writes=any(getattr(batch, "written", False) for batch in moment.batches),
             **how,
         )
 
@@ -506,6 +587,13 @@ class Examiner(Explainer):
         return diagnosis, origin
 
 
+def _batches(attempt: Attempt) -> tuple[Any, ...] | None:
+    """What a step was run on, one entry a micro-batch; None where it cannot be run again."""
+    if attempt.batches is None and attempt.whole:
+        return tuple(again.batch for again in attempt.again)
+    return attempt.batches
+
+
 def _origin(case: Case) -> str:
     """Where the trouble begins, from a run or two of the step: the data, a module, or, inside of a module that is made of
     others and in the loss function, the operation and its line. Empty where that cannot be told."""
@@ -522,9 +610,21 @@ def _origin(case: Case) -> str:
 
 def _moment(attempt: Attempt) -> Moment | None:
     """What a step was run on; None where it cannot be run again."""
-    if attempt.batches is None or attempt.random is None or attempt.mode is None:
+    batches = _batches(attempt)
+    if batches is None or attempt.random is None or attempt.mode is None:
         return None
-    return Moment(attempt.step, attempt.batches, (), attempt.random, attempt.mode)
+    return Moment(attempt.step, batches, (), attempt.random, attempt.mode)
+
+
+def _forward_alone(attempt: Attempt, incident: Incident) -> Moment | None:
+    """The model's call in a step whose loss cannot be computed again: enough where its output is bad already."""
+    place = incident.micro_batch if incident.micro_batch is not None else 0 if len(attempt.again) == 1 else None
+    if place is None or place >= len(attempt.again) or attempt.random is None or attempt.mode is None:
+        return None
+    again = attempt.again[place]
+    if again.whole or again.batch is UNKNOWN or incident.kind != "nonfinite-loss":
+        return None
+    return Moment(attempt.step, (again.batch,), (), attempt.random, attempt.mode)
 
 
 def _calls(attempt: Attempt, micro_batch: int | None) -> tuple[Any, ...]:

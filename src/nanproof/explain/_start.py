@@ -1,4 +1,4 @@
-"""Which weights were finite when the run began, asked once on the device and read only if something goes wrong.
+"""Which weights and buffers were finite when the run began, asked once on the device and read only if something goes wrong.
 
 A weight that is NaN at step 900 may have been NaN in the checkpoint, in a layer that no batch used, or may have been broken
 since. The two have different fixes.
@@ -20,11 +20,17 @@ LARGEST_ON_CPU = 1 << 28
 """Elements on the CPU above which nobody asks: there it takes time."""
 
 
+LARGEST_BUFFER = 1 << 22
+"""Elements of a buffer above which nobody asks."""
+
+
 class WeightsAtStart:
     """The largest number of each weight, on its device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: list[tuple[list[tuple[str, weakref.ref[Tensor]]], Tensor]] = []
+        self._buffers: dict[str, Tensor] = {}
+        """How many numbers of each buffer are non-finite."""
         try:
             self._ask(model)
         except Exception:
@@ -44,6 +50,22 @@ class WeightsAtStart:
         for members in groups.values():
             largest = torch.stack(torch._foreach_norm([t for _, _, t in members], torch.inf))
             self._parts.append(([(name, weakref.ref(p)) for name, p, _ in members], torch.isfinite(largest)))
+
+        for name, buffer in unwrap(model).named_buffers():
+            if (
+                buffer.is_floating_point()
+                and not buffer.is_meta
+                and buffer.layout is torch.strided
+                and buffer.numel() < LARGEST_BUFFER
+            ):
+                self._buffers[clean_name(name)] = (~torch.isfinite(local(buffer.detach()))).sum()
+
+    def bad_buffers(self, model: nn.Module) -> set[str]:
+        """Names of buffers that hold as many non-finite numbers as at the start: a bound that is Inf on purpose is not to blame.
+        Waits: for failures."""
+        now = {clean_name(name): buffer for name, buffer in unwrap(model).named_buffers()}
+        counts = {name: int(count) for name, count in self._buffers.items() if name in now}
+        return {n for n, count in counts.items() if count and int((~torch.isfinite(local(now[n].detach()))).sum()) == count}
 
     def finite(self, model: nn.Module) -> set[str] | None:
         """Names of weights that were finite then and are the same tensors now; None where nobody asked. Waits: for failures."""

@@ -1,6 +1,6 @@
 """Adapters: `nanproof.protect` guards the trainers people already use, with one call.
 
-- `_protected` is what `protect` returns; `_patches` replaces methods and puts them back; `_recorded` reruns a raw loop;
+- `_protected` is what `protect` returns; `_patches` replaces methods and puts them back;
   `_saved` judges the checkpoints that trainers write;
   `_groups` finds out which optimizers step together, `_loop_groups` guards them in a framework's loop; `_versions` knows which
   versions are tested.

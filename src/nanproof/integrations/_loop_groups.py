@@ -15,9 +15,10 @@ from nanproof.core._under_way import UNKNOWN
 from nanproof.core.judge._judge import Norms
 from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.judge._stepper import Stepper
+from nanproof.core.support._context import RandomState
+from nanproof.explain.lines._recorded import Op, RootRecorder
 from nanproof.integrations._groups import Group, Groups, leaves_of
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations._recorded import Op, RootRecorder
 
 
 class LoopGroup(Group):
@@ -60,17 +61,20 @@ class LoopGroup(Group):
 
     def begin(self, batch: Any) -> None:
         """The model is called."""
-        self.guard.engine.begin(batch)
+        engine = self.guard.engine
+        if engine.open and self.recorder is not None:
+            self.recorder.random = RandomState.now(engine.under_way.devices)
+        engine.begin(batch)
 
     def loss(self, loss: Tensor, noted: Tensor, then: Iterable[Op] = ()) -> Tensor | None:
         """A backward begins at a loss. `noted`: what it adds to the step. Returns its seed on several
         ranks."""
         self.norms = None
-        engine = self.guard.engine
-        known = self.recorder is not None and self.recorder.recognise(loss, then)
-        if not known or not engine.open:
+        engine, recorder = self.guard.engine, self.recorder
+        again = None if recorder is None else recorder.source_of(loss, then, argument="loss")
+        if recorder is None or not recorder.recognised or not engine.open:
             engine.begin(UNKNOWN)
-        return engine.loss(noted, () if self.recorder is None else self.recorder.calls)
+        return engine.loss(noted, () if recorder is None else recorder.calls, again)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Return the norm of these gradients. If they are all there are, the guard will clip. If they

@@ -175,14 +175,14 @@ def test_a_healthy_run_is_the_one_it_would_have_been(accumulation: int) -> None:
 
 
 def test_a_loss_made_outside_of_the_model_is_refused_and_named() -> None:
-    """Without the model's own loss the step cannot be run again, but it is refused as exactly, and its parameters are named."""
+    """The loop's own lines are run again: the step is refused as exactly, and explained as well."""
     good = data(STEPS)
     *saw, guard, _ = train(poisoned(good, BAD), outside=True)
     (incident,) = guard.incidents
     assert (incident.step, incident.kind) == (BAD, "nonfinite-loss")
     assert {name for name, _ in incident.culprits} >= {"body.0.weight", "head.weight"}
     found = incident.diagnosis
-    assert (found.cause, found.verified, found.where) == ("nonfinite-batch", False, "args[0]") and found.samples == (SAMPLE,)
+    assert (found.cause, found.verified, found.where) == ("nonfinite-batch", True, "batch['x']") and found.samples == (SAMPLE,)
     assert all(p.isfinite().all() for p in saw[0].parameters())
     assert saw[2].scheduler.last_epoch == STEPS - 1
 

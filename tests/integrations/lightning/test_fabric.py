@@ -99,14 +99,14 @@ def test_accumulation_and_precision(accumulate, precision):
 
 
 def test_a_loss_of_the_loops_own_is_guarded_and_attributed():
-    """Such a step cannot be run again, and is refused all the same; what the model was called with is looked at."""
+    """Such a step is run again from the loop's own lines."""
     weights, guard, _ = run(data(bad=True), own_loss=False)
     assert all(torch.isfinite(v).all() for v in weights.values())
     (incident,) = guard.incidents
     assert (incident.step, incident.action) == (BAD, "skipped")
     assert "net.0.weight" in dict(incident.culprits)
     found = incident.diagnosis
-    assert (found.cause, found.samples, found.verified, found.where) == ("nonfinite-batch", (SAMPLE,), False, "args[0]")
+    assert (found.cause, found.samples, found.verified, found.where) == ("nonfinite-batch", (SAMPLE,), True, "batch['x']")
 
 
 def test_a_healthy_run_is_fabrics_own():

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from nanproof._wording import few
 from nanproof.core.support._tree import tensors_in
-from nanproof.explain._case import Case, Trial
+from nanproof.explain._case import Case, Trial, bad_in_batch
 from nanproof.explain.causes._cause import Cause, Match, at_birth
 from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
 from nanproof.explain.locate._trace import Operand
+from nanproof.explain.locate._writes import write_into_batch
 from nanproof.explain.replay._interventions import NoEmptyMean, SafeDivision, ZeroInfinity
 
 FAR = 1e6
@@ -28,7 +29,7 @@ class NonfiniteBatch(Cause):
     fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
 
     def match(self, case: Case) -> Match | None:
-        if not case.nonfinite or not (case.bad_batch or case.bad_inputs):
+        if not case.nonfinite or not (case.bad_batch or case.bad_inputs) or (case.details.get("written") and case.write):
             return None
         # -inf alone may be a mask that is there on purpose.
         bad = sorted(case.bad_batch or case.bad_inputs, key=lambda b: b.only_negative)
@@ -49,6 +50,48 @@ class NonfiniteBatch(Cause):
             samples=samples,
             trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay is not None else None,
             tried="the non-finite elements of the batch replaced by 0",
+        )
+
+
+class ChangedInPlace(Cause):
+    """The step writes into its own batch, and that is where the number stops being finite."""
+
+    slug = "changed-in-place"
+    fix = (
+        "Compute on a copy instead of writing into the batch (x = x - mean, not x.sub_(mean)), and make the operation safe for "
+        "this sample."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if not case.nonfinite or case.replay is None or not case.written or case.write is None:
+            return None
+        write, spoilt = case.write, bool(case.details.get("written"))
+        if not write.breaks and not (spoilt and case.bad_batch):
+            return None
+        what = f"{write.op} at {write.source or 'a line that is not known'} writes into {write.name}"
+        said = f"{what}, which is finite before that and not afterwards"
+        if not write.breaks:
+            said = f"{what}: what the batch held before this step is gone, and what it holds now is non-finite"
+        return Match(
+            confidence=0.985 if write.breaks else 0.75,
+            evidence=(said,),
+            phase="forward",
+            where=write.name,
+            op=write.op,
+            source=write.source or None,
+            samples=write.samples or None,
+            trial=(lambda: self._before_and_after(case)) if write.breaks else None,
+            tried="a copy of the batch, looked at before and after each write",
+        )
+
+    def _before_and_after(self, case: Case) -> Trial:
+        """Fails where the batch is non-finite before the step, or stays finite in it."""
+        assert case.replay is not None
+        before = any(bad_in_batch(batch, tensors_in(batch)) for batch in case.replay.batches)
+        again = write_into_batch(case.replay)
+        held = not before and again is not None and again.breaks
+        return Trial(
+            held, "finite before, non-finite after the write" if held else "it is not the write that makes it non-finite"
         )
 
 

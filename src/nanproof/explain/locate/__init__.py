@@ -2,5 +2,6 @@
 
 - `_locate` walks back from the bad loss or gradient through bad producers.
 - `_calls` follows module calls; `_trace` follows the operations inside a guilty module.
+- `_writes` finds the operation that writes into the batch itself.
 - `_logit_origin` does the same for a bad row of logits during generation.
 """

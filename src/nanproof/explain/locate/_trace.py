@@ -215,9 +215,9 @@ class Trace(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
         tensors, scalars = _arguments(args, kwargs)
-        mutated = [t for t in tensors if _mutates(func)]
+        mutated = [t for t in tensors if writes(func)]
         inputs = [self._operand(t, look=bool(mutated)) for t in tensors]
-        source = of.source if of is not None else _source()
+        source = of.source if of is not None else source_of_operation()
         op = Op(len(self.ops), func.__name__.split(".")[0], self._stack.current, source, backward, inputs, scalars, of=of)
         if backward:
             op.call = of.call if of is not None else None
@@ -360,7 +360,8 @@ def _is_view(func: Any) -> bool:
 
 
 @cache
-def _mutates(func: Any) -> bool:
+def writes(func: Any) -> bool:
+    """Whether an operation writes into one of its arguments."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
 
 
@@ -385,7 +386,7 @@ def _flat(out: Any) -> Iterator[Tensor]:
             yield from _flat(item)
 
 
-def _source() -> str:
+def source_of_operation() -> str:
     """The line that called the operation: the first frame outside torch and this package."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -398,8 +399,8 @@ def _source() -> str:
 
 @cache
 def is_users(name: str) -> bool:
-    """A file that is neither torch's nor ours."""
-    return not name.startswith((_TORCH, *_OURS, "<"))
+    """A file that is neither torch's nor ours; a notebook's cell is one, where its source is known."""
+    return not name.startswith((_TORCH, *_OURS)) and (not name.startswith("<") or name in linecache.cache)
 
 
 @cache

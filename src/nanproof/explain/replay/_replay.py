@@ -145,6 +145,7 @@ class Replay:
         eagerly: bool = True,
         living: Callable[[], AbstractContextManager[Any]] = nullcontext,
         deadline: Deadline | None = None,
+        writes: bool = False,
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
         self.modules = list(model.modules())
@@ -172,8 +173,13 @@ class Replay:
             written = list(model.parameters()) if small else [p for p in model.parameters() if not p.requires_grad]
         self._written = list(written)
         """Parameters that the forward itself may write (a momentum encoder, say)."""
-        self._own_batches = False
+        self._own_batches = writes
         """The loss function writes into its batch: every run gets a copy."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether the loss function writes into its batch."""
+        return self._own_batches
 
     @property
     def compiled(self) -> bool:
@@ -189,10 +195,12 @@ class Replay:
         before_backward: Callable[[Tensor], None] | None = None,
         after: Callable[[], None] | None = None,
         random: RandomState | None = None,
+        spoil: bool = False,
     ) -> Outcome:
         """Run the step under the given contexts. An exception of the step itself is part of the outcome.
 
-        `backward_of_bad=False` leaves the backward of a bad loss out: the trouble is in the forward then.
+        `backward_of_bad=False` leaves the backward of a bad loss out: the trouble is in the forward then. `spoil`: the step may
+        write into `batches`.
         """
         if self.deadline.passed:
             raise OutOfTime
@@ -215,7 +223,7 @@ class Replay:
                 stack.enter_context(self._living())
                 for change in changes:
                     stack.enter_context(change)
-                parts = self._parts(batches)
+                parts = tuple(batches) if spoil and batches is not None else self._parts(batches)
                 try:
                     total = 0.0
                     for i, batch in enumerate(parts):

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from nanproof._errors import AlreadyGuarded, UnsupportedError, UsageError
 from nanproof._policy import Policy
 from nanproof.core.judge._optimizers import bare_optimizer
+from nanproof.explain.lines._recorded import RECORDED, RootRecorder
 from nanproof.integrations._groups import parameters_of
 from nanproof.integrations._loop_groups import LoopGroup, LoopGroups, clip_some
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations._recorded import RECORDED, RootRecorder
 from nanproof.integrations._versions import check_version
 from nanproof.integrations.accelerate._states import StateFolders
 from nanproof.observe._settings import Observe

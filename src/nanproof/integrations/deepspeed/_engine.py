@@ -53,9 +53,9 @@ from nanproof.core.support._ranks import Ranks
 from nanproof.explain._diagnose import diagnose
 from nanproof.explain._examiner import shared
 from nanproof.explain._known import BadData, Known, fingerprint
+from nanproof.explain.lines._recorded import RootRecorder, call_again
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations._recorded import RootRecorder, call_again
 from nanproof.integrations._versions import check_version
 from nanproof.integrations.deepspeed._zero import Pieces, Zero3Holder, holder_of
 from nanproof.observe._lookout import Lookout

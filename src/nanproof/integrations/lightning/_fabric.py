@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from nanproof._errors import UnsupportedError, UsageError
 from nanproof._policy import Policy
+from nanproof.explain.lines._recorded import RECORDED, RootRecorder
 from nanproof.integrations._groups import parameters_of
 from nanproof.integrations._loop_groups import LoopGroup, LoopGroups
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations._recorded import RECORDED, RootRecorder
 from nanproof.integrations.lightning._replay import without_trace
 from nanproof.integrations.lightning._seam import KNOWN_STEPS, check_package, refuse_arguments, refuse_value_clipping
 from nanproof.observe._settings import Observe

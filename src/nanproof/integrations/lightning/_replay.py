@@ -29,6 +29,8 @@ class TrainingStep:
     batch_idx: int
     parts: int
     """How many batches Lightning accumulates: it divides the loss by this."""
+    written: bool = False
+    """Whether `training_step` writes into its batch: this is a copy from before that."""
 
 
 class Rerun:

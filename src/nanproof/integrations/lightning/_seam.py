@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanproof._errors import NanproofError, UnsupportedError, UsageError
-from nanproof.core._under_way import UNKNOWN
+from nanproof.core._under_way import UNKNOWN, WRITES, Again
 from nanproof.core.support._tree import gradients_now, map_tensors, own_copy, writes_to_batch
 from nanproof.integrations._groups import parameters_of
 from nanproof.integrations._loop_groups import LoopGroup, LoopGroups
@@ -134,7 +134,7 @@ class Seam:
         self._steps_before, self._taken, self._forwards = self.trainer.global_step, False, 0
         self._given = map_tensors(batch, Tensor.clone) if self._writes else own_copy(batch)
         self._found = writes_to_batch(self._given)
-        guard.engine.begin(UNKNOWN if self._unknown else TrainingStep(self._given, batch_idx, parts))
+        guard.engine.begin(UNKNOWN if self._unknown else TrainingStep(self._given, batch_idx, parts, self._writes))
         return answer
 
     def note_averages(self, batch_idx: int) -> None:
@@ -150,11 +150,12 @@ class Seam:
         result = self._watched(lambda: original(*args, **kwargs))
         if writes_to_batch(self._given) != self._found:  # it would do so twice; of the batches to come a copy is kept
             self._writes = True
-            self._cannot_be_run_again()
+            step = TrainingStep(self._given, args[1] if len(args) > 1 else 0, self.trainer.accumulate_grad_batches)
+            self._cannot_be_run_again(Again(step, whole=False, why_not=WRITES, written=True))
         return result
 
-    def _cannot_be_run_again(self) -> None:
-        self.guards[0].engine.begin(UNKNOWN)
+    def _cannot_be_run_again(self, again: Again | None = None) -> None:
+        self.guards[0].engine.begin(UNKNOWN, again=again)
         self._unknown = True
 
     def post_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,14 @@
 """Which module the parameters of optimizers belong to. A script does not say; the garbage collector knows every module there is.
 
-The outermost module that holds all of them is taken, with DistributedDataParallel or torch.compile around it, so that names are
-those of the whole model and its calls can be followed. Parameters of several models, or of none, are held together by a module
-made for that.
+The model is the module that the script calls, with DistributedDataParallel or torch.compile around it. A module that only holds
+it, such as an average of its weights, is not. Where no single call reaches all parameters, the model is the smallest module that
+holds all of them. Parameters of several models, or of none, are held together by a module made for that.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,16 +18,24 @@ class Together(nn.Module):
     """Several models under the same optimizers, and tensors that no module holds. It is never called."""
 
 
-def model_of(optimizers: Iterable[Optimizer]) -> nn.Module:
-    """The module to guard. Looks at every object of the process: once a run."""
+def model_of(optimizers: Iterable[Optimizer], was_called: Sequence[nn.Module] = ()) -> nn.Module:
+    """The module to guard. Looks at every object of the process: once a run.
+
+    Args:
+        was_called: the modules that the script has called so far, if that is known.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     tensors = [p for group in groups for p in group["params"]]
     roots = _roots(tensors)
     wanted = {id(p) for p in tensors}
     held = {id(root): wanted & {id(p) for p in root.parameters()} for root in roots}
     whole = [root for root in roots if held[id(root)] == wanted]
+    reached = [m for m in was_called if wanted <= {id(p) for p in m.parameters()}]
+    if reached:
+        return min(reached, key=_size)
     if whole:
-        return min(whole, key=lambda root: sum(1 for _ in root.modules()))
+        root = min(whole, key=_size)
+        return root if not was_called else _smallest(root, wanted)
     together, missing = Together(), set(wanted)
     for root in sorted(roots, key=lambda root: -len(held[id(root)])):
         if held[id(root)] & missing:
@@ -38,6 +46,25 @@ def model_of(optimizers: Iterable[Optimizer]) -> nn.Module:
             if id(p) in missing:
                 together._parameters[f"group{i}_{j}"] = p  # tensors that are no nn.Parameter too
     return together
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
+
+
+def _smallest(module: nn.Module, wanted: set[int]) -> nn.Module:
+    """The smallest module below that holds all of them."""
+    while True:
+        inside = [child for child in module.children() if wanted <= {id(p) for p in child.parameters()}]
+        if len(inside) != 1:
+            return module
+        module = inside[0]
+
+
+def owning(modules: Iterable[nn.Module], model: nn.Module, tensors: Iterable[Tensor]) -> list[nn.Module]:
+    """Of these modules, the parts of a model that hold some of the tensors."""
+    wanted, parts = {id(p) for p in tensors}, {id(m) for m in model.modules()}
+    return [m for m in modules if id(m) in parts and any(id(p) in wanted for p in m.parameters())]
 
 
 def called(model: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from nanproof.integrations._groups import RECENT, Groups
+from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._script_run import ScriptRun
 from nanproof.integrations.script._session import Session
 
@@ -21,6 +22,7 @@ class ScriptRuns(Groups[ScriptRun]):
         self._all: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.last_loss: Any = None
         """Of the last backward."""
+        self.first_calls = FirstCalls()
 
     def see(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
@@ -28,6 +30,8 @@ class ScriptRuns(Groups[ScriptRun]):
             self._put(ScriptRun([optimizer], self._session), [optimizer])
             self._all.add(optimizer)
             self._session.seen = True
+            if not self._session.compiles:
+                self.first_calls.watch()
 
     def watched(self, optimizer: Optimizer) -> ScriptRun | None:
         """None where the step is none of nanproof's business."""
@@ -55,11 +59,13 @@ class ScriptRuns(Groups[ScriptRun]):
         if run_dir is not None and count:
             run_dir = run_dir / f"optimizer-{count + 1}"
         try:
-            group.start(run_dir, self.last_loss if at_step else None)
+            group.start(run_dir, self.last_loss if at_step else None, self.first_calls)
         except Exception as error:
             group.leave_alone(f"{type(error).__name__}: {error}")
         group.reached = group.fed = self.backwards
         session.tallies.append(group.tally)
+        if all(run.started or run.left_alone for run in self.every()):
+            self.first_calls.stop()
 
     def merge(self, group: ScriptRun, other: ScriptRun) -> None:
         if other.started:
@@ -76,6 +82,16 @@ class ScriptRuns(Groups[ScriptRun]):
         group.changed = True
         group.follow(self.last_loss)
         self._put(ScriptRun(members, self._session, known=True), members)
+
+    def raised(self, error: BaseException) -> None:
+        """The script ends with this: an incident, where a step had begun."""
+        for run in self.every():
+            if run.left_alone:
+                continue
+            if not run.started and self.first_calls.lines.called and run.can_start(at_step=True):
+                self.begin(run, at_step=False)
+                run.adopt(self.first_calls)
+            run.raised(error)
 
     @staticmethod
     def _put(run: ScriptRun, members: list[Any]) -> None:

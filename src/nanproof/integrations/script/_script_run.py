@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from nanproof.core.judge._stepper import Stepper, guarded
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import gradients_now
+from nanproof.explain.lines._recorded import OUTSIDE, RECORDED, RootRecorder
 from nanproof.integrations._groups import Group, parameters_of
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations._recorded import OUTSIDE, RECORDED, RootRecorder
-from nanproof.integrations.script._owners import called, model_of
+from nanproof.integrations.script._first_calls import FirstCalls
+from nanproof.integrations.script._owners import called, model_of, owning
 from nanproof.integrations.script._session import Session
 
 _NUMBERS = itertools.count()
@@ -85,7 +87,7 @@ class ScriptRun(Group):
         self.guard: ProtectedRun | None = None
         self.changed = False
         """Whether the guard has still to follow a change of members."""
-        self._recorders: list[RootRecorder] = []
+        self._recorder = RootRecorder([], self._begin)
         self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm
         before."""
@@ -123,11 +125,12 @@ class ScriptRun(Group):
             return False  # during backward, modules under fully_shard hold other tensors
         return any(p.requires_grad for p in self.parameters)
 
-    def start(self, run_dir: Path | None, loss: Tensor | None) -> None:
+    def start(self, run_dir: Path | None, loss: Tensor | None, seen: FirstCalls | None = None) -> None:
         """Look for the model and put the guard around it. `loss`: it is at a step already, and this
-        was the last."""
+        was the last. `seen`: what the script has called so far."""
         options, members, parameters = self._session.options, self.members, self.parameters
-        model = model_of(members)
+        was_called = [] if seen is None else seen.modules
+        model = model_of(members, was_called)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _together(model, parameters):
             self.leave_alone(
                 "there are several ranks, and its model is neither in DistributedDataParallel nor in fully_shard, so it is not "
@@ -139,6 +142,8 @@ class ScriptRun(Group):
             policy = replace(policy, switch_to_fused=False)
         places = {id(p): i for i, p in enumerate(parameters)}
         roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
+        # Where the script calls parts of the model by themselves, their calls are those of the model.
+        parts = [] if any(root in was_called for root in roots) else owning(was_called, model, parameters)
         self.tally.name = _name(members)
         self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
         loop = replace(RECORDED, why_not_again=_why_not_again(roots))
@@ -146,13 +151,12 @@ class ScriptRun(Group):
         guard.loop = loop
         self._stop_recording()
         # Not on a compiled model itself: hooks become part of what is compiled.
-        self._recorders = [RootRecorder(root, self._begin) for root in roots if not is_compiled(root)]
-        alone = len(self._recorders) == 1 and roots[0] is model
+        self._recorder = RootRecorder([root for root in (parts or roots) if not is_compiled(root)], self._begin)
         try:
             guard.start(
                 model,
                 members if len(members) > 1 else members[0],
-                loss_fn=self._recorders[0].loss_fn if alone else None,
+                loss_fn=self._recorder.loss_fn,
                 max_norm=None,
                 step=guard.next_step - guard.open,
             )
@@ -164,9 +168,26 @@ class ScriptRun(Group):
         self.guard, self.tally.guarded = guard, True
         self.tally.path, self.tally.verdicts, self.tally.run_dir = guard.path, guard.verdicts, run_dir
         self.tally.incidents, self.tally.forecasts = guard.incidents, guard.forecasts
+        if seen is not None and loss is None:
+            self.adopt(seen)
         if guard.late:
             for root in roots:
                 root.register_state_dict_pre_hook(Hook(self, self.settle))
+
+    def adopt(self, seen: FirstCalls) -> None:
+        """The step under way began before it was guarded."""
+        if self.guard is not None and not self.guard.open:
+            self._recorder.lines, random = seen.hand_over()
+            self.guard.engine.begin(UNKNOWN, random=random)
+
+    def raised(self, error: BaseException) -> None:
+        """The script ends with an exception: an incident, where a step had begun."""
+        guard = self.guard
+        if guard is None or not guard.open or guard.engine.closed:
+            return
+        with self._inside():
+            guard.engine.raised(error, self._recorder.calls_now, self._recorder.source_of_error(error))
+        self._note()
 
     def follow(self, loss: Tensor | None = None) -> None:
         """Guard the members that there are now. `loss`: they are at a step already, and this was
@@ -200,9 +221,7 @@ class ScriptRun(Group):
             self._note()
 
     def _stop_recording(self) -> None:
-        for recorder in self._recorders:
-            recorder.close()
-        self._recorders = []
+        self._recorder.close()
 
     def settle(self, *_: Any) -> None:
         """Wait for the verdicts under way: the state is about to be saved."""
@@ -225,30 +244,28 @@ class ScriptRun(Group):
     def _begin(self, call: Any) -> None:
         if self.guard is not None:
             self._end()
-            self.guard.engine.begin(call)
+            engine = self.guard.engine
+            self._recorder.random = RandomState.now(engine.under_way.devices) if engine.open else None
+            engine.begin(call)
 
-    def before_backward(self, loss: Tensor, alone: bool, backwards: int) -> Tensor | None:
+    def before_backward(self, loss: Tensor, alone: bool, backwards: int, frame: FrameType | None) -> Tensor | None:
         """Note the loss. Return the gradient that backward has to start from on several ranks.
         `backwards`: so far, this one included. `alone`: this is the only run. With another one and
-        late verdicts, running the step again would add to gradients that belong to the other."""
+        late verdicts, running the step again would add to gradients that belong to the other.
+        `frame`: of whoever called backward."""
         guard = self.guard
         if guard is None:
             return None
         self._end()
         if self.under_way(backwards - 1):
             self._norms, self._max_norm = {}, None  # what was clipped belonged to the last step
-        known = [recorder.recognise(loss) for recorder in self._recorders]
-        if known != [True] or not guard.open:
+        recorder = self._recorder
+        again = recorder.source_of(loss, frame=frame)
+        if not recorder.recognised or not guard.open:
             guard.engine.begin(UNKNOWN)
         elif guard.late and not alone:
             self._cannot_again(guard, "there are several optimizers, and verdicts come late, so the step cannot be run again")
-        return guard.engine.loss(local(loss), self._calls())
-
-    def _calls(self) -> list[dict[str, Any]]:
-        """What the model was called with for this backward; of several models, which."""
-        if len(self._recorders) == 1:
-            return self._recorders[0].calls
-        return [{**call, "of": recorder.name} for recorder in self._recorders for call in recorder.calls]
+        return guard.engine.loss(local(loss), recorder.calls, again)
 
     def after_backward(self, before: int, loss: Tensor, alone: bool, late: bool) -> None:
         """Where there are several optimizers, the loss is this one's if backward reached its
@@ -279,13 +296,11 @@ class ScriptRun(Group):
         """While another optimizer's step is taken: what its guard runs again to look at it is no
         business of this one."""
         count = self.backwards
-        for recorder in self._recorders:
-            recorder.paused = True
+        self._recorder.paused = True
         try:
             yield
         finally:
-            for recorder in self._recorders:
-                recorder.paused = False
+            self._recorder.paused = False
             if self.guard is not None:
                 self._stepper.only_backwards(count)
 
@@ -316,9 +331,15 @@ class ScriptRun(Group):
             if self.complete:
                 self._busy = False
                 self._end()
+            self.mark()
         finally:
             self._busy = False
             self._note()
+
+    def mark(self) -> None:
+        """The script is between two forwards, and may draw random numbers for the next."""
+        if self.guard is not None:
+            self._recorder.lines.mark(self.guard.engine.under_way.devices)
 
     def _judge(self, guard: ProtectedRun, member: Optimizer, backwards: int) -> None:
         """The first of the members steps."""

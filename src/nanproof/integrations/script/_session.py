@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanproof._errors import NanproofError
 from nanproof._policy import Policy
 from nanproof._text import shown
 
@@ -60,6 +61,8 @@ class Session:
         """The script's optimizers, once it has imported torch."""
         self.seen = False
         """An optimizer was made, or a trainer begun."""
+        self.compiles = False
+        """Whether the script has called torch.compile."""
         self._open = True
         self._away = 0
         self._process = os.getpid()
@@ -103,6 +106,12 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """The script has ended."""
         runs = [] if self.runs is None else self.runs.every()
+        if self.runs is not None and isinstance(error, Exception) and not isinstance(error, NanproofError):
+            try:
+                self.runs.raised(error)
+            except Exception as failure:
+                self.say(f"the exception could not be looked at: {failure!r}")
+            runs = self.runs.every()
         for name, close in [(run.tally.name, run.close) for run in runs] + [(name, guard.leave) for name, guard in self.trainers]:
             try:
                 close(error)

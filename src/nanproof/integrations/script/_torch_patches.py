@@ -9,6 +9,7 @@ on unscaling, looking and adjusting its scale itself; the guard judges what it l
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import types
 from collections.abc import Callable, Iterable
@@ -40,6 +41,8 @@ def install(session: Session) -> Patches:
         (clip_grad, "clip_grad_norm_", _clip_grad_norm),
         (torch.amp.GradScaler, "scale", _scale),
         (torch.amp.GradScaler, "step", _scaler_step),
+        (torch, "compile", _compile),
+        (Optimizer, "zero_grad", _zero_grad),
     ):
         patches.set(place, name, made(session, session.runs, getattr(place, name)))
     return patches
@@ -178,7 +181,7 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
         seed = None
         for watched in active:
             try:
-                seed = watched.before_backward(loss, alone, runs.backwards)
+                seed = watched.before_backward(loss, alone, runs.backwards, sys._getframe(1))
             except TrainingHalted:
                 raise
             except Exception as error:
@@ -267,11 +270,32 @@ def _clip(watching: list[ScriptRun], parameters: list[Tensor], max_norm: float, 
     return total
 
 
+def _compile(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        session.compiles = True
+        runs.first_calls.stop()
+        return original(*args, **kwargs)
+
+    return compile
+
+
+def _zero_grad(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        watched: ScriptRun | None = getattr(self, "_nanproof_watched", None)
+        if watched is not None and session.guarding:
+            watched.mark()
+
+    return zero_grad
+
+
 def _scale(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
-        if isinstance(outputs, Tensor) and outputs.requires_grad and scaled is not outputs and session.guarding:
+        if isinstance(outputs, Tensor) and outputs.requires_grad and scaled is not outputs:
             scaled._nanproof_loss = outputs
         return scaled
 

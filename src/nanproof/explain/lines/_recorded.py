@@ -4,8 +4,8 @@ nobody handed over its batch.
 A raw loop calls its model as it likes and gives backward a loss. Where that loss is the model's own
 output (the output itself, its `loss`, one of its items), perhaps divided or multiplied by a number,
 the call is all that is needed: the arguments are the batch, and calling the model again is the
-loss function. If the loss is made of something else, the step cannot be run again, and the incident
-says so.
+loss function. Otherwise the loop's own lines are run again (`nanproof.explain.lines`), and where
+they must not be, the incident says which line is in the way.
 
 This may differ from rank to rank, if a loss is put together from what a batch happens to hold.
 Ranks must act alike, because one that runs a step again waits for the others. So the engine asks
@@ -16,9 +16,13 @@ ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,34 +30,70 @@ from torch import Tensor, nn
 
 from nanproof._errors import UsageError
 from nanproof.core._engine import Loop
-from nanproof.core._under_way import UNKNOWN
+from nanproof.core._under_way import UNKNOWN, WRITES, Again
 from nanproof.core.judge._parameters import unwrap
+from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import map_tensors, tensors_in, writes_to_batch
+from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
 
 OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
+FORWARD = "*"
+"""In place of the output that is the loss: all of the model's output is looked at, as the lines that make the loss are not run."""
 RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, leaves=False, why_not_again=OUTSIDE)
 """A raw loop whose batches come from a recorder."""
 
-Op = tuple[str, float]
-"""("/", 2.0) or ("*", 0.5)"""
+
+class Call(dict[str, Any]):
+    """One call of a model: "args", "kwargs", and how the loss is got from its output: "loss"."""
+
+    module: weakref.ref[nn.Module]
+    written = False
+    """Whether the step writes into its batch: this is a copy from before that."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __copy__(self) -> Call:
+        other = Call(self)
+        other.module, other.written = self.module, self.written
+        return other
+
+    @contextmanager
+    def watched(self) -> Iterator[Callable[[], bool]]:
+        """While open, look at the next call of the module; what this gives returns whether it was like this one."""
+        seen: list[bool] = []
+
+        def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not seen:
+                mine, theirs = (list(tensors_in(call)) for call in ((self["args"], self["kwargs"]), (args, kwargs)))
+                seen.append(len(mine) == len(theirs) and all(_same(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)))
+
+        module = self.module()
+        hook = None if module is None else module.register_forward_pre_hook(compare, with_kwargs=True)
+        try:
+            yield lambda: seen == [True]
+        finally:
+            if hook is not None:
+                hook.remove()
 
 
 class RootRecorder:
     """Notes the calls of a model that trains. One that evaluates, under no_grad, goes by
     unnoticed."""
 
-    def __init__(self, model: nn.Module, begin: Callable[[Any], None]) -> None:
+    def __init__(self, models: nn.Module | Sequence[nn.Module], begin: Callable[[Any], None]) -> None:
         """
         Args:
-            model: the module that the loop calls, with all its wrappers.
-            begin: called with the batch just before each forward: `Engine.begin`.
+            models: the modules that the loop calls, with all their wrappers. A call of one inside a call of another is part
+                of that.
+            begin: called with the batch just before the first forward of each backward: `Engine.begin`.
         """
-        self._model = weakref.ref(model)
-        self.name = type(unwrap(model)).__name__
+        several = [models] if isinstance(models, nn.Module) else list(models)
+        self._names = weakref.WeakKeyDictionary({model: type(unwrap(model)).__name__ for model in several})
         self._begin = begin
         self._calls: list[dict[str, Any]] = []
         """Since the last backward. Of those in eval mode only the last."""
@@ -67,13 +107,28 @@ class RootRecorder:
         self._copies = False
         """Whether a copy of the arguments is kept: where the loop uses one buffer for all its
         batches, or the model writes."""
+        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors of the last call, by id, each with its copy."""
         self._recognised: list[dict[str, Any]] = []
+        self.recognised = False
+        """Whether the loss of the last backward was the model's own output."""
         self._again = False
+        self._first: Call | None = None
+        """The first call since the last backward."""
+        self._inside: nn.Module | None = None
+        """The model whose forward is running."""
+        self.lines = Lines()
+        self.random: RandomState | None = None
+        """The random numbers before this backward's first call, where that is not the first of the step."""
         self.paused = False
         """Set while another guard runs the model again."""
         self._hooks = [
-            model.register_forward_pre_hook(Hook(self, self._before), with_kwargs=True),
-            model.register_forward_hook(Hook(self, self._after)),
+            hook
+            for model in several
+            for hook in (
+                model.register_forward_pre_hook(Hook(self, self._before), with_kwargs=True),
+                model.register_forward_hook(Hook(self, self._after), always_call=True),
+            )
         ]
 
     @property
@@ -82,9 +137,52 @@ class RootRecorder:
         many, the last two."""
         return list(self._recognised)
 
+    @property
+    def calls_now(self) -> list[dict[str, Any]]:
+        """Those since the last backward."""
+        return list(self._calls or self._recognised)
+
+    def source_of(self, loss: Tensor, then: Iterable[Op] = (), frame: FrameType | None = None, argument: str = "") -> Again:
+        """Just before backward: how its loss can be computed again. `then` is what the framework
+        itself still does to the loss; `frame` and `argument`: see `Lines.at_backward`."""
+        then = tuple(op for op in then if op[1] != 1)
+        copied = self._copies
+        self.recognised = self.recognise(loss, then)
+        calls = self._recognised
+        if self._copies and not copied and len(calls) == 1:
+            self.lines.forget()
+            calls[0]["loss"] = [FORWARD]
+            return Again(calls[0], whole=False, why_not=WRITES, written=True)
+        if self.recognised:
+            self.lines.forget()
+            return Again(calls[0])
+        found = self.lines.at_backward(frame if frame is not None else sys._getframe(1), argument, then)
+        if isinstance(found, Inputs):
+            found.random, self.random = self.random, None
+            if self._copied:
+                found = map_tensors(found, lambda t: self._copied.get(id(t), (t, t))[1])
+                found.written, self._copied = True, {}
+            if found.chain.draws_first:
+                found.called = self._first
+            return Again(found)
+        if len(calls) == 1:
+            forward = copy.copy(calls[0])
+            forward["loss"] = [FORWARD]
+            return Again(forward, whole=False, why_not=str(found))
+        return Again(UNKNOWN, whole=False, why_not=str(found))
+
+    def source_of_error(self, error: BaseException) -> Again:
+        """How what raised in this step can be run again."""
+        self._recognised, self._calls, self._losses, self._told = self._calls, [], [], True
+        found = self.lines.at_error(error)
+        if isinstance(found, Inputs):
+            found.random, found.called = self.random, self._first
+            return Again(found)
+        return Again(UNKNOWN, whole=False, why_not=str(found))
+
     def recognise(self, loss: Tensor, then: Iterable[Op] = ()) -> bool:
         """Just before backward: whether its loss is the last call's own, so that the call can stand
-        for the micro-batch. `then` is what the framework itself still does to the loss."""
+        for the micro-batch."""
         calls, self._calls = self._calls, []
         self._recognised = calls
         losses, self._losses = self._losses, []
@@ -97,51 +195,77 @@ class RootRecorder:
         for where, found in losses:
             ops = _between(found, loss)
             if ops is not None:
-                calls[0]["loss"] = [where, *ops, *(op for op in then if op[1] != 1)]
+                calls[0]["loss"] = [where, *ops, *then]
                 if not told:
                     self._begin(calls[0])
                 return True
         return False
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
-        """Call the model again, and do with its output what the loop did."""
+        """Do again what the loop did with a batch."""
         self._again = True
         try:
-            return call_again(model, batch)
+            if isinstance(batch, Inputs):
+                return batch.run()
+            called = batch.module() if isinstance(batch, Call) else None
+            return call_again(called if called is not None and len(self._names) > 1 else model, batch)
         finally:
             self._again = False
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            return tensor
+        copy = tensor.clone()
+        self._copied[id(tensor)] = tensor, copy
+        return copy
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._calls, self._recognised, self._losses = [], [], []
+        self.lines = Lines()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._counts(module):
-            self._note(module, args, kwargs)
+        if self._counts(module) and self._inside is None:
+            self._inside = module
+            self.note(module, args, kwargs, sys._getframe(2))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._counts(module):
+        if module is self._inside:
+            self._inside = None
             self._losses = list(_candidates(output))
 
     def _counts(self, module: nn.Module) -> bool:
-        return not (self._again or self.paused) and torch.is_grad_enabled() and module is self._model()
+        return not (self._again or self.paused) and torch.is_grad_enabled() and module in self._names
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> None:
+        """A model is called."""
+        self.lines.model_called(frame)
         given: Any = (args, dict(kwargs))
         self._copies |= any(t is not None and t._version != count for call in self._recent for t, count in _alive(call))
         self._recent.append([(weakref.ref(t), t._version) for _, t in tensors_in(given) if not t.is_inference()])
         if self._copies:
-            given = map_tensors(given, lambda t: t if t.requires_grad else t.clone())
-        batch = {"args": given[0], "kwargs": given[1], "loss": None}
+            self._copied = {}
+            given = map_tensors(given, self._copy)
+        batch = Call({"args": given[0], "kwargs": given[1], "loss": None})
+        batch.module, batch.written = weakref.ref(module), self._copies
+        if len(self._names) > 1:
+            batch["of"] = self._names[module]
         self._found = writes_to_batch(batch)
         if not self._told:
             self._calls.pop()
+        first = not self._calls
+        if first:
+            self._first = batch
         self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
-        if self._told:
-            self._begin(batch if len(self._calls) == 1 else UNKNOWN)
+        if self._told and first:
+            self._begin(batch)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor | None, int]]:
@@ -154,6 +278,8 @@ def call_again(model: nn.Module, batch: Any) -> Tensor:
         raise UsageError("call_again(): this is not a recorded call of a model, or its loss was not the model's own")
     where, *ops = batch["loss"]
     output = model(*batch["args"], **batch["kwargs"])
+    if where == FORWARD:
+        return finiteness(output)
     loss: Tensor = output if where is None else getattr(output, where[1:]) if str(where).startswith(".") else output[where]
     for op, number in ops:
         loss = loss / number if op == "/" else loss * number
