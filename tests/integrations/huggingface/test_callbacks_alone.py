@@ -14,9 +14,10 @@ from transformers import Trainer, TrainerCallback
 
 import nanproof
 from integrations.tiny import Regression, all_finite, feature_rows, make_trainer, weights
-from nanproof import Observe, Policy, UsageError, read_incidents, read_steps
+from nanproof import Observe, Policy, UnsupportedError, UsageError, read_incidents, read_steps
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations.huggingface._attach import TrainerObserver
 from nanproof.integrations.transformers import (
     ActivationMonitorCallback,
     GradientMonitorCallback,
@@ -322,3 +323,16 @@ def test_protect_guards_a_trainer_whose_callback_only_observes(tmp_path):
     monitor = GradientMonitorCallback(observe_only=True)
     trainer = trained(tmp_path, bad=BAD, callbacks=[monitor], before=lambda t: nanproof.protect(t, observe=Observe(every=1)))
     assert all_finite(trainer.model) and monitor.guard is trainer.nanproof and guards_on(trainer) == 1
+
+
+def test_deepspeed_is_refused_before_training_and_not_observed(tmp_path, caplog):
+    """It takes the step itself, with gradients that nobody else sees."""
+    trainer = make_trainer(tmp_path, Regression(), feature_rows(8))
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(UnsupportedError, match="DeepSpeed"):
+        nanproof.protect(trainer)
+    assert not hasattr(trainer, "nanproof") and guards_on(trainer) == 0
+    observer = TrainerObserver(trainer)
+    observer.on_train_begin(trainer.args, trainer.state, trainer.control)
+    observer.close()
+    assert "not observed" in caplog.text and not observer.run.history

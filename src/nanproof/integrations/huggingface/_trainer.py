@@ -80,6 +80,11 @@ def attach(
     ]
     if missing:
         raise UnsupportedError(f"protect(trainer): this version of transformers has no Trainer.{missing[0]}")
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "protect(trainer): DeepSpeed takes the step itself; protect its engine, nanproof.protect(trainer.model_wrapped), or "
+            "train without it"
+        )
     check_grpo(trainer)
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
@@ -259,11 +264,6 @@ class _Watch(TrainerCallback):
 
     def _refuse_what_cannot_be_guarded(self) -> None:
         trainer = self.trainer
-        if trainer.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "protect(trainer): DeepSpeed takes the step itself; protect its engine, "
-                "nanproof.protect(trainer.model_wrapped), or train without it"
-            )
         optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
         if optimizer in ("Lomo", "AdaLomo"):
             raise UnsupportedError(
