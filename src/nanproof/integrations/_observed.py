@@ -24,6 +24,7 @@ from nanproof._records import Incident
 from nanproof.core._evidence import Witness, from_finding, make_incident
 from nanproof.core._telemetry import Courier, Journal
 from nanproof.core._tell import Account, Face, Teller
+from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.judge._parameters import Parameters, unwrap
 from nanproof.core.judge._stats import RunningStats, SpikeWatch
 from nanproof.core.judge._verdict import Reading, Verdict, judge
@@ -79,7 +80,7 @@ class ObservedRun(Face):
     ) -> None:
         """The loop begins, at this step. `max_norm`: what the trainer clips to."""
         self.close()
-        policy = Policy()
+        optimizer, policy = bare_optimizer(optimizer), Policy()
         self.next_step, self._bad, self._losses, self._looked = step, False, [], False
         self.account.forget_since(step)
         self._model, self._optimizer, self._max_norm = model, optimizer, max_norm
@@ -91,8 +92,9 @@ class ObservedRun(Face):
         self._lag = 2 if device.type == "cuda" else 0
 
         def facts() -> dict[str, Any]:
-            scaled = self._scaler is not None
-            return about(unwrap(model), optimizer, policy, path=PATH, max_norm=max_norm, ranks=self._ranks.world, scaled=scaled)
+            scaled, ranks = self._scaler is not None, self._ranks.world
+            known = about(unwrap(model), optimizer, policy, path=PATH, max_norm=max_norm, ranks=ranks, scaled=scaled)
+            return {name: value for name, value in known.items() if name != "policy"}
 
         self._journal = Journal(self.run_dir if self._ranks.rank == 0 else None, facts)
         self._tell = Teller(self.account, self._journal, self._ranks.rank == 0)
