@@ -39,7 +39,7 @@ PATH = "observe only"
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was read of a step, on its way to the host."""
+    """What was read from one step, on its way to the host."""
 
     step: int
     names: tuple[str, ...]
@@ -136,7 +136,7 @@ class ObservedRun(Face):
         return f"<{type(self).__name__}: {self.account.accepted} steps, {len(self.incidents)} incidents>"
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Whoever only observes never stops a run."""
+        """Switch the observer off if it fails: it must never stop a run."""
         try:
             act()
         except Exception as error:

@@ -311,7 +311,7 @@ def test_halt_on_nan_ends_an_observed_run(tmp_path):
 
 
 def test_one_callback_that_only_observes_is_enough_for_all(tmp_path):
-    """Who said that nothing may change is heard; the others read what it records."""
+    """It asks that nothing changes, so nothing does; the others read the same records."""
     monitors = [GradientMonitorCallback(), ActivationMonitorCallback(observe_only=True)]
     plain = trained(tmp_path / "plain", bad=BAD)
     trainer = trained(tmp_path / "observed", bad=BAD, callbacks=monitors)
@@ -319,7 +319,7 @@ def test_one_callback_that_only_observes_is_enough_for_all(tmp_path):
 
 
 def test_protect_guards_a_trainer_whose_callback_only_observes(tmp_path):
-    """`protect` is the clearer word."""
+    """An explicit `protect` wins over `observe_only`."""
     monitor = GradientMonitorCallback(observe_only=True)
     trainer = trained(tmp_path, bad=BAD, callbacks=[monitor], before=lambda t: nanproof.protect(t, observe=Observe(every=1)))
     assert all_finite(trainer.model) and monitor.guard is trainer.nanproof and guards_on(trainer) == 1

@@ -133,13 +133,13 @@ def test_protect_after_the_callback_is_its_guard():
         nanproof.protect(trainer, policy=Policy(lag=0))
 
 
-def test_a_callback_added_after_protect_shows_its_guard():
+def test_a_callback_added_after_protect_shows_its_guard(tmp_path):
     """A step is wrapped once, and both show it."""
     late = NanproofCallback()
     guards = []
 
     def both(trainer) -> None:
-        guards.append(nanproof.protect(trainer))
+        guards.append(nanproof.protect(trainer, run_dir=tmp_path))
         trainer.callbacks.append(late)
 
     trainer, module = fitted(before=both)

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked
 from nanproof import Policy, read_steps
+from nanproof.integrations.script._runs import ScriptRuns
 from nanproof.integrations.script._session import Options, Session
 from nanproof.integrations.script._trainers import _protect
 
@@ -259,6 +261,15 @@ def test_an_ordinary_run_is_not_said_to_be_unguarded(tmp_path):
     done = forked.python("-m", "nanproof", "run", "--json", "script.py", cwd=tmp_path)
     (summary,) = done.stderr.splitlines()
     assert [(one["guarded"], one["steps"]) for one in json.loads(summary)["guarded"]] == [(True, 3)]
+
+
+def test_a_weight_that_cannot_be_compared_does_not_stop_the_script(capsys):
+    """The look at it is given up."""
+    runs = ScriptRuns(Session(Options(policy=Policy())))
+    weight = torch.eye(3).to_sparse().requires_grad_()
+    for _ in range(4):
+        runs.at_backward(torch.sparse.mm(weight, torch.ones(3, 1)).sum())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_trainer_without_an_adapter_is_named_when_it_begins(capsys):

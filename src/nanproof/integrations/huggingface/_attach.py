@@ -1,7 +1,7 @@
-"""What a callback's own trainer gets when it trains: a guard, or with `observe_only` somebody who only records.
+"""Attach a guard, or with `observe_only` an observer, to the trainer that a callback belongs to.
 
-A callback is never given its trainer, and a guard has to be in place before `train` chooses a checkpoint. So the first of these
-callbacks makes `Trainer.train` look for them. A trainer without one trains as before.
+transformers never gives a callback its trainer, and a guard must be in place before `train` chooses a checkpoint. So the first
+callback that is made wraps `Trainer.train`, which then looks for these callbacks. A trainer without one trains as before.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrainerObserver(TrainerCallback):
         trainer = self.trainer
         self._patches.undo()  # a run that was begun again with a smaller batch
         if isinstance(getattr(trainer, "nanproof", None), ProtectedRun):
-            return  # `nanproof run` guards it
+            return  # `nanproof run` guards it, and its views read that guard
         for view in views_of(trainer):
             view.guard = self.run
         if trainer.is_deepspeed_enabled:

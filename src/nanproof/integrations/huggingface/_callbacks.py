@@ -34,9 +34,8 @@ Modules = str | Sequence[str] | Callable[[str, nn.Module], bool]
 class GuardView(TrainerCallback):
     """Reads the records of a trainer's run.
 
-    `callbacks=[...]` is all it takes: when training begins, the trainer is guarded as `nanproof.protect(trainer)` would, with
-    default settings. Several of these callbacks share one guard, and `protect` before or after them is that guard, with its own
-    settings.
+    `callbacks=[...]` is all it takes: when training begins, the trainer is guarded as by `nanproof.protect(trainer)` with default
+    settings. Several of these callbacks share one guard. If the user calls `protect` too, that is the guard, with its settings.
 
     With `observe_only=True` on any of them, losses and gradients are read and recorded, and that is all. A bad step is recorded
     and then taken, as without nanproof: weights may become NaN. Clipping, schedule, checkpoints and what the trainer logs stay

@@ -1,5 +1,5 @@
-"""FitObserver: one fit of Lightning's Trainer that is only recorded. Lightning's own hooks are enough for that: they come before
-clipping, and nothing is stood in for."""
+"""FitObserver: record one fit of Lightning's Trainer and change nothing. Lightning's own hooks are enough for that: they run
+before clipping, so no method is replaced."""
 
 from __future__ import annotations
 

@@ -16,10 +16,13 @@ from nanproof.integrations.script._session import Session
 
 
 class UnguardedSteps:
-    """Notices that a script trains without an optimizer of torch: by hand, or with a class of its own."""
+    """Detects a script that trains without an optimizer of torch: by hand, or with a class of its own.
+
+    It reads a few elements of one weight at each backward, which waits for the device, until the first step of an optimizer.
+    """
 
     CERTAIN = 2
-    """Changes between two backwards that make it certain: one may be a checkpoint that was loaded."""
+    """Changes between two backwards that prove it: one may be a checkpoint that was loaded."""
     LARGEST = 4096
     """Elements of a weight that are looked at."""
 
@@ -55,15 +58,15 @@ def _leaves(tensors: Any) -> list[Tensor]:
     """Tensors whose gradients a backward from here adds to; not all of a large graph."""
     several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     todo = [t.grad_fn for t in several if isinstance(t, Tensor) and t.grad_fn is not None]
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     seen = set(todo)
-    while todo and len(found) < RECENT:
+    while todo and len(leaves) < RECENT:
         node = todo.pop()
-        found += [node.variable] if hasattr(node, "variable") else []
+        leaves += [node.variable] if hasattr(node, "variable") else []
         fresh = {below for below, _ in node.next_functions if below is not None} - seen
         seen |= fresh
         todo += fresh
-    return [leaf for leaf in found if not is_dtensor(leaf)]
+    return [leaf for leaf in leaves if not is_dtensor(leaf)]
 
 
 class ScriptRuns(Groups[ScriptRun]):
@@ -95,10 +98,17 @@ class ScriptRuns(Groups[ScriptRun]):
 
     def at_backward(self, tensors: Any) -> None:
         super().at_backward(tensors)
-        if self.backwards > RECENT:
+        steps, certain = self._unguarded, False
+        if steps is None:
+            return
+        try:
+            certain = steps.at_backward(tensors)
+        except Exception:  # a weight that cannot be compared: sparse, say
             self._unguarded = None
-        if self._unguarded is not None and self._unguarded.at_backward(tensors):
+        if certain:
             self._say_unguarded("weights change, but no optimizer of torch takes a step after a backward")
+        elif self.backwards > RECENT:
+            self._unguarded = None
 
     def at_step(self, optimizer: Optimizer) -> ScriptRun:
         run = super().at_step(optimizer)
