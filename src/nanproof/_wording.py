@@ -185,6 +185,7 @@ BROKE_IN_THE_STEP = "loss and gradients were finite, but the step made weights o
 NORM_OVERFLOW = "every gradient is finite, but the sum of their squares is not; clipping would have set all of them to 0"
 NOT_CLEARED = "the step before was refused too: was zero_grad called in between?"
 NO_COPY = "no copy was kept to put back"
+TAKEN = "the optimizer stepped on it: this run is only observed"
 
 
 def located(seen: str, micro_batch: int | None, rank: int | None) -> str:

@@ -207,7 +207,7 @@ def test_forecasts_are_logged_and_written(tmp_path):
 @pytest.mark.parametrize(("protected", "lag"), [(False, None), (True, 0), (True, 2)])
 def test_the_monitor_sees_the_same_with_and_without_protection(tmp_path, caplog, protected, lag, bad):
     """`last` is what hooks see at the last look, or in a bad step, which is named with the module whose output came first."""
-    monitor = ActivationMonitorCallback(check_every_n_steps=2)
+    monitor = ActivationMonitorCallback(check_every_n_steps=2, observe_only=not protected)
     trainer = make_trainer(tmp_path, Regression(), feature_rows(24, bad), callbacks=[monitor])
     oracle = Oracle(trainer.model)
     trainer.add_callback(Steps(oracle))
@@ -249,7 +249,7 @@ def test_the_first_bad_module_is_the_one_that_ends_first(tmp_path, caplog):
     """A block comes before its parts in the model, and after them in a forward."""
     model = llama()
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * math.inf)
-    monitor = ActivationMonitorCallback()
+    monitor = ActivationMonitorCallback(observe_only=True)
     trainer = make_trainer(tmp_path, model, token_rows(12), callbacks=[monitor], max_grad_norm=0.0)
     trainer.train()
     assert "step 0: outputs that are not finite: first model.layers.0.mlp (" in caplog.text

@@ -1,7 +1,7 @@
 """Adapters: `nanproof.protect` guards the trainers people already use, with one call.
 
-- `_protected` is what `protect` returns; `_patches` replaces methods and puts them back;
-  `_saved` judges the checkpoints that trainers write;
+- `_protected` is what `protect` returns; `_observed` records a run and changes nothing;
+  `_patches` replaces methods and puts them back; `_saved` judges the checkpoints that trainers write;
   `_groups` finds out which optimizers step together, `_loop_groups` guards them in a framework's loop; `_versions` knows which
   versions are tested.
 - One folder for each framework: `huggingface/`, `trl/`, `lightning/`, `accelerate/`, `deepspeed/`. `script/` is `nanproof run`.
@@ -38,7 +38,7 @@ _ADAPTERS = {
 """The module that defines a class, and who protects its objects."""
 
 automatic: weakref.WeakKeyDictionary[Any, ProtectedRun] = weakref.WeakKeyDictionary()
-"""Protected by `nanproof run`, before the script could: if it does so too, it gets that guard."""
+"""Protected by `nanproof run`, or by a callback, before the script could: if it does so too, it gets that guard."""
 
 
 def protect(

@@ -1,6 +1,6 @@
 """Public names for transformers' Trainer: monitors that people know by name, and checks of a loss.
 
-`nanproof.protect(trainer)` guards the run; these report what the guard sees.
+The monitors report what the run's guard sees. Where nobody called `nanproof.protect(trainer)`, they attach it.
 """
 
 from __future__ import annotations

@@ -517,15 +517,6 @@ def test_a_monitor_can_stop_the_run(tmp_path):
     assert monitor.last.nan == len(list(trainer.model.parameters())) == len(monitor.last.bad)
 
 
-def test_a_monitor_needs_a_guard(tmp_path):
-    """Without one there is nothing to look at before clipping: it says what to do."""
-    trainer = make_trainer(tmp_path, Regression(), feature_rows(8), callbacks=[GradientMonitorCallback()])
-    with pytest.raises(UsageError, match="protect"):
-        trainer.train()
-    with pytest.raises(UsageError, match="check_every_n_steps=0"):
-        GradientMonitorCallback(check_every_n_steps=0)
-
-
 def test_an_empty_batch_is_seen_by_the_loss_check(tmp_path):
     """Loss and gradients of exactly 0: nothing is supervised, although nothing is NaN."""
 

@@ -116,6 +116,61 @@ def test_the_document_shows_what_is_printed(tmp_path):
     assert max(map(len, done.stdout.split("AdamW of GPT")[1].splitlines())) <= 120
 
 
+def test_the_documented_recipe_runs_a_bundle_again(tmp_path):
+    """The lines of scripts.md, pasted into a script and into a shell."""
+    section = (ROOT / "docs" / "frameworks" / "scripts.md").read_text().partition("## A bundle, run again")[2].partition("## ")[0]
+    (lines,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(Path(PLAIN).read_text() + lines)
+    train, replay = (forked.python("-m", *line.split(), cwd=tmp_path) for line in commands.strip().splitlines())
+    assert (train.returncode, replay.returncode) == (0, 1), train.stderr + replay.stderr
+    assert "nonfinite-batch" in replay.stdout and "as recorded" in replay.stdout
+
+
+ACCUMULATED = """
+import torch
+from torch import nn
+
+import nanproof
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.body(x).square().mean() + (self.body(x) * x[:, :1]).abs().sqrt().mean()}
+
+
+def build():
+    return {"model": Root(), "loss_fn": nanproof.call_again}
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Root()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        for part in range(4):
+            x = torch.randn(4, 4)
+            x[0, 0] = 0.0 if (step, part) == (2, 3) else x[0, 0]
+            (model(x)["loss"] / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_an_accumulated_step_is_replayed_with_its_own_numbers(tmp_path):
+    """The loss that the loop divided is not divided a second time."""
+    (tmp_path / "train.py").write_text(ACCUMULATED)
+    forked.python("-m", "nanproof", "run", "--run-dir", "records", "train.py", cwd=tmp_path)
+    bundle = next((tmp_path / "records" / "incidents").iterdir())
+    done = forked.python("-m", "nanproof", "replay", bundle, "--entry", "train:build", "--json", cwd=tmp_path)
+    result = json.loads(done.stdout)
+    assert (result["kind"], result["verdict"], result["same_as_recorded"]) == ("nonfinite-gradient", "persistent", True)
+
+
 def test_verdicts_that_come_late(tmp_path):
     """As on CUDA: the script saves two steps after a bad one, before its verdict was read, and what it saves holds the step that
     was held up behind the bad one."""

@@ -6,8 +6,14 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+import torch
+
 import forked
-from nanproof import read_steps
+from nanproof import Policy, read_steps
+from nanproof.integrations.script._runs import ScriptRuns
+from nanproof.integrations.script._session import Options, Session
+from nanproof.integrations.script._trainers import _protect
 
 SWEEP = """
 import gc, math, weakref
@@ -174,3 +180,102 @@ def test_two_optimizers_are_told_apart(tmp_path):
     assert (incident["step"], incident["micro_batch"]) == (7, None)
     assert incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["samples"] == [5]
     assert incident["diagnosis"]["where"] == "batch['real']" and incident["diagnosis"]["verified"]
+
+
+TRAINED_BY_HAND = """
+weight = torch.randn(3, requires_grad=True)
+for step in range(5):
+    (weight * torch.randn(3)).sum().square().backward()
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+    weight.grad = None
+    print("step", step, file=sys.stderr)
+"""
+OPTIMIZER_NEVER_STEPS = """
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.randn(4, 3)).square().mean().backward()
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+        p.grad = None
+    print("step", step, file=sys.stderr)
+"""
+NO_GRADIENTS = """
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.step()
+    print("step", step, file=sys.stderr)
+"""
+GUARDED_BY_ITSELF = """
+import nanproof
+model = torch.nn.Linear(3, 1)
+guard = nanproof.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(5):
+    loss = model(torch.randn(4, 3)).square().mean()
+    loss.backward()
+    guard.step(loss)
+    guard.optimizer.zero_grad()
+    print("step", step, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "step"),
+    [
+        (TRAINED_BY_HAND, "nothing is guarded so far", 2),
+        (OPTIMIZER_NEVER_STEPS, "nothing is guarded so far", 2),
+        (NO_GRADIENTS, "SGD", 2),
+        (GUARDED_BY_ITSELF, "SGD is not guarded", 0),
+    ],
+    ids=["by hand", "never steps", "no gradients", "its own guard"],
+)
+def test_a_run_without_a_guard_says_so_early(tmp_path, script, words, step):
+    """One line as soon as it is certain, long before the summary."""
+    (tmp_path / "script.py").write_text("import sys, torch\n" + script)
+    done = forked.python("-m", "nanproof", "run", "script.py", cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    early = lines[: lines.index(f"step {step}")]
+    assert sum(words in line for line in early) == 1, done.stderr
+    assert sum("so far" in line for line in lines) <= 1
+
+
+def test_an_ordinary_run_is_not_said_to_be_unguarded(tmp_path):
+    """A backward and a step before the training, weights that are loaded, inputs with gradients, accumulation: all are usual."""
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "x = torch.randn(4, 3, requires_grad=True)\n"
+        "for _ in range(4):\n"
+        "    model(x).square().mean().backward()\n"
+        "    x.data += x.grad.sign()\n"
+        "model.load_state_dict(torch.nn.Linear(3, 1).state_dict())\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer.zero_grad()\n"
+        "optimizer.step()\n"
+        "for step in range(12):\n"
+        "    model(torch.randn(4, 3)).square().mean().backward()\n"
+        "    if step % 4 == 3:\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+    )
+    done = forked.python("-m", "nanproof", "run", "--json", "script.py", cwd=tmp_path)
+    (summary,) = done.stderr.splitlines()
+    assert [(one["guarded"], one["steps"]) for one in json.loads(summary)["guarded"]] == [(True, 3)]
+
+
+def test_a_weight_that_cannot_be_compared_does_not_stop_the_script(capsys):
+    """The look at it is given up."""
+    runs = ScriptRuns(Session(Options(policy=Policy())))
+    weight = torch.eye(3).to_sparse().requires_grad_()
+    for _ in range(4):
+        runs.at_backward(torch.sparse.mm(weight, torch.ones(3, 1)).sum())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_trainer_without_an_adapter_is_named_when_it_begins(capsys):
+    """With the reason, before its first step."""
+    session = Session(Options(policy=Policy()))
+    assert not _protect(session, object()) and not session.trainers
+    assert "object is not guarded as a trainer" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from integrations import tiny_trl as tiny
 from integrations.tiny_trl import BAD, TOOL
 from nanproof import UnsupportedError, protect
 from nanproof.integrations._patches import Patches
+from nanproof.integrations.transformers import GradientMonitorCallback
 from nanproof.integrations.trl._grpo import Window, check_grpo, extend_grpo
 from nanproof.numerics.rl import Signals
 
@@ -51,6 +52,33 @@ def test_a_token_that_breaks_the_loss(kind, tmp_path):
     # What TRL counts while it computes a loss is counted once, however often the guard ran the step again.
     assert tiny.logged(guarded, "num_tokens") == tiny.logged(trainer, "num_tokens")
     assert tiny.logged(guarded, "entropy")[:step] == pytest.approx(tiny.logged(trainer, "entropy")[:step], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_a_callback_alone_guards_a_trainer_of_trl(kind, tmp_path):
+    """As `protect` does, bit for bit: SFT, DPO, and GRPO with its sampling. With `observe_only` the run ends as a plain one."""
+    settings = {"shuffle_dataset": False} if kind == "grpo" else {}
+    build = {**BUILD, "grpo": tiny.grpo}[kind]
+
+    def trained(name, *callbacks, guarded=False):
+        trainer = build(tmp_path / name, max_steps=3, **settings)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        if guarded:
+            protect(trainer)
+        torch.manual_seed(2)
+        trainer.train()
+        return trainer
+
+    def equal(a, b):
+        return all(torch.equal(x, y) for x, y in zip(tiny.weights(a).values(), tiny.weights(b).values(), strict=True))
+
+    monitor = GradientMonitorCallback()
+    alone = trained("alone", monitor)
+    assert equal(alone, trained("protected", guarded=True)) and monitor.guard is alone.nanproof and monitor.last.step == 2
+    assert any(key.startswith("nanproof/rl/") for log in alone.state.log_history for key in log) is (kind == "grpo")
+    observer = GradientMonitorCallback(observe_only=True)
+    assert equal(trained("observed", observer), trained("plain")) and observer.last.step == 2 and not observer.guard.incidents
 
 
 def test_grpo_goes_on_where_sampling_would_have_crashed(tmp_path):

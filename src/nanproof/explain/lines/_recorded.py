@@ -273,7 +273,7 @@ def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a recorded call: a loss function for `nanproof replay` too."""
+    """The loss of a recorded call, as its backward got it: a loss function for `nanproof replay` too."""
     if not isinstance(batch, Mapping) or not batch.get("loss"):
         raise UsageError("call_again(): this is not a recorded call of a model, or its loss was not the model's own")
     where, *ops = batch["loss"]
@@ -284,6 +284,9 @@ def call_again(model: nn.Module, batch: Any) -> Tensor:
     for op, number in ops:
         loss = loss / number if op == "/" else loss * number
     return loss
+
+
+call_again.weighted = True  # type: ignore[attr-defined]  # what the loop divided by is among the operations
 
 
 def _candidates(output: Any) -> Iterator[tuple[Any, Tensor]]:

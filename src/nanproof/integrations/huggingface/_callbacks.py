@@ -1,5 +1,5 @@
-"""Callbacks of the Trainer that people know by name. Those that look at gradients, losses and activations are views on a guard:
-what they report was seen before clipping, and cost nothing extra.
+"""Callbacks of the Trainer that people know by name. They read the records of the run's guard: what they report was seen before
+clipping, and costs nothing extra. A trainer that nobody protects gets its guard from them, when its training begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from transformers import TrainerCallback
 from nanproof._errors import UsageError
 from nanproof._records import ABSENT, StepRecord
 from nanproof._wording import listed
+from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
+from nanproof.integrations.huggingface._attach import follow_callbacks
 from nanproof.observe._activations import Observer
 from nanproof.observe._settings import AUTO, Observe
 from nanproof.observe._tables import COLUMNS, Rows, largest
@@ -30,26 +32,50 @@ Modules = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 class GuardView(TrainerCallback):
-    """Looks at the records of the guard that protects this trainer."""
+    """Reads the records of a trainer's run.
 
-    def __init__(self) -> None:
-        self.guard: ProtectedRun | None = None
-        """Set by `nanproof.protect(trainer)`."""
+    `callbacks=[...]` is all it takes: when training begins, the trainer is guarded as by `nanproof.protect(trainer)` with default
+    settings. Several of these callbacks share one guard. If the user calls `protect` too, that is the guard, with its settings.
+
+    With `observe_only=True` on any of them, losses and gradients are read and recorded, and that is all. A bad step is recorded
+    and then taken, as without nanproof: weights may become NaN. Clipping, schedule, checkpoints and what the trainer logs stay
+    its own. Nothing is refused, diagnosed or resumed from a better checkpoint, and GRPO's sampling is not guarded. What
+    `protect` or `nanproof run` guards stays guarded.
+    """
+
+    def __init__(self, observe_only: bool = False) -> None:
+        self.observe_only = observe_only
+        self.guard: ProtectedRun | ObservedRun | None = None
+        """The run whose records it reads; set when training begins."""
         self._seen = -1
+        follow_callbacks()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.guard is None:
-            raise UsageError(f"{type(self).__name__} reads the records of a guard: call nanproof.protect(trainer) before train()")
+            raise UsageError(
+                f"{type(self).__name__}: this trainer's train() is not the one of transformers, so no guard was attached. "
+                "hint: call nanproof.protect(trainer) before train()"
+            )
         self._seen = state.global_step - 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last steps too: all records are in by now."""
+        self.on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Join the log of a trainer that nothing guards, as far as a callback can: its history, and callbacks that come later."""
+        if not isinstance(self.guard, ProtectedRun) and logs is not None and "loss" in logs:
+            logs.update(self.metrics())
+            if state.log_history:
+                state.log_history[-1].update(self.metrics())
 
     def metrics(self) -> dict[str, float]:
         """What joins the trainer's next log."""
         return {}
 
     def _new(self) -> Iterator[StepRecord]:
-        assert self.guard is not None
         new = []
-        for record in reversed(self.guard.history):
+        for record in reversed(() if self.guard is None else self.guard.history):
             if record.step <= self._seen:
                 break
             new.append(record)
@@ -88,10 +114,28 @@ class GradientSummary:
 
 
 class GradientMonitorCallback(GuardView):
-    """Norms of the gradients of every parameter, before clipping: mean, largest, smallest, and which were NaN or Inf."""
+    """Norms of the gradients of every parameter, before clipping: mean, largest, smallest, and which were NaN or Inf.
 
-    def __init__(self, check_every_n_steps: int = 1, log_every_n_steps: int = 50, halt_on_nan: bool = False) -> None:
-        super().__init__()
+    It guards the trainer if nothing else does: bad steps are refused. With `observe_only=True` they are only recorded, and the
+    optimizer steps on them as it does without nanproof.
+    """
+
+    def __init__(
+        self,
+        check_every_n_steps: int = 1,
+        log_every_n_steps: int = 50,
+        halt_on_nan: bool = False,
+        *,
+        observe_only: bool = False,
+    ) -> None:
+        """
+        Args:
+            check_every_n_steps: steps from one look at the records to the next.
+            log_every_n_steps: steps from one line in the log to the next, at level INFO; a bad step is a warning.
+            halt_on_nan: end training after a bad step.
+            observe_only: change nothing of the run: no step is refused, nothing is diagnosed.
+        """
+        super().__init__(observe_only)
         _positive(check_every_n_steps=check_every_n_steps, log_every_n_steps=log_every_n_steps)
         self.check_every_n_steps, self.log_every_n_steps, self.halt_on_nan = check_every_n_steps, log_every_n_steps, halt_on_nan
         self.last: GradientSummary | None = None
@@ -102,21 +146,26 @@ class GradientMonitorCallback(GuardView):
         for record in self._new():
             if record.step % self.check_every_n_steps:
                 continue
-            self.last = found = GradientSummary.of(record)
-            if found.nan or found.inf:
+            before, self.last = self.last, GradientSummary.of(record)
+            summary, due = self.last, record.step % self.log_every_n_steps == 0
+            if summary.bad:
                 self.bad_steps += 1
-                log.warning(
-                    "nanproof: step %d: gradients of %d parameters are NaN, of %d Inf: %s", found.step, found.nan, found.inf,
-                    listed(found.bad),
-                )  # fmt: skip
                 control.should_training_stop |= self.halt_on_nan
-            elif record.step % self.log_every_n_steps == 0:
+            if summary.bad and (due or before is None or not before.bad):  # not at every step of a run that stays bad
+                log.warning(
+                    "nanproof: step %d: gradients of %d parameters are NaN, of %d Inf: %s",
+                    summary.step,
+                    summary.nan,
+                    summary.inf,
+                    listed(summary.bad),
+                )
+            elif due and not summary.bad:
                 log.info(
                     "nanproof: step %d: gradient norms mean %.3g, max %.3g, min %.3g",
-                    found.step,
-                    found.mean,
-                    found.max,
-                    found.min,
+                    summary.step,
+                    summary.mean,
+                    summary.max,
+                    summary.min,
                 )
 
     def metrics(self) -> dict[str, float]:
@@ -135,10 +184,13 @@ GradientMonitoringCallback = GradientMonitorCallback
 
 class LossCheckCallback(GuardView):
     """Is the loss a number, and is there anything to learn from? NaN and Inf; and exactly 0 with no gradient, which is what a
-    batch without a supervised token looks like."""
+    batch without a supervised token looks like.
 
-    def __init__(self, halt_on_nan: bool = False) -> None:
-        super().__init__()
+    It guards the trainer if nothing else does; with `observe_only=True` it changes nothing.
+    """
+
+    def __init__(self, halt_on_nan: bool = False, *, observe_only: bool = False) -> None:
+        super().__init__(observe_only)
         self.halt_on_nan = halt_on_nan
         self.nonfinite: list[int] = []
         """Steps whose loss was NaN or Inf."""
@@ -148,8 +200,9 @@ class LossCheckCallback(GuardView):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for record in self._new():
             if not math.isfinite(record.loss):
+                if self.nonfinite[-1:] != [record.step - 1]:  # not at every step of a run that stays bad
+                    log.warning("nanproof: step %d: the loss is %s", record.step, record.loss)
                 self.nonfinite.append(record.step)
-                log.warning("nanproof: step %d: the loss is %s", record.step, record.loss)
                 control.should_training_stop |= self.halt_on_nan
             elif record.loss == 0 and record.grad_norm == 0:
                 self.empty.append(record.step)
@@ -164,18 +217,19 @@ class LossCheckCallback(GuardView):
 class ActivationMonitorCallback(GuardView):
     """The largest output of the chosen modules at every step, and which are not finite; every so many steps a full look.
 
-    With `nanproof.protect(trainer)` it makes the guard observe, unless `observe=` was given, and reads its records: gradients,
-    weights, attention and forecasts come with that. Without, it looks at outputs by itself. Nothing waits for the device: what a
-    step looked like is read at the end of the next one.
+    It guards the trainer if nothing else does, and makes the guard observe, unless `protect` was given `observe=`: gradients,
+    weights, attention and forecasts come with that. With `observe_only=True` it looks at outputs by itself and changes nothing.
+    Nothing waits for the device: what a step looked like is read at the end of the next one.
     """
 
-    def __init__(self, check_every_n_steps: int = 50, modules: Modules | None = None) -> None:
+    def __init__(self, check_every_n_steps: int = 50, modules: Modules | None = None, *, observe_only: bool = False) -> None:
         """
         Args:
             check_every_n_steps: steps from one full look to the next; `last` is of these, and of steps that were bad.
             modules: whose outputs: a function of name and module, names with wildcards, or None for `Observe`'s own choice.
+            observe_only: change nothing of the run: no step is refused, nothing is diagnosed.
         """
-        super().__init__()
+        super().__init__(observe_only)
         _positive(check_every_n_steps=check_every_n_steps)
         self.check_every_n_steps = check_every_n_steps
         self.settings = Observe(every=check_every_n_steps, modules=AUTO if modules is None else modules)
@@ -213,13 +267,6 @@ class ActivationMonitorCallback(GuardView):
         if self._observer is None:
             self._read_records()
         self._stop()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """On its own it joins the trainer's log as far as a callback can: its history, and callbacks that come later."""
-        if self._observer is not None and logs is not None and "loss" in logs:
-            logs.update(self.metrics())
-            if state.log_history:
-                state.log_history[-1].update(self.metrics())
 
     def metrics(self) -> dict[str, float]:
         if not self.last:

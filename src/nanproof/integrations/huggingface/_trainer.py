@@ -56,10 +56,21 @@ def protect_trainer(
 ) -> ProtectedRun:
     """Guard what this trainer trains. Call it before `trainer.train()`; what it returns fills as the run goes on.
     `observe` not given: as an `ActivationMonitorCallback` among the trainer's callbacks asks."""
+    return attach(trainer, policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe).guard
+
+
+def attach(
+    trainer: Trainer,
+    *,
+    policy: Policy | None = None,
+    run_dir: str | Path | None = "auto",
+    checkpoints: Checkpoints | None = None,
+    observe: Observe | bool | None = None,
+) -> _Watch:
+    """Put a guard between a trainer and its optimizer. It begins with the trainer's next `train`."""
     check_version("transformers")
     check_version("accelerate")
-    there = getattr(trainer, "nanproof", None)
-    if there is not None:
+    if getattr(trainer, "nanproof", None) is not None:
         raise AlreadyGuarded("protect(trainer): this trainer is protected already; its guard is trainer.nanproof")
     if trainer.state.global_step:
         log.warning("nanproof: protect(trainer) comes after %d steps of training: the next train() is protected, they were not",
@@ -69,13 +80,23 @@ def protect_trainer(
     ]
     if missing:
         raise UnsupportedError(f"protect(trainer): this version of transformers has no Trainer.{missing[0]}")
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "protect(trainer): DeepSpeed takes the step itself; protect its engine, nanproof.protect(trainer.model_wrapped), or "
+            "train without it"
+        )
     check_grpo(trainer)
     if run_dir == "auto":
         run_dir = Path(trainer.args.output_dir) / "nanproof" if trainer.args.output_dir else None
     guard = ProtectedRun(policy=policy, run_dir=run_dir, checkpoints=checkpoints, observe=observe, loop=_LOOP)
-    _Watch(trainer, guard, ask_monitor=observe is None)
+    watch = _Watch(trainer, guard, ask_monitor=observe is None)
     trainer.nanproof = guard  # type: ignore[attr-defined]
-    return guard
+    return watch
+
+
+def views_of(trainer: Trainer) -> list[GuardView]:
+    """The callbacks of a trainer that read the records of its run."""
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, GuardView)]
 
 
 class _Watch(TrainerCallback):
@@ -119,13 +140,17 @@ class _Watch(TrainerCallback):
 
     # -- the run ---------------------------------------------------------------------------------------------------------------
 
-    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        return self.train(self._plain_train, *args, **kwargs)
+
+    def train(self, plain: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, guarded. `plain`: the trainer's own `train`."""
         self._stopping = False
         resume_from_checkpoint = choose(self.trainer, resume_from_checkpoint)
         self._resumed_from = resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else None
         try:
             with self._healed.remedies_first(self._resumed_from):
-                result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
+                result = plain(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             self._save_if_asked(error)
             self._end(error)
@@ -169,7 +194,7 @@ class _Watch(TrainerCallback):
         wrap(accelerator, "backward", self._backward)
         wrap(accelerator, "clip_grad_norm_", self._clip)
         wrap(trainer.optimizer, "step", self._optimizer_step)
-        for view in self._views:
+        for view in views_of(self.trainer):
             view.guard = guard
 
     def _begin(self) -> None:
@@ -178,7 +203,7 @@ class _Watch(TrainerCallback):
         assert trainer.optimizer is not None
         self._refuse_what_cannot_be_guarded()
         if self._ask_monitor:
-            monitors = (view for view in self._views if isinstance(view, ActivationMonitorCallback))
+            monitors = (view for view in views_of(self.trainer) if isinstance(view, ActivationMonitorCallback))
             guard.observe = next((monitor.settings for monitor in monitors), None)
         guard.start(
             trainer.model_wrapped,
@@ -237,17 +262,8 @@ class _Watch(TrainerCallback):
             counts = guard.accepted_so_far, guard.refused_so_far, len(guard.incidents)
             log.warning("nanproof: %d steps taken, %d refused, %d incidents", *counts)
 
-    @property
-    def _views(self) -> list[GuardView]:
-        return [cb for cb in self.trainer.callback_handler.callbacks if isinstance(cb, GuardView)]
-
     def _refuse_what_cannot_be_guarded(self) -> None:
         trainer = self.trainer
-        if trainer.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "protect(trainer): DeepSpeed takes the step itself; protect its engine, "
-                "nanproof.protect(trainer.model_wrapped), or train without it"
-            )
         optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
         if optimizer in ("Lomo", "AdaLomo"):
             raise UnsupportedError(
@@ -379,7 +395,7 @@ class _Watch(TrainerCallback):
             logs["nanproof/incidents"] = len(self.guard.incidents)
             if self.guard.observe is not None:
                 logs["nanproof/forecasts"] = len(self.guard.forecasts)
-            for view in self._views:
+            for view in views_of(self.trainer):
                 logs.update(view.metrics())
         elif "train_loss" in logs:
             self.guard.sync()

@@ -1,7 +1,7 @@
 """Lightning: Trainer and Fabric. Public: `NanproofCallback`, for trainers that a configuration file builds.
 
 - `_trainer` protects a Trainer; `_seam` is where it attaches; `_replay` runs `training_step` again.
-- `_checkpoints` chooses what a fit resumes from.
+- `_checkpoints` chooses what a fit resumes from. `_observed` records a fit and changes nothing.
 - `_averages` keeps refused steps out of epoch averages. `_fabric` protects a Fabric.
 """
 

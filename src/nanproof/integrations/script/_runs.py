@@ -5,12 +5,69 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanproof.core.judge._parameters import is_dtensor
 from nanproof.integrations._groups import RECENT, Groups
 from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._script_run import ScriptRun
 from nanproof.integrations.script._session import Session
+
+
+class UnguardedSteps:
+    """Detects a script that trains without an optimizer of torch: by hand, or with a class of its own.
+
+    It reads a few elements of one weight at each backward, which waits for the device, until the first step of an optimizer.
+    """
+
+    CERTAIN = 2
+    """Changes between two backwards that prove it: one may be a checkpoint that was loaded."""
+    LARGEST = 4096
+    """Elements of a weight that are looked at."""
+
+    def __init__(self) -> None:
+        self._weight: Any = None
+        self._before: Tensor | None = None
+        self._changes = self._steps = 0
+
+    def at_backward(self, tensors: Any) -> bool:
+        """A backward begins from here. Return whether weights changed often enough since the first one."""
+        weight = None if self._weight is None else self._weight()
+        if weight is None:
+            self._before = None
+            leaves = _leaves(tensors)
+            # Inputs that get a gradient change with every batch.
+            leaves = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
+            if not leaves:
+                return False
+            weight = min(leaves, key=Tensor.numel)
+            self._weight = weakref.ref(weight)
+        now = weight.detach().reshape(-1)[: self.LARGEST].clone()
+        self._changes += self._before is not None and not torch.equal(self._before, now)
+        self._before = now
+        return self._changes >= self.CERTAIN
+
+    def at_step(self) -> bool:
+        """An optimizer of torch steps without a gradient. Return whether that happened often enough."""
+        self._steps += 1
+        return self._steps > self.CERTAIN
+
+
+def _leaves(tensors: Any) -> list[Tensor]:
+    """Tensors whose gradients a backward from here adds to; not all of a large graph."""
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    todo = [t.grad_fn for t in several if isinstance(t, Tensor) and t.grad_fn is not None]
+    leaves: list[Tensor] = []
+    seen = set(todo)
+    while todo and len(leaves) < RECENT:
+        node = todo.pop()
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        fresh = {below for below, _ in node.next_functions if below is not None} - seen
+        seen |= fresh
+        todo += fresh
+    return [leaf for leaf in leaves if not is_dtensor(leaf)]
 
 
 class ScriptRuns(Groups[ScriptRun]):
@@ -23,6 +80,8 @@ class ScriptRuns(Groups[ScriptRun]):
         self.last_loss: Any = None
         """Of the last backward."""
         self.first_calls = FirstCalls()
+        self._unguarded: UnguardedSteps | None = UnguardedSteps()
+        """Until an optimizer steps, guarded or left alone with its reason."""
 
     def see(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
@@ -40,6 +99,34 @@ class ScriptRuns(Groups[ScriptRun]):
         self.see(optimizer)
         run = self.of(optimizer)
         return None if run.left_alone else run
+
+    def at_backward(self, tensors: Any) -> None:
+        super().at_backward(tensors)
+        steps, certain = self._unguarded, False
+        if steps is None:
+            return
+        try:
+            certain = steps.at_backward(tensors)
+        except Exception:  # a weight that cannot be compared: sparse, say
+            self._unguarded = None
+        if certain:
+            self._say_unguarded("weights change, but no optimizer of torch takes a step after a backward")
+        elif self.backwards > RECENT:
+            self._unguarded = None
+
+    def at_step(self, optimizer: Optimizer) -> ScriptRun:
+        run = super().at_step(optimizer)
+        if run.started or run.left_alone:
+            self._unguarded = None
+        elif self._unguarded is not None and self._unguarded.at_step():
+            self._say_unguarded(f"{run.tally.name} takes steps, but none of its parameters has a gradient")
+        return run
+
+    def _say_unguarded(self, why: str) -> None:
+        """Say once that training goes on past nanproof. The summary would be too late."""
+        self._unguarded = None
+        if not self._session.trainers and not any(tally.calls or not tally.guarded for tally in self._session.tallies):
+            self._session.say(f"nothing is guarded so far: {why}")
 
     def of(self, optimizer: Any) -> ScriptRun:
         run: ScriptRun = optimizer._nanproof_watched

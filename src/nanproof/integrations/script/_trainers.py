@@ -112,7 +112,7 @@ def _protect(session: Session, trainer: Any) -> bool:
         session.tallies.append(Tally(type(trainer).__name__, path="the script guards it itself"))
         return True
     except (NanproofError, ImportError) as error:
-        session.say_once(f"{type(trainer).__name__} has no adapter of its own here: {error}")
+        session.say_once(f"{type(trainer).__name__} is not guarded as a trainer, but its optimizers are, if they can be: {error}")
         return False
     session.trainers.append((type(trainer).__name__, guard))
     return True
