@@ -178,6 +178,10 @@ def test_a_bundle_that_is_there_is_named(tmp_path):
     (folder / "incidents.jsonl").write_text(json.dumps({**json.loads(text), "bundle": f"elsewhere/{bundle.name}"}) + "\n")
     (finding,) = json.loads(run(folder, "--json").stdout)["logs"][0]["findings"]
     assert finding["recorded"]["bundle"] == str(bundle)
+    diagnosis = json.loads(text)["diagnosis"]
+    assert {key: finding["recorded"][key] for key in ("cause", "source", "fix")} == {
+        key: diagnosis[key] for key in ("cause", "source", "fix")
+    }
     assert any(command.startswith(f"nanproof replay {bundle} --entry") for command in finding["commands"])
 
 

@@ -263,6 +263,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     _say(console, finding.said, indent=2)
     if kept is not None:
         where = f", {kept.where}" if kept.where and kept.where != kept.cause else ""
+        where += f", {kept.source}" if kept.source else ""
         _say(console, f"cause: {kept.cause}{where}" if kept.cause is not None else "cause: not diagnosed", indent=2)
         if kept.fix:
             tried = "verified on the step itself" if kept.verified else "not verified"

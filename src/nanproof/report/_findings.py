@@ -95,6 +95,7 @@ def _finding(run: Run, trouble: Trouble) -> Finding:
             steps=spans(incident.step for incident in trouble.incidents),
             cause=None if diagnosis is None else diagnosis.cause,
             where="" if diagnosis is None else shown(place(diagnosis), _LONGEST),
+            source=None if diagnosis is None or diagnosis.source is None else shown(diagnosis.source, _LONGEST),
             fix=None if diagnosis is None or diagnosis.fix is None else shown(diagnosis.fix, _LONGEST),
             verified=diagnosis is not None and diagnosis.verified,
             bundle=None if bundle is None else str(bundle),

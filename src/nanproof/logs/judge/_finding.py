@@ -63,6 +63,8 @@ class Recorded:
     cause: str | None
     """None: not diagnosed."""
     where: str
+    source: str | None
+    """File and line."""
     fix: str | None
     verified: bool
     """Whether the fix was tried on the step itself, and held."""
