@@ -103,19 +103,22 @@ def bad(step, action="skipped", cause=None, kind="nonfinite-loss", **more):
     [
         ([], []),
         ([bad(1, cause="a"), bad(2, same_as=1), bad(4), bad(5, same_as=1)], [([0, 1, 3], 0), ([2], 2)]),
-        ([bad(1), bad(2), bad(3)], [([0], 0), ([1], 1), ([2], 2)]),
+        ([bad(1), bad(2), bad(3, culprits=(("a", 1.0),)), bad(4, "clipped")], [([0, 1], 0), ([2], 2), ([3], 3)]),
+        ([bad(1, cause="a"), bad(2), bad(3, cause="a"), bad(4, cause="b")], [([0, 2], 0), ([1], 1), ([3], 3)]),
         ([bad(1, cause="a"), bad(2, "halted", same_as=1)], [([0], 0), ([1], 0)]),
         ([bad(1, cause="a"), bad(2, kind="spike", same_as=1)], [([0], 0), ([1], 1)]),
         ([bad(2, same_as=2), bad(3, same_as=9), bad(9, cause="a")], [([0], 0), ([1], 1), ([2], 2)]),
         ([bad(1, cause="a"), bad(2, same_as=1), bad(3, same_as=2)], [([0, 1, 2], 0)]),
         ([bad(1), bad(1, cause="a"), bad(2, same_as=1)], [([0], 0), ([1, 2], 1)]),
-        ([bad(1, cause="a"), bad(1, cause="a"), bad(2, same_as=1)], [([0, 2], 0), ([1], 1)]),
+        ([bad(1, cause="a"), bad(1, cause="a"), bad(2, same_as=1)], [([0, 1, 2], 0)]),
         ([bad(1, cause="a"), bad(1, cause="b"), bad(2, same_as=1)], [([0], 0), ([1], 1), ([2], 2)]),
     ],
-    ids=["none", "named", "not named", "done otherwise", "another kind", "not earlier", "a chain", "the diagnosed one",
+    ids=["none", "named", "not diagnosed", "diagnosed alike", "done otherwise", "another kind", "not earlier", "a chain",
+         "the diagnosed one",
          "a step twice", "which of two is not known"],
 )  # fmt: skip
-def test_incidents_are_grouped_by_same_as_alone(incidents, groups):
+def test_incidents_with_one_explanation_are_grouped(incidents, groups):
+    """`same_as`, or the same diagnosis, or, where none was made, the same kind and culprits. Done otherwise, they are apart."""
     assert [(group.members, group.origin) for group in alike(incidents)] == groups
 
 
@@ -126,7 +129,11 @@ def test_incidents_are_grouped_by_same_as_alone(incidents, groups):
     (range(40, 80, 2), "as at step 39, 20 more times: steps 40, 42, 44, 46, 48, 50 to 78"),
 ])  # fmt: skip
 def test_how_often_it_came_again(others, said):
-    assert wording.repeated(39, others) == said
+    assert wording.repeated(bad(39, cause="a"), others) == wording.repeated(bad(60, same_as=39), others) == said
+
+
+def test_incidents_that_were_not_diagnosed_are_counted_and_not_called_the_same():
+    assert wording.repeated(bad(39), [41, 42]) == "2 more not diagnosed: steps 41-42"
 
 
 def test_a_list_of_another_type_is_not_made_a_list():

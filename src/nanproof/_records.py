@@ -375,6 +375,25 @@ class Group:
 
 
 def alike(incidents: Sequence[Incident]) -> list[Group]:
+    """Group incidents that have one explanation: `same_as` names the same incident, or the same cause was found at the same
+    place. Incidents that were not diagnosed are grouped if kind, culprits and bad terms of the loss are the same."""
+    groups: dict[tuple[object, ...], Group] = {}
+    for group in _named_alike(incidents):
+        first, found = incidents[group.members[0]], incidents[group.origin].diagnosis
+        if found is not None:
+            why: tuple[object, ...] = (found.cause, found.where, found.fix)
+        else:
+            terms = tuple(name for name, value in first.terms if not math.isfinite(value))
+            why = (first.same_as, tuple(name for name, _ in first.culprits), terms)
+        there = groups.setdefault((first.kind, first.action, found is None, *why), group)
+        if there is not group:
+            there.members.extend(group.members)
+    for group in groups.values():
+        group.members.sort()
+    return list(groups.values())
+
+
+def _named_alike(incidents: Sequence[Incident]) -> list[Group]:
     """Group incidents by `same_as`. An incident without it, or whose `same_as` names no earlier incident, starts a group."""
     origins: dict[tuple[str, int], int | None] = {}
     groups: dict[tuple[int, str], Group] = {}
@@ -389,6 +408,12 @@ def alike(incidents: Sequence[Incident]) -> list[Group]:
             same = earlier is None or (earlier.cause, earlier.where) == (incident.diagnosis.cause, incident.diagnosis.where)
             origins[key] = (before if earlier is not None else place) if same else None
     return list(groups.values())
+
+
+def halt(incidents: Sequence[Incident], newest: int | None) -> Incident | None:
+    """Return the incident that halted a run for good: its last one, with no later step. `newest`: the newest step."""
+    last = incidents[-1] if incidents else None
+    return last if last is not None and last.action == "halted" and (newest is None or newest <= last.step) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

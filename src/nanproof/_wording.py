@@ -51,12 +51,15 @@ def outcome(incident: Incident) -> str:
     return "; ".join(parts)
 
 
-def repeated(step: int, others: Sequence[int]) -> str:
-    """How often the trouble of a step came again, and at which steps; empty where it did not."""
+def repeated(first: Incident, others: Sequence[int]) -> str:
+    """How often the trouble of an incident came again, and at which steps; empty where it did not. Only a diagnosis says that it
+    is the same trouble."""
     if not others:
         return ""
+    if first.diagnosis is None and first.same_as is None:
+        return f"{len(others):,} more not diagnosed: step{'s' * (len(others) > 1)} {spans(others)}"
     times = "once more: step" if len(others) == 1 else f"{len(others):,} more times: steps"
-    return f"as at step {step}, {times} {spans(others)}"
+    return f"as at step {first.step if first.same_as is None else first.same_as}, {times} {spans(others)}"
 
 
 def cap(incident: Incident) -> str:

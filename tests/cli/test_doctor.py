@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nanproof import Incident
 from nanproof.cli import app
 
 CORPUS = Path(__file__).parents[1] / "logs" / "corpus"
@@ -155,12 +156,43 @@ def test_a_checkpoint_given_by_mistake_is_sent_to_scan(tmp_path, name):
     assert done.exit_code == 2 and f"nanproof scan {tmp_path / name}" in done.stdout
 
 
-def test_a_guarded_run_is_not_told_to_use_a_guard():
-    """Its folder is in the commands as printed; the refused step is told as refused."""
+def test_a_guarded_run_is_not_told_to_use_a_guard(tmp_path):
+    """Its folder is in the commands as printed; the refused step is told as recorded, or without the records as refused."""
     text = run(CORPUS / "nanproof_refused", columns=400).stdout
-    assert f"nanproof report {CORPUS / 'nanproof_refused'} " in text and "--entry" in text
+    assert f"nanproof report {CORPUS / 'nanproof_refused'} " in text and "--entry" not in text, "its bundle is not there"
+    assert "warning: nonfinite-loss, skipped" in text
+    assert "nanproof run" not in text and "protect(" not in text
+    shutil.copy(CORPUS / "nanproof_refused" / "steps.jsonl", tmp_path)
+    text = run(tmp_path, columns=400).stdout
     assert "The guard has refused 1 step, which the weights have not seen." in text
     assert "nanproof run" not in text and "protect(" not in text
+
+
+def test_a_bundle_that_is_there_is_named(tmp_path):
+    """Where it is now: the run may have been moved since it was written."""
+    folder = shutil.copytree(CORPUS / "nanproof_refused", tmp_path / "run")
+    bundle = folder / "incidents" / "step-000030-nonfinite-loss"
+    bundle.mkdir(parents=True)
+    (bundle / "manifest.json").write_text("{}")
+    text = (folder / "incidents.jsonl").read_text()
+    (folder / "incidents.jsonl").write_text(json.dumps({**json.loads(text), "bundle": f"elsewhere/{bundle.name}"}) + "\n")
+    (finding,) = json.loads(run(folder, "--json").stdout)["logs"][0]["findings"]
+    assert finding["recorded"]["bundle"] == str(bundle)
+    diagnosis = json.loads(text)["diagnosis"]
+    assert {key: finding["recorded"][key] for key in ("cause", "source", "fix")} == {
+        key: diagnosis[key] for key in ("cause", "source", "fix")
+    }
+    assert any(command.startswith(f"nanproof replay {bundle} --entry") for command in finding["commands"])
+
+
+def test_a_run_that_failed_in_its_first_step_has_a_finding(tmp_path):
+    """Its journal has no step, only an incident."""
+    (tmp_path / "steps.jsonl").write_text('{"v":2,"kind":"opened","time":1.0,"about":{}}\n')
+    incident = Incident(step=0, kind="exception", action="recorded", message="ValueError: bad")
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(incident.to_json()) + "\n")
+    done = run(tmp_path, "--json")
+    (log,) = json.loads(done.stdout)["logs"]
+    assert done.exit_code == 1 and [(f["kind"], f["severity"]) for f in log["findings"]] == [("exception", "failure")]
 
 
 def test_a_loss_that_megatron_left_out_is_not_called_finite(tmp_path):
@@ -187,5 +219,9 @@ def test_the_folder_of_a_run_that_version_1_wrote(tmp_path):
     folder = shutil.copytree(Path(__file__).parents[1] / "version_1", tmp_path / "run")
     text = run(folder).stdout
     words = " ".join(text.split())
-    assert "(nanproof): 29 points, to step 19" in words and "first at step 4, line 7" in words
+    assert (
+        "(nanproof): 29 points, to step 19, " in words
+        and "; 3 incidents, 3 refused, ended" in words
+        and "First seen: step 4." in words
+    )
     assert f"nanproof report {folder}" in text.replace("\n", "")

@@ -12,6 +12,7 @@ from torch import nn
 import nanproof
 from integrations.lightning_toys import LIGHTNINGS_OWN_WARNINGS
 from nanproof import read_steps
+from nanproof.core.support._index import read_index
 from nanproof.integrations._groups import Group, leaves_of
 
 STEPS, BAD = 8, 4
@@ -168,6 +169,7 @@ def test_a_backward_of_its_own_is_a_verdict_of_its_own(framework, who, first, tm
     assert [(i.step, i.action) for i in guard.incidents] == [(BAD, "skipped")]
     folders = [tmp_path / "run", tmp_path / "run" / "optimizer-2"]
     assert [[r.step for r in read_steps(folder)] for folder in folders] == [list(range(STEPS))] * 2
+    assert [folder for folder, _ in read_index(tmp_path / "run")] == folders
 
 
 def test_leaves_of_a_graph():

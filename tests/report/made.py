@@ -71,9 +71,20 @@ def write_run(folder, steps=300, names=None, sites=(), bad=(), seed=0, incidents
                 numbers = f'"step":{step},"loss":{loss:.6g},"grad_norm":{norm:.6g},"action":"{action}","clip":1.0'
                 file.write(f'{{"v":2,"kind":"step",{numbers},"lr"{tails[step % 20]}')
             told.append((step, loss, norm, action))
-    lines = [incident_line(step, diagnosis=diagnosis() if i == 0 else None) for i, step in enumerate(sorted(bad))]
+    lines = [
+        incident_line(step, diagnosis=diagnosis() if i == 0 else None, culprits=[[names[i % len(names)], "nan"]])
+        for i, step in enumerate(sorted(bad))
+    ]
     (folder / "incidents.jsonl").write_text("".join(lines if incidents is None else incidents), encoding="utf-8")
     return told
+
+
+def write_gan(folder, incidents=(), others=()):
+    """A run of two optimizers, 20 steps of one and 40 of the other, with these lines of incidents."""
+    write_run(folder, 20, incidents=incidents)
+    write_run(folder / "optimizer-2", 40, incidents=others)
+    names = [{"name": "SGD of Critic", "folder": "."}, {"name": "Adam of Generator", "folder": "optimizer-2"}]
+    (folder / "optimizers.json").write_text(json.dumps({"v": 1, "optimizers": names}))
 
 
 def write_terms(folder, steps):

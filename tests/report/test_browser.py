@@ -449,3 +449,37 @@ def test_a_live_page_takes_new_data_and_keeps_what_one_was_looking_at(browser, t
     seen.page.wait_for_selector("#lost", state="visible", timeout=8000)
     assert seen.page.is_visible("#incident-1")
     seen.context.close()
+
+
+def test_the_curves_of_each_optimizer_can_be_chosen(browser, tmp_path):
+    """By the list above them, and from a card of it."""
+    made.write_gan(tmp_path / "run", [made.incident_line(3)], [made.incident_line(30, culprits=[["a", "nan"]])])
+    path = tmp_path / "page.html"
+    path.write_text(html.page(Run(tmp_path / "run").read()), encoding="utf-8")
+    seen = Looked(browser, path.as_uri())
+    assert seen.views() == [-0.5, 19.5] and "Adam of Generator" in seen.page.inner_text("#incident-2 summary")
+    seen.page.select_option("#optimizer-choice", label="Adam of Generator")
+    assert seen.views() == [-0.5, 39.5]
+    seen.page.click("#incident-1 summary")
+    seen.page.locator("#incident-1").get_by_text("Show in the curves").click()
+    assert seen.page.input_value("#optimizer-choice") == "0" and seen.views() == [-0.5, 19.5]
+    seen.close()
+
+
+def test_a_run_with_one_optimizer_has_nothing_to_choose(browser, pages):
+    seen = Looked(browser, pages("plain"))
+    assert not seen.page.is_visible("#optimizer-choice")
+    seen.close()
+
+
+def test_the_legend_of_a_heat_map_says_what_an_empty_cell_is(browser, tmp_path):
+    made.write_run(tmp_path / "run", 5, names=["a", "b"])
+    path = tmp_path / "page.html"
+    for empty in (False, True):
+        if empty:
+            with open(tmp_path / "run" / "steps.jsonl", "a") as file:
+                file.write(made.step_line(5, norms=[None, 1.0]))
+        path.write_text(html.page(Run(tmp_path / "run").read()), encoding="utf-8")
+        seen = Looked(browser, path.as_uri())
+        assert ("no gradient" in seen.page.inner_text("#heat-norms .legend")) == empty
+        seen.close()

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("textual")
 
-import nanproof
 from nanproof.watch._app import HELP, KEYS, WatchApp
 from nanproof.watch._plot import ASCII, FINE
 from nanproof.watch._runs import Watched
 from nanproof.watch._widgets import Card, Curves, Drawn, Listed
+from report.made import incident_line, write_gan
 from watch.made import drive, guard_in, lines, run, shown, train
 from watch.test_watched import hostile
 
@@ -126,7 +126,7 @@ def test_enter_opens_the_whole_card_of_an_incident(runs):
         await pilot.pause()
         text = shown(app)
         assert text.startswith("step 7: nonfinite-loss, skipped")
-        diagnosis = app.view.incidents[0].diagnosis
+        diagnosis = app.view.incidents[0].event.diagnosis
         assert f"{diagnosis.cause} (confidence {diagnosis.confidence:.2f})" in text
         assert diagnosis.fix.split(".")[0][:40] in " ".join(text.split())
         await pilot.press("q")
@@ -183,20 +183,26 @@ def test_tab_goes_from_the_runs_to_what_happened(runs):
 
 def test_a_run_under_way_is_drawn_as_it_grows_and_the_cursor_stays(tmp_path):
     """Steps and incidents appear; the cursor stays on its incident when a newer one comes in above it."""
-    guard = guard_in(tmp_path / "run", policy=nanproof.Policy(diagnose="always"))  # each has an entry of its own
+    guard = guard_in(tmp_path / "run")
     train(guard, 0, 10)
     app = made(tmp_path / "run")
+
+    def happen(step, kind):
+        """Of another kind, so that it has its own entry."""
+        with open(tmp_path / "run" / "incidents.jsonl", "a") as file:
+            file.write(incident_line(step, kind))
 
     async def act(pilot, wait):
         await wait(lambda: "step 9" in shown(app))
         assert "running" in shown(app) and "1 incident" in shown(app)
-        train(guard, 10, 30)
+        train(guard, 10, 30, bad=())
+        happen(20, "spike")
         await wait(lambda: "step 29" in shown(app) and "2 incidents" in shown(app))
         events = app.query_one("#events", Listed)
         assert events.cursor == 0
         await pilot.press("down")
         key = events.key
-        train(guard, 30, 40, bad=(33,))
+        happen(33, "divergence")
         await wait(lambda: "3 incidents" in shown(app))
         assert events.key == key and events.cursor == 2
         guard.close()
@@ -323,3 +329,18 @@ def test_a_report_that_cannot_be_written_is_said(runs, tmp_path):
         await wait(lambda: "no report: IsADirectoryError" in lines(app.query_one("#keys"))[0])
 
     drive(app, act)
+
+
+def test_a_key_draws_the_next_optimizer_of_a_run(tmp_path):
+    write_gan(tmp_path, [incident_line(3)], [incident_line(30)])
+    app = made(tmp_path)
+
+    async def act(pilot, wait):
+        await wait(lambda: "step 19 of SGD of Critic" in shown(app))
+        assert "2 incidents" in shown(app)
+        await pilot.press("o")
+        await wait(lambda: "step 39 of Adam of Generator" in shown(app))
+        await pilot.press("o")
+        await wait(lambda: "step 19 of SGD of Critic" in shown(app))
+
+    drive(app, act, (120, 40))

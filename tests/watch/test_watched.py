@@ -50,7 +50,7 @@ def test_a_view_says_what_the_records_say(ended):
     view, records = one(watched), list(read_steps(ended))
     assert (view.state, view.step, view.loss) == ("ended", 39, records[-1].loss)
     assert view.refused == sum(record.action == "skipped" for record in records) == len(BAD)
-    assert [i.step for i in view.incidents] == [i.step for i in read_incidents(ended)] == list(BAD)
+    assert [entry.event.step for entry in view.incidents] == [i.step for i in read_incidents(ended)] == list(BAD)
     loss = view.series["loss"]
     assert loss.steps == [record.step for record in records]
     assert [not bad for bad in loss.bad] == [math.isfinite(record.loss) for record in records]
@@ -164,7 +164,7 @@ def hostile(ended, folder):
         first = json.loads(file.readline())
     diagnosis = {"cause": HOSTILE, "confidence": "very", "fix": HOSTILE, "evidence": HOSTILE, "samples": 7}
     with open(folder / "incidents.jsonl", "a", encoding="utf-8") as file:
-        for extra in (
+        for i, extra in enumerate((
             {"message": HOSTILE},
             {"diagnosis": diagnosis},
             {"message": {"a": 1}},
@@ -173,8 +173,9 @@ def hostile(ended, folder):
             {"remedy": HOSTILE, "undone": [HOSTILE], "restored_step": 3, "restored_from": HOSTILE, "cap": HOSTILE},
             {"same_as": "x"},
             {"undone": HOSTILE},
-        ):
-            file.write(json.dumps({**first, **extra}) + "\n")
+        )):  # fmt: skip
+            apart = {"diagnosis": {**first["diagnosis"], "where": str(i)}}  # so that each has its own entry
+            file.write(json.dumps({**first, **apart, **extra}) + "\n")
     return folder
 
 
@@ -184,7 +185,7 @@ def test_hostile_texts_are_shown_and_do_nothing(ended, tmp_path):
     view = one(watched)
     texts = [title for title, _ in words.facts(view)]
     for entry in [*view.entries(), *view.groups()]:
-        texts += [words.said(words.title(entry.event)), words.said(words.summary(entry))]
+        texts += [words.said(words.title(entry)), words.said(words.summary(entry))]
         texts += [line for row in words.wrapped(words.card(entry), 40, FINE) for line in row]
         assert all(line.isascii() for row in words.wrapped(words.card(entry), 40, ASCII) for line in row)
     for marks in (FINE, ASCII):
@@ -206,7 +207,11 @@ def test_a_run_of_version_1_is_read(tmp_path):
     caught_up(watched)
     view = one(watched)
     assert (view.state, view.step, view.refused) == ("ended", 19, 3)
-    assert [(i.step, i.action) for i in view.incidents] == [(4, "rewound"), (7, "skipped"), (16, "rolled-back")]
+    assert [(entry.event.step, entry.event.action) for entry in view.incidents] == [
+        (4, "rewound"),
+        (7, "skipped"),
+        (16, "rolled-back"),
+    ]
     assert all(entry.origin is None and not entry.again for entry in view.groups())
     seen, done = (dict(words.card(view.groups()[-1])).get(name) for name in ("seen", "done"))
     assert seen.endswith("; healed: a divisor of 0 is taken as 1") and done is None
@@ -266,7 +271,7 @@ def test_an_old_incident_still_explains_those_like_it(tmp_path):
     watched = Watched([tmp_path])
     caught_up(watched)
     view = one(watched)
-    assert len(view.incidents) == len(view.origins) == 300 and {origin.step for origin in view.origins} == {0}
+    assert len(view.incidents) == 300 and {entry.origin.step for entry in view.incidents} == {0}
     assert [(entry.event.step, len(entry.again)) for entry in view.groups()] == [(1, 349), (0, 349)]
 
 
@@ -276,7 +281,7 @@ def test_a_step_that_was_not_taken_as_it_was_is_marked_as_refused(action, tmp_pa
     watched = Watched([tmp_path])
     caught_up(watched)
     assert words.marked(one(watched)) == [(4, "refused")]
-    assert words.title(one(watched).groups()[0].event) == f"step 4: nonfinite-loss, {action}"
+    assert words.title(one(watched).groups()[0]) == f"step 4: nonfinite-loss, {action}"
     assert "healed: x" in words.summary(one(watched).groups()[0])
 
 
@@ -325,3 +330,34 @@ def test_a_run_of_another_process_is_followed_to_its_end(tmp_path):
     assert [line.split(":")[0] for line in rest.splitlines() if "skipped" in line] == [f"step {step}" for step in BAD]
     assert rest.splitlines()[-1].startswith("run: ended, step 39")
     assert "\x1b" not in rest
+
+
+def test_a_run_with_several_optimizers_is_one_view(tmp_path):
+    """Counts and incidents are those of all; step and curve those of the first, or of the one that was chosen."""
+    lines = [made.incident_line(4), made.incident_line(30, diagnosis=made.diagnosis())]
+    made.write_gan(tmp_path / "gan", [made.incident_line(3)], lines)
+    watched = Watched([tmp_path])
+    caught_up(watched)
+    view = one(watched)
+    assert (view.total_incidents, sum(view.counts.values()), view.step, view.drawn) == (3, 60, 19, "SGD of Critic")
+    assert {(entry.optimizer, entry.event.step) for entry in view.entries()} == {
+        ("SGD of Critic", 3),
+        ("Adam of Generator", 4),
+        ("Adam of Generator", 30),
+    }
+    assert [step for step, _ in words.marked(view)] == [3]
+    assert [i["optimizer"] for i in view.to_json()["incidents"]].count("Adam of Generator") == 2
+    text = "\n".join(now(watched, 100, FINE))
+    assert "step 30 of Adam of Generator: nonfinite-loss, skipped" in text and "SGD of Critic: running, 20 steps" in text
+    watched.drawn = 1
+    caught_up(watched)
+    assert (one(watched).step, sorted(step for step, _ in words.marked(one(watched)))) == (39, [4, 30])
+
+
+def test_a_halted_run_is_shown_as_halted_and_done(tmp_path):
+    """It was closed, and "ended" would hide how."""
+    made.write_run(tmp_path, 5, incidents=[made.incident_line(4, action="halted")])
+    watched = Watched([tmp_path])
+    caught_up(watched)
+    assert (one(watched).state, one(watched).done) == ("halted", True)
+    assert words.status(one(watched))[0] == "halted"

@@ -412,7 +412,8 @@ def test_twelve_long_arms_make_a_small_page(tmp_path):
     given = compared.large()
     for i in range(12):
         lines = [
-            made.incident_line(k, message="m" * 3000, diagnosis=made.diagnosis(evidence=["e" * 700] * 5)) for k in range(200)
+            made.incident_line(k, message="m" * 3000, diagnosis=made.diagnosis(evidence=["e" * 700] * 5, where=f"layer.{k}"))
+            for k in range(200)
         ]
         made.write_run(tmp_path / f"run{i}", 250, incidents=lines)
     arms = tuple(

@@ -289,5 +289,5 @@ def _refused(incidents: Sequence[Incident]) -> list[str]:
     first, *rest = incidents
     alike = [incident.step for incident in rest if incident.same_as == first.step]
     others = [incident.step for incident in rest if incident.same_as != first.step]
-    more = [repeated(first.step, alike), f"also refused: steps {spans(others)}" if others else ""]
+    more = [repeated(first, alike), f"also refused: steps {spans(others)}" if others else ""]
     return [str(first), *filter(None, more)]

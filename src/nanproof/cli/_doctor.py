@@ -20,9 +20,11 @@ from nanproof.cli._shared import could_not_run
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nanproof.logs._curve import Place
     from nanproof.logs._story import Story
     from nanproof.logs.judge._findings import Finding
     from nanproof.logs.read._sources import Source
+    from nanproof.report.folder._run import Run
 
 FEW = 6
 WIDEST = 72
@@ -38,27 +40,38 @@ class Read:
     format: str
     story: Story
     findings: tuple[Finding, ...]
+    """What a run of nanproof recorded, then what is inferred from the log; worst first."""
     error: str | None = None
+    points: int = 0
+    run: Run | None = None
+    """The folder that the log is in, if nanproof wrote it."""
+
+    @property
+    def worst(self) -> Finding | None:
+        return min(self.findings, key=lambda finding: finding.rank[0], default=None)
 
     @property
     def status(self) -> str:
-        if self.findings:
-            return self.findings[0].severity
+        if self.worst is not None:
+            return self.worst.severity
         if self.error is not None:
             return "unreadable"
-        return "healthy" if self.story.points else "empty"
+        return "healthy" if self.points else "empty"
 
     def to_json(self) -> dict[str, Any]:
+        from nanproof.report._findings import account
+
         first, last = self.story.segments[0].first, self.story.segments[-1].last
         return {
             "path": self.path,
             "format": self.format,
             "status": self.status,
-            "points": self.story.points,
+            "points": self.points,
             "runs": len(self.story.segments) + self.story.dropped,
             "first_step": first and first.step,
             "last_step": last and last.step,
             "error": self.error,
+            "recorded": None if self.run is None else account(self.run),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -91,7 +104,7 @@ def doctor(
     found = {each.status for each in read}
     if "failure" in found or (strict and found & {"warning", "note"}):
         raise typer.Exit(1)
-    if any(each.error for each in read) or not any(each.story.points or each.findings for each in read):
+    if any(each.error for each in read) or not any(each.points or each.findings for each in read):
         raise typer.Exit(2)
 
 
@@ -110,8 +123,7 @@ def examine(logs: Sequence[str]) -> Iterable[Read]:
                 sources += find([log])
             except UsageError as one:
                 yield _nothing(log, str(one))
-    for source in sources:
-        yield _read(source)
+    yield from _read_all(sources)
 
 
 def _nothing(path: str, error: str) -> Read:
@@ -120,36 +132,54 @@ def _nothing(path: str, error: str) -> Read:
     return Read(path, "", Story(), (), error)
 
 
-def _read(source: Source) -> Read:
-    """What was read before an error counts."""
+def _read_all(sources: Sequence[Source]) -> Iterable[Read]:
+    """Read each log. The optimizers of one run are one log, which starts from what the run recorded."""
+    from nanproof.logs.read._sources import find
+    from nanproof.report._findings import recorded, run_of
+    from nanproof.report.folder._run import STEPS
+
+    runs = {source.files: run for source in sources if (run := run_of(source)) is not None}
+    whole = {part.folder.resolve(): run for run in runs.values() for part in run.others}
+    alone = [source for source in sources if not source.files or source.files[-1].parent.resolve() not in whole]
+    for source in alone:
+        run = runs.get(source.files)
+        main = _read(source, run, None if run is None else run.folder)
+        if run is None:
+            yield main
+            continue
+        files = [(part.folder / STEPS, part) for part in run.others]
+        parts = [_read(find([path])[0], part, run.folder) for path, part in files if path.is_file()]
+        yield replace(
+            main,
+            findings=(*recorded(run), *main.findings, *(finding for part in parts for finding in part.findings)),
+            points=main.points + sum(part.points for part in parts),
+            error=next((part.error for part in (main, *parts) if part.error is not None), None),
+            run=run,
+        )
+
+
+def _read(source: Source, part: Run | None, run: Path | None) -> Read:
+    """What was read before an error counts. `part`: the records of the same optimizer, if nanproof wrote the log; `run`: the
+    folder of the whole run."""
     import zlib
 
+    from nanproof.logs._points import Point
     from nanproof.logs._story import Story
     from nanproof.logs.judge._findings import judge
     from nanproof.logs.read._sources import read
+    from nanproof.report._findings import inferred
 
-    story, error = Story(), None
+    story, taken, error = Story(), Story(), None
+    own = source.format == "nanproof"
     try:
         for item in read(source):
             story.add(item)
+            if own and not (isinstance(item, Point) and item.refused):
+                taken.add(item)
     except (OSError, EOFError, ValueError, zlib.error, NanproofError) as failed:
         error = f"{type(failed).__name__}: {failed}" if not isinstance(failed, NanproofError) else str(failed)
-    findings = judge(story)
-    if source.format == "nanproof":  # the guard has kept the step itself
-        findings = tuple(_guarded(finding, story, Path(source.path).parent) for finding in findings)
-    return Read(source.path, source.format, story, findings, error)
-
-
-def _guarded(finding: Finding, story: Story, run: Path) -> Finding:
-    """For a run that a guard has watched: it need not be told to use one, and what was refused did no harm."""
-    from nanproof.logs.judge._finding import PROTECT, REPLAY, REPORT, RUN
-
-    refused = int(sum(segment.skipped_sum for segment in story.segments))
-    said = finding.said
-    if refused and finding.kind in ("nan", "inf", "nan-gradient"):
-        said += f" The guard has refused {refused} step{'s' * (refused > 1)}, which the weights have not seen."
-    commands = tuple(command for command in finding.commands if command not in (PROTECT, RUN))
-    return replace(finding, said=said, commands=(REPORT.format(run=run), REPLAY.format(run=run), *commands))
+    findings = inferred(story, taken, part, run or Path(source.path).parent) if own else judge(story)
+    return Read(source.path, source.format, story, findings, error, points=story.points)
 
 
 def show(console: Console, read: Sequence[Read]) -> None:
@@ -171,9 +201,9 @@ def _overview(console: Console, read: Sequence[Read]) -> None:
     table.add_column("points", justify="right")
     table.add_column("found", overflow="fold")
     for each in read:
-        first = each.findings[0] if each.findings else None
-        found = f"{first.severity}: {first.kind}, {first.place}" if first else each.status
-        cells = (each.path, each.format, str(each.story.points), found)
+        worst = each.worst
+        found = f"{worst.severity}: {worst.kind}, {worst.place}" if worst else each.status
+        cells = (each.path, each.format, str(each.points), found)
         table.add_row(*(Text(_safe(console, cell), style=style) for cell, style in zip(cells, _styles(each), strict=True)))
     console.print(table)
 
@@ -192,11 +222,11 @@ def _print_one(console: Console, each: Read) -> None:
     about = f" ({each.format}): " if each.format else ": "
     if each.error is not None:
         _say(console, f"{each.path}{about}could not be read{' to its end' if story.points else ''}: {each.error}", "bold red")
-    if each.error is None or story.points:
-        points = f"{story.points} points{steps}{runs}"
+    if each.error is None or each.points:
+        points = f"{each.points} points{steps}{runs}{_recorded(each)}"
         if each.findings:
             _say(console, f"{each.path}{about}{points}", "bold")
-        elif story.points:
+        elif each.points:
             _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
         else:
             _say(console, f"{each.path}{about}no loss, gradient norm or learning rate was found in it", "bold")
@@ -208,16 +238,42 @@ def _print_one(console: Console, each: Read) -> None:
         _print_finding(console, finding)
 
 
+def _recorded(each: Read) -> str:
+    """What nanproof recorded of its own run, in a few words."""
+    if each.run is None:
+        return ""
+    from nanproof.report._findings import account
+
+    kept = account(each.run)
+    several = [f"{len(kept['optimizers'])} optimizers"] if kept["optimizers"] else []
+    counts = [f"{kept['incidents']} incident{'s' * (kept['incidents'] != 1)}", f"{kept['refused']} refused"]
+    state = kept["state"] if kept["halted"] is None else f"halted at step {kept['halted']}"
+    return f"; {', '.join([*several, *counts, state])}"
+
+
 def _print_finding(console: Console, finding: Finding) -> None:
     from rich.text import Text
 
     console.print()
-    console.print(Text(f"{finding.severity}: {finding.kind}", style=COLOURS[finding.severity]))
-    _say(console, f"{finding.headline}. First seen: {finding.place}.", "bold", indent=2)
+    kept = finding.recorded
+    done = "" if kept is None else f", {kept.action}" + (f", {kept.count} times" if kept.count > 1 else "")
+    console.print(Text(f"{finding.severity}: {finding.kind}{done}", style=COLOURS[finding.severity]))
+    of = f" of {finding.optimizer}" if finding.optimizer else ""
+    _say(console, f"{finding.headline}. First seen: {finding.place}{of}.", "bold", indent=2)
     _say(console, finding.said, indent=2)
-    if finding.causes:
+    if kept is not None:
+        where = f", {kept.where}" if kept.where and kept.where != kept.cause else ""
+        where += f", {kept.source}" if kept.source else ""
+        _say(console, f"cause: {kept.cause}{where}" if kept.cause is not None else "cause: not diagnosed", indent=2)
+        if kept.fix:
+            tried = "verified on the step itself" if kept.verified else "not verified"
+            _say(console, f"fix, {tried}: {kept.fix}" if kept.cause != "unknown" else kept.fix, indent=2)
+        if kept.bundle is not None:
+            _say(console, f"bundle: {kept.bundle}", indent=2)
+    likely = finding.causes if kept is None else ()
+    if likely:
         _say(console, "likely causes", "bold", indent=2)
-    for cause in finding.causes:
+    for cause in likely:
         _say(console, f"- {cause.slug}: {cause.reason}." if cause.slug else f"- {cause.reason}.", indent=4, hang=2)
     if finding.commands:
         _say(console, "next", "bold", indent=2)
@@ -241,10 +297,13 @@ def _safe(console: Console, text: str) -> str:
 
 
 def _pictures(each: Read, width: int, ascii_only: bool) -> list[str]:
-    """The loss, and the gradient norm in a line; in a healthy log one line. A few points are told, not drawn."""
+    """The loss, and the gradient norm in a line; in a healthy log one line. A few points are told, not drawn. Of several
+    optimizers the first is drawn."""
     if each.story.points < FEW:
         return []
-    marked = next((f for f in each.findings if f.place.line or f.place.order), None)
+    drawn = "" if each.run is None else each.run.optimizer
+    placed = (f for f in each.findings if (f.place.line or f.place.order or f.recorded) and f.optimizer == drawn)
+    marked = min(placed, key=lambda f: f.place.step or 0, default=None) if each.run is not None else next(placed, None)
     loss = each.story.segments[-1].track("loss")
     flat = len(each.story.segments) == 1 and loss.low == loss.high
     lines = _picture(each, "loss", width, 5 if marked and not flat else 1, ascii_only, marked)
@@ -283,7 +342,9 @@ def _picture(
         return [f"  {rows[0]}  {caption}"]
     lines = [f"  {row}" for row in rows]
     if marked is not None:
-        at = next((i for i, b in enumerate(buckets) if b.place.line >= marked.place.line), len(buckets) - 1)
+        place = marked.place
+        after = [i for i, b in enumerate(buckets) if (b.place.line >= place.line if place.line else _reached(b.place, place))]
+        at = after[0] if after else len(buckets) - 1
         column = min(at * columns // len(values), columns - 1)
         said = f"^ {marked.place}"
         lines.append(
@@ -291,6 +352,11 @@ def _picture(
             + (" " * column + said if column + len(said) <= width - 2 else " " * max(column - len(said) + 1, 0) + said[2:] + " ^")
         )
     return [*lines, f"  {caption}"]
+
+
+def _reached(place: Place, other: Place) -> bool:
+    """Whether a place of the log is at the step of another, or beyond."""
+    return place.step is not None and other.step is not None and place.step >= other.step
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,8 @@
 - `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes.
 - `_known` decides which incidents are new; `_start` knows which weights were finite when the run began.
 - `replay/` runs a step again; `lines/` makes that possible where the loss is computed in the loop.
-- `locate/` finds the operation, sample and token; `causes/` is the catalogue; `bundle/` saves a bad step so that it can be replayed anywhere.
+- `locate/` finds the operation, sample and token; `causes/` is the catalogue;
+  `bundle/` saves a bad step so that it can be replayed anywhere.
 
 Nothing here changes the run: weights, buffers, gradients, optimizer and random state are restored. An exception inside a
 diagnosis becomes a sentence in the incident.

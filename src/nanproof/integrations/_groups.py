@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +50,12 @@ def leaves_of(tensors: Any) -> set[int]:
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def name_of(optimizers: Iterable[Any]) -> str:
+    """Return the classes of optimizers, each with its number: "AdamW and Muon", "24 × Adam"."""
+    counts = Counter(type(optimizer).__name__ for optimizer in optimizers)
+    return " and ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
 
 
 def has_gradient(optimizer: Any) -> bool:

@@ -16,8 +16,10 @@ from nanproof.core.judge._judge import Norms
 from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import RandomState
-from nanproof.explain.lines._recorded import Op, RootRecorder
-from nanproof.integrations._groups import Group, Groups, leaves_of
+from nanproof.core.support._index import next_folder, write_index
+from nanproof.explain.lines._lines import Op
+from nanproof.explain.lines._recorded import RootRecorder
+from nanproof.integrations._groups import Group, Groups, leaves_of, name_of
 from nanproof.integrations._protected import ProtectedRun
 
 
@@ -121,6 +123,8 @@ class LoopGroups(Groups[LoopGroup]):
         """
         super().__init__()
         self.runs = [run]
+        self._names: dict[int, str] = {}
+        """By place in `runs`: the optimizers, and their model."""
         self._start, self._first_step = start, first_step
         self._optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
         self._groups = [LoopGroup([optimizer], start) for optimizer in self._optimizers]
@@ -159,11 +163,24 @@ class LoopGroups(Groups[LoopGroup]):
             self.runs.append(self._another())
         group.run = self.runs[-1]
         self._start(group, self._first_step)
+        self._write_index()
 
     def _another(self) -> ProtectedRun:
         first = self.runs[0]
-        folder = None if first.run_dir is None else Path(first.run_dir) / f"optimizer-{len(self.runs) + 1}"
+        folders = [None if run.run_dir is None else Path(run.run_dir) for run in self.runs]
+        folder = None if folders[0] is None else next_folder(folders[0], folders)
         return ProtectedRun(policy=first.policy, run_dir=folder, loop=first.loop, incidents=first.incidents)
+
+    def _write_index(self) -> None:
+        """Write which optimizers the run's folder holds, as far as that is known now."""
+        for place, run in enumerate(self.runs):
+            members = [member for group in self._groups if group.run is run for member in group.members]
+            if members and run.started:
+                self._names[place] = f"{name_of(members)} of {type(run.model).__name__}"
+        first = self.runs[0]
+        if first.run_dir is not None and first.started and first.engine.judge.ranks.rank == 0:
+            kept = [(run, name) for place, name in self._names.items() if (run := self.runs[place]).next_step or not run.closed]
+            write_index(Path(first.run_dir), [(Path(run.run_dir), name) for run, name in kept if run.run_dir is not None])
 
     def merge(self, group: LoopGroup, other: LoopGroup) -> None:
         members = other.members
@@ -172,6 +189,7 @@ class LoopGroups(Groups[LoopGroup]):
             other.run.close()
         group.add(members)
         group.changed = group.started
+        self._write_index()
 
     def split(self, group: LoopGroup, members: list[Optimizer]) -> None:
         apart = LoopGroup(members, self._start)

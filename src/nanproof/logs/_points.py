@@ -25,6 +25,8 @@ class Point:
     """Whether `skipped` counts from the start of the run."""
     settings: dict[str, float] = field(default_factory=dict)
     """What a log says of the run as a whole: "steps" (planned), "logging_steps", "lr" (the base), "warmup", "epochs"."""
+    refused: bool = False
+    """A guard of nanproof did not take this step: the weights have not seen it."""
 
 
 @dataclass(frozen=True, slots=True)

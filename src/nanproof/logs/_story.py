@@ -176,6 +176,8 @@ class Story:
     def __init__(self) -> None:
         self.segments: list[Segment] = [Segment()]
         self.points = 0
+        self.refused = 0
+        """Steps that a guard of nanproof refused."""
         self.dropped = 0
         """Segments that were left out of a log with too many."""
         self._step: float | None = None
@@ -198,6 +200,7 @@ class Story:
         if item.values:
             self._place(item)
             self.points += 1
+            self.refused += item.refused
         self.now.add(item)
 
     def _place(self, point: Point) -> None:

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from nanproof._records import Group, Incident, alike, encode
+from nanproof._records import encode
 from nanproof._text import one_line
 from nanproof._wording import place
 from nanproof.report.folder._run import Brief, Run
-from nanproof.report.page._cards import again, around, bundle_of_any, cause, command, without_home
+from nanproof.report.folder._troubles import Trouble, troubles
+from nanproof.report.page._cards import around, command, without_home
 from nanproof.report.page._catalogue import sentences
-from nanproof.report.page._contents import causes, facts, recoveries, summary, title
+from nanproof.report.page._contents import causes, facts, optimizers, recoveries, summary, title
 from nanproof.report.page._terms import IN_A_LINE, of_incident
 
 MOST = 60_000
@@ -30,17 +31,17 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
 
 def markdown(run: Run) -> str:
     """The whole text. Of the incidents there are as many as there is room for: the first of each cause and action."""
-    first: dict[tuple[str, str], Group] = {}
-    for group in alike(run.incidents):
-        name = cause(run.incidents[group.origin]), _of(run, group).action
+    first: dict[tuple[str, str, str], Trouble] = {}
+    for trouble in troubles(run):
+        name = trouble.part.optimizer, trouble.cause, trouble.first.action
         there = first.get(name)
-        if there is None or (_of(run, there).diagnosis is None and _of(run, group).diagnosis is not None):
-            first[name] = group
+        if there is None or (there.first.diagnosis is None and trouble.first.diagnosis is not None):
+            first[name] = trouble
     head, tail = [f"# {plain(title(run), 120)}", plain(summary(run), 1500)], _rest(run)
     room = MOST - len("\n\n".join([*head, *tail])) - 200
     told: list[str] = []
-    for group in list(first.values())[:MOST_INCIDENTS]:
-        text = "\n\n".join(_incident(run, group))
+    for trouble in list(first.values())[:MOST_INCIDENTS]:
+        text = "\n\n".join(_incident(trouble))
         room -= len(text) + 2
         if room < 0:
             told.append("(more of them are in the run's folder)")
@@ -52,13 +53,20 @@ def markdown(run: Run) -> str:
 def _rest(run: Run) -> list[str]:
     """What is told of the run as a whole; well below a third of the room."""
     parts = []
-    if len(run.incidents) > 1:
+    if run.others:
+        heads = ["optimizer", "steps", "refused", "incidents", "last loss", "state"]
+        rows = [
+            [plain(one["name"], 120), *(str(one[key]) for key in ("steps", "refused", "incidents", "loss", "state"))]
+            for one in optimizers(run)
+        ]
+        parts += ["## Optimizers", _table(heads, rows)]
+    if run.total["incidents"] > 1:
         parts += [
             "## Incidents by cause",
             _table(["cause", "incidents"], [[plain(name, 100), f"{n:,}"] for name, n in causes(run)]),
         ]
-    if run.forecasts:
-        rows = [[str(one.step), plain(one.kind), plain(one.message, 300)] for one in run.forecasts[-10:]]
+    if coming := [forecast for part in run.parts for forecast in part.forecasts[-10:]]:
+        rows = [[str(one.step), plain(one.kind), plain(one.message, 300)] for one in coming[:40]]
         parts += ["## Forecasts", _table(["step", "kind", "what was coming"], rows)]
     if went := recoveries(run)[-10:]:
         rows = [
@@ -85,20 +93,17 @@ def code(text: str, most: int = 400) -> str:
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`" if text else ""
 
 
-def _of(run: Run, group: Group) -> Incident:
-    return run.incidents[group.members[0]]
-
-
-def _incident(run: Run, group: Group) -> list[str]:
-    incident = _of(run, group)
+def _incident(trouble: Trouble) -> list[str]:
+    incident = trouble.first
     diagnosis = incident.diagnosis
+    of = f" of {plain(trouble.part.optimizer, 120)}" if trouble.part.optimizer else ""
     parts = [
-        f"## Step {incident.step}: {plain(cause(run.incidents[group.origin]), 100)}",
+        f"## Step {incident.step}{of}: {plain(trouble.cause, 100)}",
         f"{incident.kind}, {incident.action}. {plain(incident.message, 1500)}",
     ]
     if incident.outcome:
         parts.append(f"What was done: {plain(incident.outcome, 1500)}")
-    if more := again(run.incidents, group):
+    if more := trouble.again:
         parts.append(f"It happened again: {plain(more, 300)}")
     if terms := of_incident(incident):
         parts.append(_terms(terms))
@@ -118,9 +123,9 @@ def _incident(run: Run, group: Group) -> list[str]:
     if incident.culprits:
         rows = [[code(name, 120), str(encode(norm))] for name, norm in incident.culprits[:8]]
         parts.append(_table(["parameter", "gradient norm"], rows))
-    if steps := _around(run, incident.step):
+    if steps := _around(trouble.part, incident.step):
         parts.append(steps)
-    bundle = bundle_of_any(run, group)
+    bundle = trouble.bundle
     if bundle is not None:
         parts.append("Run it again, with a function of yours that returns `model` and `loss_fn`, or `trainer`:")
         parts.append(f"```sh\n{_fenced(command(bundle))}\n```")

@@ -70,6 +70,7 @@ HELP = (
     ("f", "follow the newest step, or stay"),
     ("l", "logarithmic, linear, or as it fits"),
     ("m", "one curve alone, then the next"),
+    ("o", "the next optimizer of a run that has several"),
     ("w", "write the report of the run: report.html in its folder"),
     ("t", "light or dark"),
     ("q", "quit; the run goes on"),
@@ -109,6 +110,7 @@ class WatchApp(App[None]):
         Binding("f", "follow", show=False),
         Binding("l", "scale", show=False),
         Binding("m", "metric", show=False),
+        Binding("o", "optimizer", show=False),
         Binding("t", "theme", show=False),
         Binding("w", "write", show=False),
     ]
@@ -226,7 +228,7 @@ class WatchApp(App[None]):
     def _head(self, view: View) -> list[Part]:
         state, *rest = status(view)
         name = said(view.name, self.marks.ascii)[: max(self._columns // 2, 12)]
-        kind = {"running": "good", "stopped": "refused"}.get(state, "label")
+        kind = {"running": "good", "halted": "refused", "stopped": "refused"}.get(state, "label")
         following = [] if self._window.steps is None else ["following" if self._window.end is None else "held: f follows"]
         room = self._columns - len(name) - len(state) - 6
         return [(name, "strong"), (f"  {state}  ", kind), (fitted([*rest, *following], room), "")]
@@ -265,6 +267,7 @@ class WatchApp(App[None]):
     def on_listed_moved(self, message: Listed.Moved) -> None:
         if message.listed.id == "runs" and isinstance(message.listed.key, Path):
             self._chosen = message.listed.key
+            self.watched.drawn = 0
             self._window = Window()
             self.show()
 
@@ -276,7 +279,7 @@ class WatchApp(App[None]):
             self._open(view.name, facts(view))
         elif message.listed.cursor < len(self._entries):
             entry = self._entries[message.listed.cursor]
-            self._open(title(entry.event), card(entry))
+            self._open(title(entry), card(entry))
 
     def _open(self, heading: str, found: list[tuple[str, str]]) -> None:
         self.push_screen(Card(said(heading, self.marks.ascii), found, self.marks))
@@ -320,6 +323,17 @@ class WatchApp(App[None]):
         place = order.index(curves.only) if curves.only in order else 0
         curves.only = order[(place + 1) % len(order)]
         self.notice("all curves" if curves.only is None else f"only: {TITLES[curves.only]}")
+
+    def action_optimizer(self) -> None:
+        """Draw the next optimizer of the run."""
+        names = [str(optimizer["name"]) for optimizer in self.view.optimizers] if self.view is not None else []
+        if not names:
+            self.notice("this run has one optimizer")
+            return
+        self.watched.drawn = (self.watched.drawn + 1) % len(names)
+        self._window = Window()
+        self._wake.set()
+        self.notice(f"curves of {names[self.watched.drawn]}")
 
     def action_theme(self) -> None:
         self.theme = LIGHT.name if self.theme == DARK.name else DARK.name

@@ -12,7 +12,7 @@ from typing import TypeVar
 from nanproof.watch._plot import Marks
 from nanproof.watch._runs import Entry, View, Watched
 from nanproof.watch._table import runs_table
-from nanproof.watch._words import full_status, said, summary, title, told_terms
+from nanproof.watch._words import full_status, said, summary, title, told_optimizer, told_terms
 
 Kind = TypeVar("Kind")
 _SHOWN = 20
@@ -34,6 +34,8 @@ def now(watched: Watched, columns: int, marks: Marks) -> Iterator[str]:
     for item in items:
         yield "".join(text for text, _ in item.lines[0]).rstrip()
     for view in views:
+        for optimizer in view.optimizers:
+            yield said(f"{_named(view, len(views) > 1)}{told_optimizer(optimizer)}", marks.ascii)
         if view.terms:
             yield said(f"{_named(view, len(views) > 1)}terms of the loss: {', '.join(told_terms(view.terms))}", marks.ascii)
         for entry in view.groups()[:5]:
@@ -50,7 +52,7 @@ def as_json(watched: Watched) -> Iterator[str]:
 
 def told(entry: Entry) -> str:
     """An incident or a forecast on one line, with cause and fix if they are known."""
-    return said(f"{title(entry.event)}. {summary(entry)}")
+    return said(f"{title(entry)}. {summary(entry)}")
 
 
 def _named(view: View, several: bool) -> str:
@@ -106,7 +108,6 @@ class Lines:
         fresh = replace(
             view,
             incidents=_newest(view.incidents, view.total_incidents - incidents),
-            origins=_newest(view.origins, view.total_incidents - incidents),
             forecasts=_newest(view.forecasts, view.total_forecasts - forecasts),
         ).entries()[: _SHOWN if first else None]
         self._told[view.folder] = view.total_incidents, view.total_forecasts

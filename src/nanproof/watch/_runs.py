@@ -4,17 +4,22 @@ another draws."""
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from nanproof._records import Forecast, Incident, alike, encode
+from nanproof._records import Forecast, Incident, encode
 from nanproof.report.folder._run import STEPS, Run, runs_in
 from nanproof.report.folder._series import METRICS, Bucket
+from nanproof.report.folder._troubles import troubles
+from nanproof.report.page._contents import optimizers
 from nanproof.report.page._terms import bad_first
 from nanproof.watch._plot import Series
 
@@ -23,7 +28,7 @@ KEPT = 300
 """Incidents, forecasts and turns that a view holds; the newest."""
 MOST = 200
 """Runs that are watched in one folder; the newest."""
-DONE = ("ended", "stopped", "unknown")
+DONE = ("halted", "ended", "stopped", "unknown")
 """States in which nothing is written any more."""
 _PORTION, _BUDGET = 4 << 20, 0.4
 """Bytes that are read at a time, and seconds after which a long file has to wait for the next look."""
@@ -40,6 +45,8 @@ class Entry:
     """The earlier incident that it is like, as its `same_as` says."""
     again: tuple[int, ...] = ()
     """Steps of the later incidents like it, which have no entry of their own."""
+    optimizer: str = ""
+    """The optimizer that it is about, where the run has several."""
 
     @property
     def newest(self) -> int:
@@ -69,13 +76,12 @@ class View:
     written: float | None = None
     """When a step was written last, in seconds since 1970."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    incidents: tuple[Incident, ...] = ()
-    origins: tuple[Incident | None, ...] = ()
-    """For each of `incidents`, the earlier incident that it is like."""
+    incidents: tuple[Entry, ...] = ()
+    """Each alone, in the order they were written in."""
     grouped: tuple[Entry, ...] = ()
     """All incidents of the run, those that are alike in one entry; ordered by the newest of each, and the newest of these."""
     total_incidents: int = 0
-    forecasts: tuple[Forecast, ...] = ()
+    forecasts: tuple[Entry, ...] = ()
     total_forecasts: int = 0
     turns: tuple[tuple[int, int], ...] = ()
     gaps: tuple[tuple[int, int, str], ...] = ()
@@ -83,6 +89,10 @@ class View:
     about: Mapping[str, Any] = field(default_factory=dict)
     series: Mapping[str, Series] = field(default_factory=dict)
     """By metric. The loss is always there; the others are of the run that is looked at closely."""
+    optimizers: tuple[Mapping[str, Any], ...] = ()
+    """Each optimizer of a run that has several. Counts, incidents and state are those of all."""
+    drawn: str = ""
+    """The one of them that step, loss and curves belong to."""
 
     @property
     def refused(self) -> int:
@@ -108,14 +118,14 @@ class View:
 
     def entries(self) -> list[Entry]:
         """Each incident and forecast alone, newest first. Each kind stays in the order it was written in: a run may go back."""
-        return self._merged([Entry(one, origin) for one, origin in zip(self.incidents, self.origins, strict=True)])
+        return self._merged(list(self.incidents))
 
     def groups(self) -> list[Entry]:
         """The same, with incidents that are alike in one entry."""
         return self._merged(list(self.grouped))
 
     def _merged(self, incidents: list[Entry]) -> list[Entry]:
-        both = (incidents[::-1], [Entry(forecast) for forecast in reversed(self.forecasts)])
+        both = (incidents[::-1], self.forecasts[::-1])
         return list(heapq.merge(*both, key=lambda entry: -entry.newest))
 
     def to_json(self) -> dict[str, Any]:
@@ -133,9 +143,15 @@ class View:
             "rate": encode(self.rate),
             "seconds": encode(self.seconds),
             "counts": {**self.counts, "incidents": self.total_incidents, "forecasts": self.total_forecasts},
-            "incidents": [incident.to_json() for incident in self.incidents],
-            "forecasts": [forecast.to_json() for forecast in self.forecasts],
+            "optimizers": [dict(optimizer) for optimizer in self.optimizers],
+            "incidents": [_entry_json(entry) for entry in self.incidents],
+            "forecasts": [_entry_json(entry) for entry in self.forecasts],
         }
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    data = entry.event.to_json()
+    return {**data, "optimizer": entry.optimizer} if entry.optimizer else data
 
 
 def step_of(event: Event) -> int:
@@ -154,6 +170,8 @@ class Watched:
         """Of the paths, those in which there is no run yet."""
         self.close: Path | None = None
         """The run that is looked at closely."""
+        self.drawn = 0
+        """Which of its optimizers is drawn; counted on beyond the last, it is the first again."""
         self.behind = False
         """The last look ran out of time: look again at once."""
         self._clock = clock
@@ -211,11 +229,15 @@ class Watched:
         state = run.state
         wanted = METRICS if close else METRICS[:1]
         name = self._name(folder)
-        same = before is not None and (before.state, before.name, before.catching_up) == (state, name, False)
+        part = run.parts[self.drawn % len(run.parts) if close else 0]
+        now = (state, name, False, part.optimizer)
+        same = before is not None and (before.state, before.name, before.catching_up, before.drawn) == now
         if before is not None and same and not new and all(metric in before.series for metric in wanted):
             return before
-        last = run.newest
-        origins, grouped = _likeness(run.incidents)
+        last, total = part.newest, run.total
+        incidents, grouped = _entries(run)
+        coming = [[(each.written(one), Entry(one, optimizer=each.optimizer)) for one in each.forecasts] for each in run.parts]
+        forecasts = tuple(entry for _, entry in heapq.merge(*coming, key=itemgetter(0)))
         return View(
             folder=folder,
             name=name,
@@ -227,20 +249,21 @@ class Watched:
             lr=None if last is None else last.lr,
             scale=None if last is None else last.scale,
             terms=() if last is None else tuple(bad_first(last.terms)),
-            rate=run.rate if state == "running" else None,
-            seconds=run.seconds,
-            written=_written(folder),
-            counts=dict(run.counts),
-            incidents=tuple(run.incidents[-KEPT:]),
-            origins=origins[-KEPT:],
+            rate=part.rate if state == "running" else None,
+            seconds=part.seconds,
+            written=max((moment for each in run.parts if (moment := _written(each.folder)) is not None), default=None),
+            counts=dict(sum((each.counts for each in run.parts), Counter())),
+            incidents=incidents[-KEPT:],
             grouped=grouped[-KEPT:],
-            total_incidents=len(run.incidents),
-            forecasts=tuple(run.forecasts[-KEPT:]),
-            total_forecasts=len(run.forecasts),
-            turns=tuple(run.turns[-KEPT:]),
-            gaps=tuple(run.gaps),
-            about=run.about,
-            series=_series(run, wanted),
+            total_incidents=total["incidents"],
+            forecasts=forecasts[-KEPT:],
+            total_forecasts=total["forecasts"],
+            turns=tuple(part.turns[-KEPT:]),
+            gaps=tuple(part.gaps),
+            about=part.about,
+            series=_series(part, wanted),
+            optimizers=tuple(optimizers(run)),
+            drawn=part.optimizer,
         )
 
     def _name(self, folder: Path) -> str:
@@ -258,17 +281,20 @@ def _written(folder: Path) -> float | None:
     return None
 
 
-def _likeness(incidents: Sequence[Incident]) -> tuple[tuple[Incident | None, ...], tuple[Entry, ...]]:
-    """For each incident the earlier one that it is like; and the groups of those that are alike."""
-    origins: list[Incident | None] = [None] * len(incidents)
-    groups = sorted(alike(incidents), key=lambda group: group.members[-1])
-    entries = []
-    for group in groups:
-        for place in group.members:
-            origins[place] = None if place == group.origin else incidents[group.origin]
-        first, *others = group.members
-        entries.append(Entry(incidents[first], origins[first], tuple(incidents[place].step for place in others)))
-    return tuple(origins), tuple(entries)
+def _entries(run: Run) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """Return an entry for each incident, and one for each group of them, by its newest incident."""
+    numbers = itertools.count(1)
+    times = [[(part.written(one), next(numbers)) for one in part.incidents] for part in run.parts]
+    place = {number: i for i, (_, number) in enumerate(heapq.merge(*times, key=itemgetter(0)))}
+    alone: dict[int, Entry] = {}
+    groups: dict[int, Entry] = {}
+    for trouble in troubles(run):
+        for number, incident in zip(trouble.numbers, trouble.incidents, strict=True):
+            origin = None if incident is trouble.origin else trouble.origin
+            alone[place[number]] = Entry(incident, origin, optimizer=trouble.part.optimizer)
+        again = tuple(incident.step for incident in trouble.incidents[1:])
+        groups[place[trouble.numbers[-1]]] = replace(alone[place[trouble.numbers[0]]], again=again)
+    return tuple(alone[i] for i in sorted(alone)), tuple(groups[i] for i in sorted(groups))
 
 
 def _series(run: Run, metrics: Sequence[str]) -> dict[str, Series]:

@@ -11,7 +11,7 @@ from nanproof.watch._plot import Marks, Part, short, spark
 from nanproof.watch._runs import Entry, View, step_of
 from nanproof.watch._words import kind_of, said, summary, title
 
-_STATES = {"running": "good", "stopped": "refused", "ended": "label", "unknown": "label", "waiting": "label"}
+_STATES = {"running": "good", "halted": "refused", "stopped": "refused", "ended": "label", "unknown": "label", "waiting": "label"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def events_table(entries: Sequence[Entry], marks: Marks) -> list[Item]:
     for entry in entries:
         event = entry.event
         kind = kind_of(event)
-        head: list[Part] = [(f"{marks.events[kind]} ", kind), (said(title(event), marks.ascii), "strong")]
+        head: list[Part] = [(f"{marks.events[kind]} ", kind), (said(title(entry), marks.ascii), "strong")]
         said_of_it = said(summary(entry), marks.ascii)
-        key = (kind, step_of(event), event.kind)
+        key = (kind, step_of(event), event.kind, entry.optimizer)
         seen[key] = seen.get(key, 0) + 1
         items.append(Item((*key, seen[key]), (head, [("  " + said_of_it, "label")])))
     return items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,15 @@ def kind_of(event: Event) -> str:
 
 def marked(view: View) -> list[tuple[int, str]]:
     """(step, kind) of everything that gets a mark under the curves."""
-    events: list[Event] = [*view.incidents, *view.forecasts]
+    events = [entry.event for entry in (*view.incidents, *view.forecasts) if entry.optimizer == view.drawn]
     return [(step_of(event), kind_of(event)) for event in events] + [(back, "turn") for _, back in view.turns]
 
 
-def title(event: Event) -> str:
+def title(entry: Entry) -> str:
+    event, of = entry.event, f" of {entry.optimizer}" if entry.optimizer else ""
     if isinstance(event, Forecast):
-        return f"step {event.step}: {event.kind} ahead"
-    return f"step {event.step}: {event.kind}, {event.action}"
+        return f"step {event.step}{of}: {event.kind} ahead"
+    return f"step {event.step}{of}: {event.kind}, {event.action}"
 
 
 def summary(entry: Entry) -> str:
@@ -50,7 +51,7 @@ def summary(entry: Entry) -> str:
     event, origin = entry.event, entry.origin
     if isinstance(event, Forecast):
         return str(event.message)
-    again = repeated(event.step if event.same_as is None else event.same_as, entry.again)
+    again = repeated(event, entry.again)
     if event.diagnosis is not None and event.diagnosis.named:
         return _sentences(f"cause: {event.diagnosis.cause}", event.diagnosis.fix, event.outcome, again)
     if origin is not None and origin.diagnosis is not None and origin.diagnosis.named:
@@ -74,7 +75,7 @@ def card(entry: Entry) -> list[tuple[str, str]]:
         found += [("also", ", ".join(map(str, event.also)))]
     else:
         found += [("seen", event.message), ("done", event.outcome)]
-        found += [("again", repeated(event.step if event.same_as is None else event.same_as, entry.again))]
+        found += [("again", repeated(event, entry.again))]
         found += _rows(event.diagnosis or (entry.origin.diagnosis if entry.origin is not None else None))
         found += [
             ("loss", _number(event.loss)),
@@ -112,7 +113,8 @@ def status(view: View) -> list[str]:
     parts = [view.state]
     if view.step is None:
         return parts
-    parts += [f"step {view.step}", f"loss {short(view.loss)}"]
+    of = f" of {said(view.drawn)}" if view.drawn else ""
+    parts += [f"step {view.step}{of}", f"loss {short(view.loss)}"]
     quiet = view.still()
     if quiet is not None:
         parts += [f"no step for {clock(quiet)}"]
@@ -135,6 +137,7 @@ def facts(view: View) -> list[tuple[str, str]]:
     found: list[tuple[str, Any]] = [
         ("folder", view.folder),
         ("state", view.state),
+        *(("optimizer", told_optimizer(one)) for one in view.optimizers),
         ("steps", ", ".join(f"{number} {action}" for action, number in sorted(view.counts.items())[:12])),
         ("loss", _number(view.loss)),
         ("terms", ", ".join(told_terms(view.terms))),
@@ -148,6 +151,12 @@ def facts(view: View) -> list[tuple[str, str]]:
         *_flat(view.about),
     ]
     return [(heading, str(text)) for heading, text in found if text not in (None, "", 0)]
+
+
+def told_optimizer(one: Mapping[str, Any]) -> str:
+    """An optimizer of several, in a line."""
+    counts = f"{one['steps']} steps, {one['refused']} refused, {one['incidents']} incident{'s' * (one['incidents'] != 1)}"
+    return f"{one['name']}: {one['state']}, {counts}"
 
 
 def _flat(about: Any) -> list[tuple[str, str]]:

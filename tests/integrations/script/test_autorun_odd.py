@@ -169,8 +169,8 @@ for step in range(12):
 
 
 def test_two_optimizers_are_told_apart(tmp_path):
-    """By their models. The NaN is found in what the critic was called with, not in the gradients it was left, although the statement
-    that draws it is run again for the other thing it makes."""
+    """By their models. The NaN is found in what the critic was called with, not in the gradients it was left, although the
+    statement that draws it is run again for the other thing it makes."""
     (tmp_path / "gan.py").write_text(GAN)
     _, guarded = protected("gan.py", cwd=tmp_path)
     by_model = {one["model"]: one for one in guarded}

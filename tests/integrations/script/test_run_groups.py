@@ -13,6 +13,7 @@ import forked
 from crosses import part_of
 from integrations.script.group_loops import BAD, LOOPS, STEPS
 from nanproof import read_incidents, read_steps
+from nanproof.core.support._index import read_index
 
 SCRIPT = Path(__file__).with_name("group_loops.py")
 
@@ -59,7 +60,9 @@ def test_a_bad_batch_leaves_no_trace_in_any_optimizer(name, tmp_path):
     assert (incident["step"], incident["action"]) == (NUMBERS.get(name, BAD), "skipped")
     assert sum(one["refused"] for one in guarded) == 1
     assert [i.step for i in read_incidents(tmp_path / guarded[0]["run_dir"])] == [i["step"] for i in guarded[0]["incidents"]]
-    assert sorted(path.name for path in (tmp_path / "records").glob("optimizer*")) == ["optimizer-2"] * (len(guarded) - 1)
+    assert sorted(path.name for path in (tmp_path / "records").glob("optimizer-*")) == ["optimizer-2"] * (len(guarded) - 1)
+    several = [str(folder) for folder, _ in read_index(tmp_path / "records")]
+    assert several == ([str(tmp_path / one["run_dir"]) for one in guarded] if len(guarded) > 1 else [])
     for one in guarded:
         assert [record.step for record in read_steps(tmp_path / one["run_dir"])] == list(range(one["steps"]))
     if name in OPTIMIZERS:
@@ -132,6 +135,12 @@ for i in range(10):
 """
 
 
+def three(folder, run_dir="records"):
+    """What report, watch and doctor say of a run, as data."""
+    commands = ("report", run_dir, "--json"), ("watch", run_dir, "--json"), ("doctor", run_dir, "--json")
+    return [json.loads(forked.python("-m", "nanproof", *command, cwd=folder).stdout) for command in commands]
+
+
 def test_report_watch_and_doctor_agree(tmp_path):
     """The incident is in the second optimizer's part alone: all of them show it, and once."""
     (tmp_path / "second.py").write_text(SECOND_ONLY)
@@ -140,11 +149,99 @@ def test_report_watch_and_doctor_agree(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("nonfinite-gradient, skipped") == 2, "when it happens, and in the summary"
     assert "2 × Adam of Net: 10 steps, 1 refused" in done.stderr
-    report, watch, doctor = (
-        json.loads(forked.python(*run, *command, "--json", cwd=tmp_path).stdout)
-        for command in (("report", "records"), ("watch", "records"), ("doctor", "records"))
-    )
+    report, watch, doctor = three(tmp_path)
     assert [(i["step"], i["kind"]) for i in report["incidents"]] == [(5, "nonfinite-gradient")]
     assert [(i["step"], i["kind"]) for i in watch["incidents"]] == [(5, "nonfinite-gradient")]
     (log,) = doctor["logs"]
     assert [finding["step"] for finding in log["findings"]] == [5]
+
+
+GAN = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Generator(nn.Linear): pass
+class Critic(nn.Linear): pass
+one, two = Generator(4, 8), Critic(8, 1)
+first, second = torch.optim.SGD(two.parameters(), 0.01), torch.optim.Adam(one.parameters())
+bad = {int(x) for x in sys.argv[1].split(",") if x}
+for i in range(30):
+    real, noise = torch.randn(8, 8), torch.randn(8, 4)
+    if i == 7:
+        real[3] = float("nan")
+    if i in bad:
+        noise[5] = float("inf")
+    loss = two(real).square().mean() + (two(one(torch.randn(8, 4)).detach()) - 1).square().mean()
+    first.zero_grad(); loss.backward(); first.step()
+    loss = two(one(noise)).square().mean()
+    second.zero_grad(); loss.backward(); second.step()
+"""
+
+
+def gan(folder, bad):
+    (folder / "gan.py").write_text(GAN)
+    return forked.python("-m", "nanproof", "run", "--json", "--run-dir", "records", "gan.py", bad, cwd=folder)
+
+
+def test_the_optimizers_of_a_gan_are_one_run(tmp_path):
+    """report, watch and doctor show the incidents of both, with the optimizer of each, and count the same."""
+    done = gan(tmp_path, "12,13")
+    assert done.returncode == 0, done.stderr
+    report, watch, doctor = three(tmp_path)
+    (log,) = doctor["logs"]
+    critic, generator = "SGD of Critic", "Adam of Generator"
+    assert [(i["optimizer"], i["step"], i["count"]) for i in report["incidents"]] == [(critic, 7, 1), (generator, 12, 2)]
+    assert [(i["optimizer"], i["step"]) for i in watch["incidents"]] == [(critic, 7), (generator, 12), (generator, 13)]
+    assert [(f["optimizer"], f["step"], f["recorded"]["count"]) for f in log["findings"]] == [(critic, 7, 1), (generator, 12, 2)]
+    assert report["optimizers"] == watch["optimizers"] == log["recorded"]["optimizers"]
+    assert [(one["name"], one["steps"], one["refused"], one["incidents"]) for one in report["optimizers"]] == [
+        (critic, 30, 1, 1),
+        (generator, 30, 2, 2),
+    ]
+    assert report["all_incidents"] == watch["counts"]["incidents"] == log["recorded"]["incidents"] == 3
+    assert watch["counts"]["skipped"] == log["recorded"]["refused"] == 3
+    assert [len(part["marks"]) for part in (report, *report["parts"])] == [1, 2]
+    assert {report["state"], watch["state"], log["recorded"]["state"]} == {"ended"}
+
+
+def test_a_gan_whose_second_optimizer_is_halted_is_halted(tmp_path):
+    """All tools say so, and the summary of the script too."""
+    done = gan(tmp_path, ",".join(map(str, range(5, 30))))
+    assert done.returncode == 1
+    summary = json.loads(done.stderr.strip().splitlines()[-1])
+    assert summary["halted"] and [one["halted"] for one in summary["guarded"]] == [None, 15]
+    report, watch, doctor = three(tmp_path)
+    (log,) = doctor["logs"]
+    assert {report["state"], watch["state"], log["recorded"]["state"]} == {"halted"}
+    assert (log["status"], log["recorded"]["halted"]) == ("failure", 15)
+    assert "was halted at step 15 of Adam of Generator" in report["summary"]
+
+
+def test_a_run_with_one_optimizer_leaves_out_the_folders_of_an_earlier_one(tmp_path):
+    gan(tmp_path, "")
+    (tmp_path / "second.py").write_text(SECOND_ONLY)
+    assert forked.python("-m", "nanproof", "run", "--run-dir", "records", "second.py", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "records" / "optimizer-2" / "steps.jsonl").exists()
+    report, watch, _ = three(tmp_path)
+    assert report["optimizers"] == watch["optimizers"] == [] and report["all_incidents"] == 1
+
+
+def test_doctor_starts_from_what_the_run_recorded(tmp_path):
+    """Where every batch is bad there is no loss scaler: kind, count, cause and fix are those of the records."""
+    (tmp_path / "bad.py").write_text("""
+import torch
+model = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(40):
+    x = torch.randn(8, 4)
+    if i > 2: x[1, 1] = float("nan")
+    loss = model(x).square().mean(); optimizer.zero_grad(); loss.backward(); optimizer.step()
+""")
+    forked.python("-m", "nanproof", "run", "--run-dir", "records", "bad.py", cwd=tmp_path)
+    *_, doctor = three(tmp_path)
+    (log,) = doctor["logs"]
+    halted, refused = log["findings"]
+    assert (halted["kind"], halted["severity"], halted["step"]) == ("nonfinite-loss", "failure", 13)
+    assert (halted["recorded"]["action"], halted["recorded"]["cause"]) == ("halted", "nonfinite-batch")
+    kept = refused["recorded"]
+    assert (kept["action"], kept["count"], kept["cause"], kept["bundle"]) == ("skipped", 10, "nonfinite-batch", None)
+    assert kept["fix"] and not any("replay" in command for command in refused["commands"]), "there is no bundle to run again"

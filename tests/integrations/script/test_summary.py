@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanproof import Diagnosis, Incident
-from nanproof.integrations.script._summary import Guarded, grouped
+from nanproof.integrations.script._summary import Guarded
 
 FOUND = Diagnosis(cause="zero-denominator", confidence=0.9, where="loss_fn", fix="Add an epsilon.", verified=True)
 
@@ -40,7 +40,8 @@ def test_those_that_were_not_diagnosed_are_counted_and_not_called_like_another()
     lines = told(incident(39, diagnosis=FOUND), incident(41), incident(42), incident(43, same_as=39))
     assert lines[2:] == [
         "    as at step 39, once more: step 43",
-        "  steps 41-42: nonfinite-loss, skipped (2), not diagnosed. The first: the loss is nan",
+        "  step 41: nonfinite-loss, skipped. the loss is nan",
+        "    1 more not diagnosed: step 42",
     ]
     assert told(incident(41)) == ["  step 41: nonfinite-loss, skipped. the loss is nan"]
 
@@ -48,9 +49,30 @@ def test_those_that_were_not_diagnosed_are_counted_and_not_called_like_another()
 def test_those_that_were_diagnosed_alike_are_one_group():
     """As with `--diagnose always`."""
     both = incident(1, diagnosis=FOUND), incident(2, diagnosis=FOUND)
-    assert told(*both)[2] == "    as at step 1, once more: step 2"
     other = incident(3, diagnosis=Diagnosis(cause="zero-denominator", confidence=0.9, where="elsewhere"))
-    assert [len(group) for group in grouped([*both, other])] == [2, 1]
+    lines = told(*both, other)
+    assert lines[2:4] == ["    as at step 1, once more: step 2", "  step 3: nonfinite-loss, skipped. the loss is nan"]
+
+
+def test_a_halt_is_told_in_the_first_line():
+    guarded = Guarded(
+        "AdamW",
+        "Net",
+        "host",
+        "verdicts read on the host",
+        True,
+        5,
+        2,
+        0,
+        (incident(3), incident(4, "halted")),
+        (),
+        None,
+        0,
+        0,
+        0,
+    )
+    assert guarded.lines()[0] == "AdamW of Net: 5 steps, 2 refused, halted at step 4 (verdicts read on the host)"
+    assert guarded.to_json()["halted"] == 4
 
 
 @pytest.mark.parametrize("action", ["healed", "salvaged", "rewound"])

@@ -60,7 +60,7 @@ def test_text_between_lines_of_json_and_a_last_line_cut_short():
 
 
 def test_nanproofs_own_steps(tmp_path):
-    """What the guard wrote, among thousands of norms; refused steps are counted; incidents beside them are no steps."""
+    """What the guard wrote, among thousands of norms; refused steps are marked; incidents beside them are no steps."""
     shared = {
         "clip": 1.0,
         "spike": False,
@@ -85,8 +85,8 @@ def test_nanproofs_own_steps(tmp_path):
     (source,) = find([tmp_path])
     assert source.format == "nanproof"
     found = list(read(source))
-    assert [(p.step, p.values["skipped"]) for p in found] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    assert found[0].values == {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-3, "scale": 8.0, "skipped": 0.0}
+    assert [(p.step, p.refused) for p in found] == [(0, False), (1, False), (2, True), (3, False)]
+    assert found[0].values == {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-3, "scale": 8.0}, "no scaler has skipped a step"
     assert math.isnan(found[2].values["loss"])
     assert list(read(find([tmp_path / "incidents.jsonl"])[0])) == []
 
@@ -96,7 +96,7 @@ def test_both_versions_of_nanproofs_own_steps(tmp_path):
     old = Path(__file__).parents[2] / "version_1"
     (source,) = find([old])
     found = list(read(source))
-    assert source.format == "nanproof" and len(found) == 29 and found[-1].values["skipped"] == 3
+    assert source.format == "nanproof" and len(found) == 29 and sum(p.refused for p in found) == 3
     assert [p.step for p in found if not math.isfinite(p.values["loss"])] == [4, 7, 16]
     text = (old / "steps.jsonl").read_text()
     (tmp_path / "steps.jsonl").write_text(text.replace('{"v":1,', '{"v":2,'))

@@ -193,3 +193,39 @@ def test_a_run_begun_anew_in_the_same_folder_is_another_run(tmp_path):
     while live.poll(portion=500):
         pass
     assert live.earlier == 1 and live.counts == run.counts and [i.step for i in live.incidents] == [5]
+
+
+def test_the_optimizers_that_the_index_names_are_parts_of_the_run(tmp_path):
+    """A folder that is not in the index is from an earlier run, and no run of its own."""
+    made.write_gan(tmp_path / "gan", others=[made.incident_line(7)])
+    made.write_run(tmp_path / "gan" / "optimizer-3", 5)
+    run = Run(tmp_path / "gan").read()
+    assert [(part.optimizer, part.steps) for part in run.parts] == [("SGD of Critic", 20), ("Adam of Generator", 40)]
+    assert (run.total["steps"], run.total["incidents"], run.steps) == (60, 1, 20)
+    (tmp_path / "gan" / "optimizer-3" / "steps.jsonl").unlink()
+    assert runs_in(tmp_path) == [tmp_path / "gan"], "an optimizer is not a run"
+    part = Run(tmp_path / "gan" / "optimizer-2").read()
+    assert (part.optimizer, part.others, part.steps) == ("", [], 40), "alone, if one asks for it"
+
+
+def test_an_index_that_comes_later_is_followed(tmp_path):
+    """The second optimizer of a live run begins after the first."""
+    made.write_run(tmp_path, 20)
+    run = Run(tmp_path).read()
+    assert (run.optimizer, run.others) == ("", [])
+    made.write_gan(tmp_path)
+    assert [part.optimizer for part in run.read().parts] == ["SGD of Critic", "Adam of Generator"]
+    (tmp_path / "optimizers.json").unlink()
+    assert run.read().parts == [run] and run.optimizer == ""
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_run_is_halted_if_one_of_its_optimizers_is(which, tmp_path):
+    """Until it takes a step again."""
+    halted = [made.incident_line(19 if which == "first" else 39, action="halted")]
+    made.write_gan(tmp_path, *((halted, ()) if which == "first" else ((), halted)))
+    assert Run(tmp_path).read().state == "halted"
+    folder = tmp_path if which == "first" else tmp_path / "optimizer-2"
+    with open(folder / "steps.jsonl", "a") as file:
+        file.write(made.step_line(40))
+    assert Run(tmp_path).read().state == "running"

@@ -127,7 +127,7 @@ def test_incidents_are_told_in_full(tmp_path):
 
 
 def test_of_thousands_of_incidents_the_first_of_each_cause_and_the_newest_are_shown(tmp_path):
-    lines = [made.incident_line(i, diagnosis=made.diagnosis(cause=f"cause-{i % 3}")) for i in range(3000)]
+    lines = [made.incident_line(i, diagnosis=made.diagnosis(cause=f"cause-{i % 3}", where=f"layer.{i}")) for i in range(3000)]
     made.write_run(tmp_path, 10, incidents=lines)
     data = told(tmp_path)
     numbers = [card["number"] for card in data["incidents"]]
@@ -402,7 +402,57 @@ def diagnosis_of(i):
 
 def test_where_cards_are_too_large_for_all_the_newest_are_still_there(tmp_path):
     """The first of each cause, then the newest: the oldest of the rest are those that are left out."""
-    found = [made.incident_line(i, diagnosis=made.diagnosis(evidence=["y" * 700] * 8)) for i in range(100)]
+    found = [made.incident_line(i, diagnosis=made.diagnosis(evidence=["y" * 700] * 8, where=f"layer.{i}")) for i in range(100)]
     made.write_run(tmp_path, 3, incidents=found)
     shown = [card["number"] for card in told(tmp_path)["incidents"]]
     assert 10 < len(shown) < 100 and shown == [1, 2, 3, 4, 5, *range(101 - (len(shown) - 5), 101)]
+
+
+def test_incidents_that_were_not_diagnosed_share_a_card_if_they_look_the_same(tmp_path):
+    """As in the terminal: counted, and not called the same trouble."""
+    lines = [made.incident_line(step, culprits=[["a", "nan"]]) for step in (3, 4, 5)]
+    made.write_run(tmp_path, 10, incidents=[*lines, made.incident_line(6, culprits=[["b", "nan"]])])
+    data = told(tmp_path)
+    assert [(card["step"], card["count"], card["again"]) for card in data["incidents"]] == [
+        (3, 3, "2 more not diagnosed: steps 4-5"),
+        (6, 1, ""),
+    ]
+    assert data["all_incidents"] == 4
+    assert "It happened again: 2 more not diagnosed: steps 4-5" in markdown(Run(tmp_path).read())
+
+
+def test_all_optimizers_of_a_run_are_in_its_report(tmp_path):
+    """One list of incidents, and curves with their marks for each."""
+    made.write_gan(tmp_path, [made.incident_line(3)], [made.incident_line(4), made.incident_line(30, diagnosis=made.diagnosis())])
+    data = told(tmp_path)
+    assert [(card["number"], card["optimizer"], card["part"], card["step"]) for card in data["incidents"]] == [
+        (1, "SGD of Critic", 0, 3),
+        (2, "Adam of Generator", 1, 4),
+        (3, "Adam of Generator", 1, 30),
+    ]
+    (part,) = data["parts"]
+    assert (data["marks"], part["marks"]) == ([[1, 3]], [[2, 4], [3, 30]])
+    assert (len(data["curves"]["steps"]), len(part["curves"]["steps"])) == (20, 40)
+    assert [(one["name"], one["steps"], one["incidents"]) for one in data["optimizers"]] == [
+        ("SGD of Critic", 20, 1),
+        ("Adam of Generator", 40, 2),
+    ]
+    assert data["all_incidents"] == 3 and "60 steps of 2 optimizers" in data["summary"]
+    assert data["tables"][0]["title"] == "Optimizers" and len(data["tables"][0]["rows"]) == 2
+    text = markdown(Run(tmp_path).read())
+    assert "## Step 30 of Adam of Generator: zero-denominator" in text and "| SGD of Critic | 20 |" in text
+
+
+def test_a_halted_run_has_that_state(tmp_path):
+    made.write_run(tmp_path, 5, incidents=[made.incident_line(4, action="halted")])
+    data = told(tmp_path)
+    assert data["state"] == "halted" and data["numbers"][0] == {"label": "state", "value": "halted", "more": ""}
+
+
+def test_empty_cells_of_a_heat_map_are_counted(tmp_path):
+    """So that its legend can say what they mean."""
+    made.write_run(tmp_path, 3, names=["a", "b"])
+    assert told(tmp_path)["norms"]["absent"] == 0
+    with open(tmp_path / "steps.jsonl", "a") as file:
+        file.write(made.step_line(3, norms=[None, 1.0]))
+    assert told(tmp_path)["norms"]["absent"] == 1

@@ -53,7 +53,10 @@ def page(comparison: Comparison, folder: Path) -> str:
         "v": 1,
         "arms": [one_line(arm.name, 60) for arm in comparison.arms],
         "incidents": [[] if one is None else cards(one.run, find_tokens(one.folder), room) for one in runs],
-        "marks": [[] if one is None else [incident.step for incident in one.run.incidents][:MOST_MARKS] for one in runs],
+        "marks": [
+            [] if one is None else [incident.step for part in one.run.parts for incident in part.incidents][:MOST_MARKS]
+            for one in runs
+        ],
         **charts(comparison.arms),
     }
     parts = {
@@ -170,8 +173,8 @@ def _of_the_run(number: int, arm: Arm, guarded: Guarded | None) -> str:
     told = f'<h3>Its guard</h3><p dir="auto">{_bdi(summary(guarded.run), 2000)}</p>'
     if (guarded.folder / REPORT).is_file():
         told += f'<p><a href="./{guarded.place}/{REPORT}">Its own report</a>: every step, layer by layer</p>'
-    there = f'<h3>Incidents</h3><div id="arm-{number}-cards" data-all="{len(guarded.run.incidents)}"></div>'
-    return told + (there if guarded.run.incidents else "")
+    there = f'<h3>Incidents</h3><div id="arm-{number}-cards" data-all="{guarded.run.total["incidents"]}"></div>'
+    return told + (there if guarded.run.total["incidents"] else "")
 
 
 def _samples(samples: tuple[Mapping[str, str], ...], room: int) -> str:

@@ -7,5 +7,6 @@
 - `_casting`: change a weight's dtype in place.
 - `_hooks`: hooks that belong to one model in one process.
 - `_signals`: Ctrl-C held back while a step is taken or undone; requests to stop.
-- `_files`: atomic writes and locks. `_environment`: versions and device. `_checks`: bad arguments.
+- `_files`: atomic writes and locks. `_index`: where the optimizers of a run keep their records.
+- `_environment`: versions and device. `_checks`: bad arguments.
 """

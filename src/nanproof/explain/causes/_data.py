@@ -90,9 +90,7 @@ class ChangedInPlace(Cause):
         before = any(bad_in_batch(batch, tensors_in(batch)) for batch in case.replay.batches)
         again = write_into_batch(case.replay)
         held = not before and again is not None and again.breaks
-        return Trial(
-            held, "finite before, non-finite after the write" if held else "it is not the write that makes it non-finite"
-        )
+        return Trial(held, "finite before, non-finite after the write" if held else "the write does not make it non-finite")
 
 
 def _of_usual_size(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Lines: how a loop computes its loss, from the frame that calls backward, so that a refused step can be run again.
 
-`Lines.at_backward` is asked at every backward. What the source says is worked out once per place and kept; after that, a step costs
-a look at a few frames and references to the inputs. Where the function that calls backward got its loss from its caller, the walk
-goes on there (`Slice.passed`).
+`Lines.at_backward` is asked at every backward. What the source says is worked out once per place and kept. After that, a step
+costs a look at a few frames and references to the inputs. Where the function that calls backward got its loss from its caller,
+the walk goes on there (`Slice.passed`).
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class Lines:
         return self._worked_out(frame, receiver, argument, sight)
 
     def at_error(self, error: BaseException) -> Inputs | Refusal:
-        """Return how to run again what raised: from the model's call to the statement that raised, in the function that called the
-        model."""
+        """Return how to run again what raised: the lines from the model's call to the statement that raised, in the function that
+        called the model."""
         sight, self._sight, self._seen = self._sight, Sight(), False
         trace, traces = error.__traceback__, list[TracebackType]()
         while trace is not None:
@@ -421,7 +421,7 @@ def _argument(call: ast.Call, arguments: Any, name: str, frame: FrameType) -> as
         return ast.fix_missing_locations(ast.copy_location(ast.Tuple(list(rest), ast.Load()), call))
     if name == arguments.varkw:
         pairs = [k for k in call.keywords if k.arg not in names]
-        keys = [None if k.arg is None else ast.Constant(k.arg) for k in pairs]
+        keys: list[ast.expr | None] = [None if k.arg is None else ast.Constant(k.arg) for k in pairs]
         return ast.fix_missing_locations(ast.copy_location(ast.Dict(keys, [k.value for k in pairs]), call))
     raise Stopped(call.lineno, f"it does not show what becomes {name} in {frame.f_code.co_name}")
 

@@ -78,8 +78,8 @@ def binds(node: ast.AST) -> set[str]:
 
 
 def changes(node: ast.AST) -> dict[str, ast.stmt]:
-    """Return the names whose values a statement changes in place (`y[mask] = 0`, `losses.append(loss)`, `logits.mul_(2)`), and the
-    innermost statement that does it."""
+    """Return the names whose values a statement changes in place, each with the innermost statement that does it: `y[mask] = 0`,
+    `losses.append(loss)`, `logits.mul_(2)`."""
     found: dict[str, ast.stmt] = {}
     for statement in statements_in(node):
         for target in _written(statement):

@@ -42,7 +42,7 @@ _LONGEST = 4
 
 OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
 FORWARD = "*"
-"""In place of the output that is the loss: all of the model's output is looked at, as the lines that make the loss are not run."""
+"""In place of the output that is the loss: all of the model's output is looked at."""
 RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, leaves=False, why_not_again=OUTSIDE)
 """A raw loop whose batches come from a recorder."""
 

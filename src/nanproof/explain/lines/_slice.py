@@ -391,7 +391,7 @@ class _Walk:
                 raise Stopped(each.lineno, f"it calls .{each.func.attr}(), which changes something")
 
     def _check_value(self, name: str, value: Any, line: int) -> None:
-        if isinstance(value, Tensor) or isinstance(value, nn.Module):
+        if isinstance(value, (Tensor, nn.Module)):
             return
         used = line or self._place.line
         if has_own_random_state(value):
@@ -488,8 +488,8 @@ _TYPE_PARAMETERS: dict[str, Any] = {"type_params": []} if sys.version_info >= (3
 
 
 class _Renamed(ast.NodeTransformer):
-    """Attributes that are inputs become names; private names get the name of their class, as in the class itself. What a statement
-    binds besides what it is kept for (`real, fake = draw(), generator(z)`) does not replace the input of that name."""
+    """Attributes that are inputs become names. Private names get the name of their class, as in the class itself. What a
+    statement binds besides what it is kept for (`real, fake = draw(), generator(z)`) does not replace the input of that name."""
 
     def __init__(self, attributes: Mapping[str, str], private: str, inputs: set[str]) -> None:
         self._attributes, self._private, self._inputs = attributes, private, inputs
@@ -502,7 +502,7 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         name = dotted(node) if isinstance(node.ctx, ast.Load) else None
-        if name in self._attributes:
+        if name is not None and name in self._attributes:
             return ast.copy_location(ast.Name(self._attributes[name], ast.Load()), node)
         if self._private and node.attr.startswith("__") and not node.attr.endswith("__"):
             node.attr = f"_{self._private}{node.attr}"

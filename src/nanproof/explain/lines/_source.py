@@ -130,7 +130,7 @@ def _lists(node: ast.AST) -> Iterator[list[Any]]:
             yield value
 
 
-def holds(node: ast.AST, where: tuple[int | None, int | None, int | None, int | None]) -> bool:
+def holds(node: Any, where: tuple[int | None, int | None, int | None, int | None]) -> bool:
     """Whether an instruction at this position belongs to a statement or expression."""
     _, line, _, column = where
     if line is None or column is None or not hasattr(node, "lineno"):

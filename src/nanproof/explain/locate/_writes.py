@@ -59,8 +59,8 @@ def _pointer(value: Any) -> int:
 
 
 def write_into_batch(replay: Replay) -> Write | None:
-    """Run the forward on a copy of the batch. Return the operation that makes it non-finite; where none does, the first that writes
-    into it; None if nothing does."""
+    """Run the forward on a copy of the batch. Return the operation that makes it non-finite; where none does, the first that
+    writes into it; None if nothing does."""
     copies = [map_tensors(batch, lambda t: t.detach().clone().requires_grad_(t.requires_grad)) for batch in replay.batches]
     samples, length = batch_shape(copies[0])
     looking = _Writes([pair for copy in copies for pair in tensors_in(copy)], samples, length)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof.core.judge._parameters import is_dtensor
+from nanproof.core.support._index import next_folder, write_index
 from nanproof.integrations._groups import RECENT, Groups
 from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._script_run import ScriptRun
@@ -141,10 +142,9 @@ class ScriptRuns(Groups[ScriptRun]):
 
     def begin(self, group: ScriptRun, at_step: bool) -> None:
         session = self._session
-        count = sum(tally.guarded for tally in session.tallies)
         run_dir = session.options.run_dir
-        if run_dir is not None and count:
-            run_dir = run_dir / f"optimizer-{count + 1}"
+        if run_dir is not None:
+            run_dir = next_folder(run_dir, (tally.run_dir for tally in session.tallies))
         try:
             group.start(run_dir, self.last_loss if at_step else None, self.first_calls)
         except Exception as error:
@@ -153,12 +153,20 @@ class ScriptRuns(Groups[ScriptRun]):
         session.tallies.append(group.tally)
         if all(run.started or run.left_alone for run in self.every()):
             self.first_calls.stop()
+        self.write_index()
+
+    def write_index(self) -> None:
+        """Write which optimizers the run's folder holds, as far as that is known now."""
+        run_dir = self._session.options.run_dir
+        if run_dir is not None and self._session.rank == 0:
+            write_index(run_dir, [(tally.run_dir, tally.title) for tally in self._session.tallies if tally.run_dir is not None])
 
     def merge(self, group: ScriptRun, other: ScriptRun) -> None:
         if other.started:
             other.close(None)
             if not other.tally.steps:
                 self._session.tallies.remove(other.tally)
+            self.write_index()
         members = other.members
         group.add(members)
         group.changed = group.started

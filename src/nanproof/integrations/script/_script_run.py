@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import gradients_now
 from nanproof.explain.lines._recorded import OUTSIDE, RECORDED, RootRecorder
-from nanproof.integrations._groups import Group, parameters_of
+from nanproof.integrations._groups import Group, name_of, parameters_of
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._owners import called, model_of, owning
@@ -72,6 +71,10 @@ class Tally:
     last: float = 0.0
     """When the first step ended, and the last."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} of {self.model}" if self.model else self.name
+
 
 class ScriptRun(Group):
     """Optimizers of a script that step together: their run, and what is known since the last step."""
@@ -83,7 +86,7 @@ class ScriptRun(Group):
         self.reached = 0
         """The last backward that reached its parameters, or came before a step of it."""
         self._session, self._known = session, known
-        self.tally = Tally(_name(self.members))
+        self.tally = Tally(name_of(self.members))
         self.guard: ProtectedRun | None = None
         self.changed = False
         """Whether the guard has still to follow a change of members."""
@@ -144,7 +147,7 @@ class ScriptRun(Group):
         roots = sorted(called(model), key=lambda root: min(places.get(id(p), len(places)) for p in root.parameters()))
         # Where the script calls parts of the model by themselves, their calls are those of the model.
         parts = [] if any(root in was_called for root in roots) else owning(was_called, model, parameters)
-        self.tally.name = _name(members)
+        self.tally.name = name_of(members)
         self.tally.model = " and ".join(dict.fromkeys(type(unwrap(root)).__name__ for root in roots))
         loop = replace(RECORDED, why_not_again=_why_not_again(roots))
         guard = self.guard or ProtectedRun(policy=policy, run_dir=run_dir, observe=options.observe)
@@ -480,12 +483,6 @@ class ScriptRun(Group):
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
             self.tally.refused = self.guard.refused_so_far
-
-
-def _name(optimizers: Iterable[Optimizer]) -> str:
-    """The classes of the optimizers, each with its number: "AdamW and Muon", "24 × Adam"."""
-    counts = Counter(type(optimizer).__name__ for optimizer in optimizers)
-    return " and ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
 
 
 def _why_not_again(roots: list[nn.Module]) -> str:

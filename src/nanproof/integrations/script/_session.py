@@ -117,6 +117,8 @@ class Session:
                 close(error)
             except Exception as failure:
                 self.say(f"while closing the guard of {name}: {failure!r}")
+        if self.runs is not None:
+            self.runs.write_index()  # members may have changed since
         self._open = False
 
     def say(self, text: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanproof._errors import TrainingHalted
-from nanproof._records import Forecast, Incident, alike
+from nanproof._records import Forecast, Incident, alike, halt
 from nanproof._text import printable
-from nanproof._wording import repeated, spans
+from nanproof._wording import repeated
 from nanproof.integrations.script._session import Session
 
 _SHOWN = 10
@@ -44,6 +43,11 @@ class Guarded:
     span_seconds: float
     """From the end of the first step to the end of the last."""
 
+    @property
+    def halted(self) -> Incident | None:
+        """The incident after which it took no further step."""
+        return halt(self.incidents, None)
+
     def lines(self) -> list[str]:
         """Each is a sentence or two; what belongs under another is indented by two spaces more."""
         name = f"{self.name} of {self.model}" if self.model else self.name
@@ -51,8 +55,10 @@ class Guarded:
             return [f"{name}: {self.path}"]
         skipped = f", {self.refused} refused" if self.refused else ", none refused"
         skipped += f", {self.overflows} left out by the GradScaler" if self.overflows else ""
+        if self.halted is not None:
+            skipped += f", halted at step {self.halted.step}"
         told = [f"{name}: {self.steps} steps{skipped} ({self.verdicts})"]
-        groups = grouped(self.incidents)
+        groups = [[self.incidents[i] for i in group.members] for group in alike(self.incidents)]
         for group in groups[:_SHOWN]:
             told += _lines_of(group)
         if len(groups) > _SHOWN:
@@ -83,6 +89,7 @@ class Guarded:
             "steps": self.steps,
             "refused": self.refused,
             "overflows": self.overflows,
+            "halted": None if self.halted is None else self.halted.step,
             "incidents": [incident.to_json() for incident in self.incidents],
             "forecasts": [forecast.to_json() for forecast in self.forecasts],
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -137,32 +144,17 @@ class Summary:
         }
 
 
-def grouped(incidents: Sequence[Incident]) -> list[list[Incident]]:
-    """Group incidents that are the same trouble and were dealt with in the same way: `same_as` says so, or the same cause was
-    found at the same place. Incidents that were not diagnosed are only counted by kind."""
-    groups: dict[tuple[object, ...], list[Incident]] = {}
-    for group in alike(incidents):
-        first, found = incidents[group.members[0]], incidents[group.origin].diagnosis
-        why = (found.cause, found.where, found.fix) if found is not None else (first.same_as,)
-        groups.setdefault((first.kind, first.action, *why), []).extend(incidents[place] for place in group.members)
-    return list(groups.values())
-
-
 def _lines_of(group: list[Incident]) -> list[str]:
     first, *others = group
-    told = [f"  {first}"]
-    if others and first.diagnosis is None and first.same_as is None:
-        head = f"steps {spans([incident.step for incident in group])}: {first.kind}, {first.action} ({len(group)}), not diagnosed"
-        told, others = [f"  {head}. The first: {'; '.join(filter(None, (first.message, first.outcome)))}"], []
+    lines = [f"  {first}"]
     if first.diagnosis is not None:
-        told.append(f"    {first.diagnosis}")
+        lines.append(f"    {first.diagnosis}")
     if others:
-        step = first.step if first.same_as is None else first.same_as
-        told.append(f"    {repeated(step, [incident.step for incident in others])}")
+        lines.append(f"    {repeated(first, [incident.step for incident in others])}")
     bundles = [_from_here(incident.bundle) for incident in group if incident.bundle]
     if bundles:
-        told.append(f"    bundle: {bundles[0]}" + (f" and {len(bundles) - 1} more" if len(bundles) > 1 else ""))
-    return told
+        lines.append(f"    bundle: {bundles[0]}" + (f" and {len(bundles) - 1} more" if len(bundles) > 1 else ""))
+    return lines
 
 
 def _from_here(path: str) -> str:
@@ -209,6 +201,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 span_seconds=0.0,
             )
         )
-    halted = str(error) if isinstance(error, TrainingHalted) else None
+    halts = [g.halted for g in found if g.halted is not None]  # the script may have caught the exception
+    halted = str(error) if isinstance(error, TrainingHalted) else str(halts[0]) if halts else None
     well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
     return Summary(command, seconds, session.rank, halted, not well and not session.seen and not found, tuple(found))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanproof.logs._curve import Place
 
 SEVERITIES = ("failure", "warning", "note")
 KINDS = {
+    "nonfinite-weight": "Weights or optimizer state are NaN or Inf",
+    "nonfinite-loss": "The loss is NaN or Inf",
+    "nonfinite-gradient": "A gradient is NaN or Inf",
+    "gradient-norm-overflow": "The norm of the gradients overflows",
+    "loss-scale-collapse": "The loss scale cannot be lowered further",
+    "generation": "Completions could not be sampled",
+    "exception": "A step raised an exception",
+    "no-learning": "Nothing is learned",
     "hidden-nan": "A NaN loss that is logged as 0.0",
     "nan": "The loss is NaN",
     "inf": "The loss is Inf",
@@ -31,7 +39,7 @@ KINDS = {
     "overfit": "The evaluation loss rises while the training loss falls",
     "spike": "A spike of the loss that went away",
 }
-"""Worst first, each with its headline."""
+"""Worst first, each with its headline. The first eight, and "spike" and "divergence", are also kinds of recorded incidents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,27 @@ class Likely:
     reason: str
     slug: str | None = None
     """In the catalogue (docs/causes.md), where it has an entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What nanproof recorded about incidents that are the same trouble, while the run was training."""
+
+    action: str
+    """What was done, as in `Incident.action`."""
+    count: int
+    steps: str
+    """The steps, in words."""
+    cause: str | None
+    """None: not diagnosed."""
+    where: str
+    source: str | None
+    """File and line."""
+    fix: str | None
+    verified: bool
+    """Whether the fix was tried on the step itself, and held."""
+    bundle: str | None
+    """A bundle that exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +84,15 @@ class Finding:
     causes: tuple[Likely, ...] = ()
     commands: tuple[str, ...] = ()
     """What to run or to add next, the most useful first."""
+    optimizer: str = ""
+    """The optimizer that it is about, where a run of nanproof has several."""
+    recorded: Recorded | None = None
+    """Of an incident that nanproof recorded; None for what is inferred from the log."""
 
     @property
     def headline(self) -> str:
-        return KINDS[self.kind]
+        halted = self.recorded is not None and self.recorded.action == "halted"
+        return f"Training was halted. {KINDS[self.kind]}" if halted else KINDS[self.kind]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -76,6 +110,8 @@ class Finding:
             "said": self.said,
             "causes": [{"slug": cause.slug, "reason": cause.reason} for cause in self.causes],
             "commands": list(self.commands),
+            "optimizer": self.optimizer or None,
+            "recorded": None if self.recorded is None else asdict(self.recorded),
         }
 
 
@@ -85,6 +121,6 @@ RUN = "nanproof run train.py    # refuses the bad step, and says where it came f
 SLOWER = "a tenth of the learning rate, or a longer warm-up    # the first thing to try"
 OBSERVE = "nanproof run --observe train.py    # which layer grows, and when it will overflow"
 CHECK = "nanproof check train:build    # the first step, looked at before training"
-REPLAY = "nanproof replay {run}/incidents/step-... --entry train:build    # the bad step again, as the guard has recorded it"
+REPLAY = "nanproof replay {bundle} --entry train:build    # the bad step again, as the guard has recorded it"
 REPORT = "nanproof report {run}    # the whole run as one page: what was refused, and what it came from"
 UNFILTER = "TrainingArguments(logging_nan_inf_filter=False)    # so that the log shows NaN as NaN"

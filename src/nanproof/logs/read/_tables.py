@@ -23,7 +23,6 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
     """A line that is no JSON object is text: the traceback that ended the run may stand there. One cut short says nothing."""
     names = Collector()
     others = TextReader()
-    skipped = 0
     for line, text in lines:
         if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
             yield from others.feed(text + b"\n", line)
@@ -31,14 +30,12 @@ def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
         data = _object(text)
         if data is None:
             continue
-        if "v" in data and "kind" in data:  # nanproof's own
-            if data["kind"] != "step":
-                continue
-            skipped += data.get("action") == "skipped"
-            data["skipped"] = skipped
+        own = "v" in data and "kind" in data  # nanproof's own
+        if own and data["kind"] != "step":
+            continue
         point = names.of_mapping(data, line)
         if point is not None:
-            yield point
+            yield replace(point, refused=True) if own and data.get("action") == "skipped" else point
     yield from others.finish()
 
 

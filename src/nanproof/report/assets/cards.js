@@ -128,6 +128,7 @@ const Cards = (() => {
     if (card.micro_batch !== null) numbers.push(`micro-batch ${card.micro_batch}`);
     const show = h("button", { type: "button" }, "Show in the curves");
     show.addEventListener("click", () => {
+      Plots.ofPart?.(card.part);
       Plots.setView(card.step - 50, card.step + 50);
       choose(card.number);
       document.getElementById("curves").scrollIntoView();
@@ -155,6 +156,7 @@ const Cards = (() => {
     const act = `${cause ? `${card.kind}, ` : ""}${DONE[card.action] || card.action}`;
     const tag = known ? h("span", { class: `tag ${known.verified ? "yes" : "no"}` }, known.verified ? "fix verified" : "fix not verified") : "";
     const element = h("details", { id: `${prefix}incident-${card.number}` }, h("summary", {}, h("span", { class: "step" }, `Step ${whole(card.step)}`),
+      card.optimizer ? h("span", { class: "act" }, text(card.optimizer, 80)) : "",
       h("span", { class: "kind" }, cause ? text(cause, 80) : card.kind), h("span", { class: "act" }, act), there.times, tag));
     there.fill = (anew) => {
       const [, old] = element.children;

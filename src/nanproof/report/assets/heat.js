@@ -75,7 +75,8 @@ const Heat = (() => {
     return tail.length <= room ? tail : `\u2026${tail.slice(1 - room)}`;
   }
 
-  function one(parent, id, title, what, map) {
+  /* `missing`: what an empty cell means. */
+  function one(parent, id, title, what, missing, map) {
     const rows = map.names.length;
     const codes = unpack(map.cells);
     const each = Math.max(6, Math.min(16, Math.round(560 / rows)));
@@ -101,13 +102,13 @@ const Heat = (() => {
       map.steps.forEach((start, i) => { if (start <= step) column = i; });
       if (row < 0 || row >= rows || column < 0 || step >= map.steps[column] + map.width) return null;
       const code = codes[column * rows + row];
-      const value = code === ABSENT ? "absent" : code === ZERO ? "0" : code === NONFINITE ? "non-finite" : Plots.number(10 ** logOf(map, code));
+      const value = code === ABSENT ? missing : code === ZERO ? "0" : code === NONFINITE ? "non-finite" : Plots.number(10 ** logOf(map, code));
       return { name: map.names[row], what, value };
     };
-    figure.append(legend(map, made.broken.length));
+    figure.append(legend(map, made.broken.length, missing));
   }
 
-  function legend(map, broken) {
+  function legend(map, broken, missing) {
     const ramp = Dom.h("canvas", { width: 120, height: 10 });
     const context = ramp.getContext("2d");
     TABLE.forEach(([r, g, b], i) => { context.fillStyle = `rgb(${r},${g},${b})`; context.fillRect((i * 120) / 256, 0, 1, 10); });
@@ -118,6 +119,7 @@ const Heat = (() => {
       brush.strokeStyle = "#ffffff"; brush.beginPath(); brush.moveTo(0, 10); brush.lineTo(14, 0); brush.stroke();
       parts.push(Dom.h("span", {}, sample, "NaN or Inf"));
     }
+    if (map.absent) parts.push(Dom.h("span", {}, Dom.h("i", { class: "empty-cell" }), missing));
     return Dom.h("div", { class: "legend" }, ...parts);
   }
 
@@ -125,8 +127,8 @@ const Heat = (() => {
     const parent = document.getElementById("heats");
     parent.replaceChildren();
     document.getElementById("heat").hidden = !data.norms && !data.absmax;
-    if (data.norms) one(parent, "heat-norms", "Gradient norm of each parameter", "gradient norm", data.norms);
-    if (data.absmax) one(parent, "heat-absmax", "Largest output of each module", "largest output", data.absmax);
+    if (data.norms) one(parent, "heat-norms", "Gradient norm of each parameter", "gradient norm", "no gradient", data.norms);
+    if (data.absmax) one(parent, "heat-absmax", "Largest output of each module", "largest output", "not called", data.absmax);
   }
 
   return { draw };

@@ -3,7 +3,7 @@
 const Page = (() => {
   const { h, text } = Dom;
   const id = (name) => document.getElementById(name);
-  let data = JSON.parse(id("data").textContent), held = false, tag = null;
+  let data = JSON.parse(id("data").textContent), held = false, tag = null, part = 0, drawn = data;
 
   function numbers() {
     const bad = ({ label, value }) => (label === "incidents" || label === "refused" ? value !== "0" : label === "last loss" && /nan|inf/.test(value));
@@ -40,7 +40,7 @@ const Page = (() => {
     const parts = [h("span", {}, "step ", h("b", {}, found.step))];
     if (cell) parts.push(h("span", { class: "long" }, `${cell.what} of `, h("b", {}, h("bdi", {}, cell.name)), ` ${cell.value}`));
     else parts.push(...(plot.told ? plot.told(step) : found.values).map(([name, value]) => h("span", {}, h("bdi", {}, name), " ", h("b", {}, value))), h("span", {}, found.notes.join(", ")));
-    const forecast = data.forecasts.find((one) => Math.abs(plot.valToPos(one.step, "x") - plot.cursor.left) < 5);
+    const forecast = drawn.forecasts.find((one) => Math.abs(plot.valToPos(one.step, "x") - plot.cursor.left) < 5);
     if (forecast && !cell) parts.push(h("span", { class: "long" }, "forecast: ", text(forecast.message, 160)));
     id("readout").replaceChildren(...parts);
   }
@@ -104,11 +104,29 @@ const Page = (() => {
     setTimeout(poll, 2000);
   }
 
+  /* Curves and marks are those of one optimizer of the run. */
+  function ofPart() {
+    const names = data.optimizers.slice(0, 1 + data.parts.length).map((one) => one.name);
+    part = Math.min(part, data.parts.length);
+    id("optimizer").hidden = names.length < 2;
+    id("optimizer-choice").replaceChildren(...names.map((name, i) => h("option", { value: String(i) }, text(name))));
+    id("optimizer-choice").value = String(part);
+    return part ? { ...data, ...data.parts[part - 1] } : data;
+  }
+
+  function choosePart(number) {
+    if (number === part || number > data.parts.length) return;
+    part = number;
+    show();
+    Plots.reset();
+  }
+
   function show() {
     const top = scrollY, focused = document.activeElement.id;
     numbers();
     tables();
-    Plots.takeData(data);
+    drawn = ofPart();
+    Plots.takeData(drawn);
     Cards.update(data);
     Plots.draw();
     scrollTo(scrollX, top);
@@ -124,6 +142,7 @@ const Page = (() => {
     };
     for (const [name, act] of Object.entries(buttons)) id(name).addEventListener("click", act);
     for (const [event, down] of [["pointerdown", true], ["pointerup", false], ["pointercancel", false]]) addEventListener(event, () => { held = down; });
+    id("optimizer-choice").addEventListener("change", (event) => choosePart(Number(event.target.value)));
     addEventListener("keydown", key);
     addEventListener("hashchange", hash);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.dataset.theme || "auto"));
@@ -133,6 +152,6 @@ const Page = (() => {
     if (data.live) setTimeout(poll, 2000);
   }
 
-  return { read, viewChanged, start };
+  return { read, viewChanged, choosePart, start };
 })();
 Page.start();

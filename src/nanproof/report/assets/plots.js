@@ -350,6 +350,6 @@ const Plots = (() => {
   const redraw = () => all.forEach((plot) => plot.redraw(false));
   return {
     all, view, full, colours, options, add, number, narrow, readColours, takeData, draw, redraw,
-    setView, reset, zoom, pan, choose, toggleLog, logButton, at, resize, drawMarks, seen, gutter,
+    setView, reset, zoom, pan, choose, toggleLog, logButton, at, resize, drawMarks, seen, gutter, ofPart: (part) => Page.choosePart(part),
   };
 })();

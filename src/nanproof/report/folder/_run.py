@@ -1,4 +1,7 @@
-"""Run: a run's folder, read as far as it is written, and again when there is more. For the report and for watching. No torch.
+"""Run: a run's folder, read as far as it is written, and again when there is more. For `report`, `watch` and `doctor`. No torch.
+
+A run whose optimizers have verdicts of their own, as in a GAN, has records for each of them: `Run.parts`, as the index in the
+folder lists them (`core.support._index`).
 
 Nothing here trusts the files: a line that is cut or is no record is counted in `broken` and passed over.
 """
@@ -17,9 +20,11 @@ from typing import Any
 
 from nanproof._access import open_regular, parse_json, whole_lines
 from nanproof._errors import UsageError
-from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode
+from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode, halt
 from nanproof._sound import check_action, check_step
+from nanproof._text import one_line
 from nanproof.core.support._files import LOCK
+from nanproof.core.support._index import INDEX, read_index
 from nanproof.report.folder._series import MOST_TERMS, Curves, Heat
 
 STEPS = "steps.jsonl"
@@ -33,6 +38,8 @@ MOST_NEAR = 200
 """Incidents of which that is done."""
 PORTION = 32 << 20
 """Bytes of steps that one `poll` reads."""
+STATES = ("halted", "running", "stopped", "unknown", "ended", "waiting")
+"""The first that is true of any optimizer is the state of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +57,19 @@ class Brief:
 
 
 class Run:
-    """What is known of a run so far. `poll` reads on."""
+    """What is known of a run so far. `poll` reads on. Where a run has several optimizers, this is the first of them, and `parts`
+    are all; `state` and `total` are about the whole run."""
 
-    def __init__(self, folder: str | Path, *, buckets: int = 2000) -> None:
+    def __init__(self, folder: str | Path, *, buckets: int = 2000, whole: bool = True) -> None:
+        """`whole`: also read the other optimizers of the run."""
         self.folder = Path(folder)
         self.name = Path(os.path.abspath(self.folder)).name or str(self.folder)
-        self._buckets = buckets
+        self.optimizer = ""
+        """Its name, where the run has several."""
+        self.others: list[Run] = []
+        """The other optimizers of the run."""
+        self._buckets, self._whole = buckets, whole
+        self._index: tuple[int, int, int] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -110,18 +124,57 @@ class Run:
         anew is read from the start."""
         if any(tail.replaced() for tail in self._tails.values()):
             self._reset()
-        new = False
+        new = self._whole and self._look_for_others()
         for name, take in (("incidents", self._incident), ("forecasts", self._forecast), ("steps", self._line)):
             for data in self._tails[name].lines(portion):
                 self._take(take, data)
                 new = True
+        for other in self.others:
+            new = other.poll(portion) or new
         return new
+
+    def _look_for_others(self) -> bool:
+        """Follow the index. Return whether it changed."""
+        try:
+            found = (self.folder / INDEX).stat()
+            now = found.st_ino, found.st_size, found.st_mtime_ns
+        except OSError:
+            now = None
+        if now == self._index:
+            return False
+        self._index = now
+        known = {other.folder: other for other in self.others}
+        self.optimizer, self.others = "", []
+        for folder, name in read_index(self.folder):
+            part = self if folder == self.folder else known.get(folder) or Run(folder, buckets=self._buckets, whole=False)
+            part.optimizer = one_line(name, 120)
+            self.others += [part] if part is not self else []
+        return True
 
     def read(self) -> Run:
         """Read all of it."""
         while self.poll():
             pass
         return self
+
+    @property
+    def parts(self) -> list[Run]:
+        """Each optimizer of the run, this one first."""
+        return [self, *self.others]
+
+    @property
+    def total(self) -> Counter[str]:
+        """Steps by action, and "steps", "incidents" and "forecasts", of all optimizers."""
+        counts: Counter[str] = Counter()
+        for part in self.parts:
+            counts.update(part.counts)
+            counts.update(steps=part.steps, incidents=len(part.incidents), forecasts=len(part.forecasts))
+        return counts
+
+    @property
+    def halted(self) -> Incident | None:
+        """The incident that halted this optimizer, if it took no step after it."""
+        return halt(self.incidents, None if self.newest is None else self.newest.step)
 
     @property
     def last(self) -> StepRecord | None:
@@ -144,8 +197,15 @@ class Run:
 
     @property
     def state(self) -> str:
-        """ "running", "ended" (closed), "stopped" (the process ended without closing), "waiting" (nothing is written yet) or
-        "unknown" (written on another machine, and not lately)."""
+        """ "running", "halted" (too many steps were refused), "ended" (closed), "stopped" (the process ended without closing),
+        "waiting" (nothing is written yet) or "unknown" (written on another machine, and not lately)."""
+        return min((part.state_alone for part in self.parts), key=STATES.index)
+
+    @property
+    def state_alone(self) -> str:
+        """The same for this optimizer alone."""
+        if self.halted is not None:
+            return "halted"
         if self.closed is not None:
             return "ended"
         if not self.steps and self.opened is None:
@@ -225,6 +285,10 @@ class Run:
         for incident in self.incidents[:MOST_NEAR]:
             self._look_near(incident)
 
+    def written(self, one: Incident | Forecast) -> float:
+        """When an incident or a forecast was written, in seconds since 1970; 0 if that is not known."""
+        return self._when.get(id(one), 0.0)
+
     def _note_when(self, one: Incident | Forecast, data: dict[str, Any]) -> None:
         moment = data.get("time")
         if isinstance(moment, (int, float)) and math.isfinite(moment):
@@ -297,6 +361,8 @@ def runs_in(folder: str | Path) -> list[Path]:
     found: list[Path] = []
     for pattern in (f"*/{STEPS}", f"*/*/{STEPS}", f"*/*/*/{STEPS}"):
         found += [path.parent for path in folder.glob(pattern) if path.is_file()]
+    parts = {part for run in found for part, _ in read_index(run) if part != run}
+    found = [run for run in found if run not in parts]
     return sorted(found, key=lambda run: (_age(run / STEPS), str(run)))
 
 

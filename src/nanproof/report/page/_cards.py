@@ -1,6 +1,6 @@
 """Incidents as the page and the text for an issue show them: which ones, and all that is known of each.
 
-Incidents that are the same trouble (`records.alike`) share one card.
+Incidents that are the same trouble (`folder._troubles`) share one card.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanproof import _wording as wording
-from nanproof._records import Group, Incident, alike, encode
+from nanproof._records import Incident, encode
 from nanproof._text import one_line, shown
 from nanproof._wording import place
 from nanproof.report.folder._run import Brief, Run
 from nanproof.report.folder._samples import samples_of
 from nanproof.report.folder._tokens import Tokens
+from nanproof.report.folder._troubles import Trouble, bundle_of, troubles
 from nanproof.report.page._catalogue import sentences
 from nanproof.report.page._terms import IN_A_LINE, of_incident
 
@@ -32,22 +32,6 @@ AROUND = 3
 """Steps on either side of an incident that its card lists."""
 ENTRY = "train:build"
 """Stands for the function that the reader has to name."""
-_BUNDLE = re.compile(r"step-\d{6,}-[a-z-]+(?:-\d+)?")
-
-
-def cause(incident: Incident) -> str:
-    """What an incident is counted under: its cause if that is known, else its kind."""
-    diagnosis = incident.diagnosis
-    return diagnosis.cause if diagnosis is not None and diagnosis.cause != "unknown" else incident.kind
-
-
-def causes_of(incidents: Sequence[Incident]) -> list[str]:
-    """Return what each incident is counted under. One that is like an earlier incident has the cause of that one."""
-    found = [""] * len(incidents)
-    for group in alike(incidents):
-        for i in group.members:
-            found[i] = cause(incidents[group.origin])
-    return found
 
 
 def chosen(causes: Sequence[str], most: int = MOST_CARDS) -> list[int]:
@@ -67,12 +51,12 @@ def cards(run: Run, tokens: Tokens, most_bytes: int = MOST_BYTES) -> list[dict[s
     """The incidents that are shown, oldest first. `number` counts all incidents from 1; `count` is how many share the card."""
     made: dict[int, dict[str, Any]] = {}
     left = most_bytes
-    groups = alike(run.incidents)
-    for i in chosen([cause(run.incidents[group.origin]) for group in groups]):
-        group = groups[i]
-        first = run.incidents[group.members[0]]
-        card = {"number": group.members[0] + 1, **_card(run, first, tokens), **_likeness(run.incidents, group)}
-        if not card["command"] and (bundle := bundle_of_any(run, group)) is not None:
+    groups = troubles(run)
+    for i in chosen([trouble.cause for trouble in groups]):
+        trouble = groups[i]
+        of = {"optimizer": trouble.part.optimizer, "part": run.parts.index(trouble.part)}
+        card = {"number": trouble.numbers[0], **of, **_card(trouble.part, trouble.first, tokens), **_likeness(trouble)}
+        if not card["command"] and (bundle := trouble.bundle) is not None:
             card |= {"command": command(bundle), "bundle": "there"}
         left -= len(json.dumps(card))
         if left < 0:
@@ -83,21 +67,6 @@ def cards(run: Run, tokens: Tokens, most_bytes: int = MOST_BYTES) -> list[dict[s
     return [{**card, "like": card["like"] if card["like"] in numbers else None} for card in found]
 
 
-def numbers_of_cards(incidents: Sequence[Incident]) -> list[int]:
-    """Return the number of the card that tells of each incident."""
-    found = [0] * len(incidents)
-    for group in alike(incidents):
-        for i in group.members:
-            found[i] = group.members[0] + 1
-    return found
-
-
-def again(incidents: Sequence[Incident], group: Group) -> str:
-    """How often the trouble of a group came again, in words."""
-    first, *others = (incidents[i] for i in group.members)
-    return wording.repeated(first.step if first.same_as is None else first.same_as, [other.step for other in others])
-
-
 def around(run: Run, step: int, each: int) -> list[tuple[Brief, bool]]:
     """The steps on either side of one. That one itself as it was at first, and then, where it was taken again, as it became."""
     found = []
@@ -106,14 +75,6 @@ def around(run: Run, step: int, each: int) -> list[tuple[Brief, bool]]:
         found += [(first, False)] if first is not None else []
         found += [(last, first is not None)] if last is not None else []
     return found
-
-
-def bundle_of(run: Run, incident: Incident) -> Path | None:
-    """The bundle of an incident, if it is still there. Only in the run's own folder, wherever the record says it was written: the
-    run may have been moved since, and a record must not make anybody read other places."""
-    name = re.split(r"[\\/]", incident.bundle or "")[-1]
-    folder = run.folder / "incidents" / name
-    return folder if _BUNDLE.fullmatch(name) and (folder / "manifest.json").is_file() else None
 
 
 def command(bundle: Path) -> str:
@@ -129,22 +90,16 @@ def without_home(text: str) -> str:
     return re.sub(rf"{re.escape(home)}(?=$|[\\/:\s'\"),;])", "~", text) if len(home) > 1 else text
 
 
-def bundle_of_any(run: Run, group: Group) -> Path | None:
-    """The bundle of any incident of a group: only the newest bundles are kept, and the first incident's may be gone."""
-    named = (run.incidents[i] for i in group.members if run.incidents[i].bundle is not None)
-    return next((bundle for incident in named if (bundle := bundle_of(run, incident)) is not None), None)
-
-
-def _likeness(incidents: Sequence[Incident], group: Group) -> dict[str, Any]:
+def _likeness(trouble: Trouble) -> dict[str, Any]:
     """What a card says about incidents like its own: those that share it, and the earlier one that they are like."""
-    first, origin = incidents[group.members[0]], incidents[group.origin]
+    first, origin = trouble.first, trouble.origin
     known = origin is not first and origin.diagnosis is not None and origin.diagnosis.named
     return {
-        "count": len(group.members),
-        "again": again(incidents, group),
+        "count": len(trouble.incidents),
+        "again": trouble.again,
         "same_as": first.same_as,
-        "like": group.origin + 1 if origin is not first else None,
-        "like_cause": one_line(cause(origin), 100) if known else "",
+        "like": trouble.origin_number if origin is not first else None,
+        "like_cause": one_line(trouble.cause, 100) if known else "",
     }
 
 

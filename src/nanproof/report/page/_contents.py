@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from nanproof import __version__
-from nanproof._records import Incident
+from nanproof._records import Incident, encode
 from nanproof._text import duration, number, one_line, shown, size
 from nanproof.report.folder._beside import checkpoints, quarantine
 from nanproof.report.folder._run import NEAR, Run
 from nanproof.report.folder._samples import manifest_of
 from nanproof.report.folder._series import METRICS
 from nanproof.report.folder._tokens import Tokens
-from nanproof.report.page._cards import bundle_of, cards, causes_of, numbers_of_cards, without_home
+from nanproof.report.folder._troubles import Trouble, bundle_of, troubles
+from nanproof.report.page._cards import cards, without_home
 from nanproof.report.page._grids import grid
 from nanproof.report.page._terms import chart
 
@@ -24,10 +25,13 @@ MOST_NEAR = 4000
 """Steps around incidents that are embedded one by one, where curves are made of buckets."""
 MOST_MARKS = 3000
 MOST_TURNS = 500
+MOST_PARTS = 8
+"""Optimizers of a run whose curves are shown; all are counted."""
 MOST_LATE = 8
 """Steps that may have been recorded after an incident before the run went back."""
 STATES = {
     "running": "is running",
+    "halted": "was halted",
     "ended": "has ended",
     "stopped": "was stopped before it was closed",
     "waiting": "has not begun",
@@ -41,7 +45,7 @@ _FACTS = ("model", "parameters", "trainable", "dtypes", "device_name", "device",
 def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
     """Everything, as strict JSON holds it: missing and non-finite numbers of curves are null."""
     made = datetime.now(timezone.utc)
-    close = _close(run)
+    groups = troubles(run)
     return {
         "v": 1,
         "name": title(run),
@@ -49,25 +53,57 @@ def contents(run: Run, tokens: Tokens) -> dict[str, Any]:
         "state": run.state,
         "made": made.isoformat(timespec="seconds"),
         "version": __version__,
-        "broken": run.broken,
+        "broken": sum(part.broken for part in run.parts),
         "summary": summary(run),
         "numbers": numbers(run),
+        "optimizers": optimizers(run),
         "causes": causes(run),
-        "curves": _curves(run),
-        "terms": chart(run, close),
-        "near": _near(run, sorted(close)),
-        "norms": grid(run.norms),
-        "absmax": grid(run.absmax),
-        "marks": [
-            [number, incident.step] for number, incident in zip(numbers_of_cards(run.incidents), run.incidents, strict=True)
-        ][-MOST_MARKS:],
+        **_drawn(run, groups),
+        "parts": [_drawn(part, groups) for part in run.others[: MOST_PARTS - 1]],
         "incidents": cards(run, tokens),
-        "all_incidents": len(run.incidents),
-        "forecasts": _forecasts(run),
-        "turns": _back(run)[-MOST_TURNS:],
+        "all_incidents": run.total["incidents"],
         "tables": tables(run),
         "facts": facts(run),
     }
+
+
+def _drawn(part: Run, groups: Iterable[Trouble]) -> dict[str, Any]:
+    """The curves of one optimizer, and its marks on them."""
+    close = _close(part)
+    marks = [
+        (number, trouble.numbers[0], incident.step)
+        for trouble in groups
+        if trouble.part is part
+        for number, incident in zip(trouble.numbers, trouble.incidents, strict=True)
+    ]
+    return {
+        "curves": _curves(part),
+        "terms": chart(part, close),
+        "near": _near(part, sorted(close)),
+        "norms": grid(part.norms),
+        "absmax": grid(part.absmax),
+        "marks": [[card, step] for _, card, step in sorted(marks)][-MOST_MARKS:],
+        "forecasts": _forecasts(part),
+        "turns": _back(part)[-MOST_TURNS:],
+    }
+
+
+def optimizers(run: Run) -> list[dict[str, Any]]:
+    """Each optimizer of a run that has several; empty for a run with one."""
+    return [
+        {
+            "name": part.optimizer,
+            "folder": one_line(without_home(str(part.folder)), 400),
+            "state": part.state_alone,
+            "steps": part.steps,
+            "refused": part.counts["skipped"],
+            "clipped": part.counts["clipped"],
+            "incidents": len(part.incidents),
+            "loss": encode(part.newest.loss) if part.newest is not None else None,
+        }
+        for part in run.parts
+        if run.others
+    ]
 
 
 def title(run: Run) -> str:
@@ -78,28 +114,31 @@ def title(run: Run) -> str:
 
 def summary(run: Run) -> str:
     """The run in a few sentences, for who cannot see the curves."""
-    said = [f"This run {_how(run)}: {_count(run.steps, 'step')} recorded"]
-    if run.steps:
-        said[0] += f", {run.counts['skipped']:,} refused, {run.counts['clipped']:,} clipped"
+    total = run.total
+    of = f" of {len(run.parts)} optimizers" if run.others else ""
+    said = [f"This run {_how(run)}: {_count(total['steps'], 'step')}{of} recorded"]
+    if total["steps"]:
+        said[0] += f", {total['skipped']:,} refused, {total['clipped']:,} clipped"
     means = [x for x in run.curves.mean("loss") if math.isfinite(x)]
     if means:
+        of = f" of {run.optimizer}" if run.others else ""
         said.append(
-            f"The loss went from {means[0]:.4g} to {means[-1]:.4g}, the lowest was {min(run.curves.low('loss'), key=_up):.4g}"
+            f"The loss{of} went from {means[0]:.4g} to {means[-1]:.4g}, the lowest was {min(run.curves.low('loss'), key=_up):.4g}"
         )
     found = causes(run)
     if found:
         named = ", ".join(f"{name} ({count} times)" if count > 1 else name for name, count in found[:6])
-        said.append(f"{_count(len(run.incidents), 'incident')}: {named}")
+        said.append(f"{_count(total['incidents'], 'incident')}: {named}")
         said += _first_explained(run)
-    elif run.steps:
+    elif total["steps"]:
         said.append("No incidents")
-    if run.forecasts:
-        said.append(
-            f"{_count(len(run.forecasts), 'forecast')}, the last at step {run.forecasts[-1].step}: {run.forecasts[-1].kind}"
-        )
+    for part in run.parts:
+        if part.forecasts:
+            newest, of = part.forecasts[-1], f" of {part.optimizer}" if run.others else ""
+            said.append(f"{_count(len(part.forecasts), 'forecast')}{of}, the last at step {newest.step}: {newest.kind}")
     if went := _back(run):
         said.append("It went back once" if len(went) == 1 else f"It went back {len(went):,} times")
-    for first, last, why in run.gaps[:3]:
+    for first, last, why in [gap for part in run.parts for gap in part.gaps][:3]:
         steps = f"Step {first} is" if first == last else f"Steps {first} to {last} are"
         said.append(f"{steps} not in the records: {one_line(why, 100)}")
     if run.earlier:
@@ -109,14 +148,15 @@ def summary(run: Run) -> str:
 
 def _first_explained(run: Run) -> list[str]:
     """Where the first known cause is, and what to do about it."""
-    for incident in run.incidents:
+    for part, incident in ((trouble.part, one) for trouble in troubles(run) for one in trouble.incidents):
         found = incident.diagnosis
         if found is not None and found.named and found.fix:
             place = found.source or found.where
             where = f", {one_line(place, 80)}" if place else ""
             sure = "verified on the step itself" if found.verified else "not verified"
+            of = f" of {part.optimizer}" if run.others else ""
             return [
-                f"Step {incident.step:,}: {one_line(found.cause, 80)}{where}; fix, {sure}: {one_line(found.fix, 300)}".rstrip(
+                f"Step {incident.step:,}{of}: {one_line(found.cause, 80)}{where}; fix, {sure}: {one_line(found.fix, 300)}".rstrip(
                     ". "
                 )
             ]
@@ -125,26 +165,28 @@ def _first_explained(run: Run) -> list[str]:
 
 def _how(run: Run) -> str:
     """How it stands, with the halt if that was its end: nothing else about such a run is as important."""
-    last = run.incidents[-1] if run.incidents else None
-    newest = run.newest
-    if last is not None and last.action == "halted" and (newest is None or newest.step <= last.step):
-        return f"was halted at step {last.step:,}"
-    return STATES.get(run.state, run.state)
+    state = run.state
+    for part in run.parts:
+        if state == "halted" and part.halted is not None:
+            return f"was halted at step {part.halted.step:,}" + (f" of {part.optimizer}" if run.others else "")
+    return STATES.get(state, state)
 
 
 def numbers(run: Run) -> list[dict[str, str]]:
     """The figures at the top: label, value, and what else there is to say."""
-    last = run.last
+    last, total = run.last, run.total
+    newest = f"{len(run.parts)} optimizers" if run.others else f"last {last.step:,}" if last is not None else ""
     found = [
         {"label": "state", "value": run.state, "more": ""},
-        {"label": "steps", "value": f"{run.steps:,}", "more": f"last {last.step:,}" if last is not None else ""},
-        {"label": "last loss", "value": number(last.loss) if last is not None else "none", "more": ""},
-        {"label": "refused", "value": f"{run.counts['skipped']:,}", "more": _share(run, "skipped")},
-        {"label": "clipped", "value": f"{run.counts['clipped']:,}", "more": _share(run, "clipped")},
-        {"label": "incidents", "value": f"{len(run.incidents):,}", "more": ", ".join(name for name, _ in causes(run)[:1])},
+        {"label": "steps", "value": f"{total['steps']:,}", "more": newest},
+        {"label": "last loss", "value": number(last.loss) if last is not None else "none", "more": run.optimizer},
+        {"label": "refused", "value": f"{total['skipped']:,}", "more": _share(total, "skipped")},
+        {"label": "clipped", "value": f"{total['clipped']:,}", "more": _share(total, "clipped")},
+        {"label": "incidents", "value": f"{total['incidents']:,}", "more": ", ".join(name for name, _ in causes(run)[:1])},
     ]
-    if run.forecasts:
-        found.append({"label": "forecasts", "value": f"{len(run.forecasts):,}", "more": run.forecasts[-1].kind})
+    coming = [forecast for part in run.parts for forecast in part.forecasts]
+    if coming:
+        found.append({"label": "forecasts", "value": f"{len(coming):,}", "more": coming[-1].kind})
     if run.seconds > 0:
         found.append({"label": "time", "value": duration(run.seconds), "more": ""})
     if run.rate is not None:
@@ -154,17 +196,28 @@ def numbers(run: Run) -> list[dict[str, str]]:
 
 def causes(run: Run) -> list[tuple[str, int]]:
     """Incidents by cause, most frequent first."""
-    return Counter(one_line(name, 80) for name in causes_of(run.incidents)).most_common(20)
+    counts: Counter[str] = Counter()
+    for trouble in troubles(run):
+        counts[one_line(trouble.cause, 80)] += len(trouble.incidents)
+    return counts.most_common(20)
 
 
 def recoveries(run: Run) -> list[dict[str, Any]]:
     """Every time the run went back, was healed, or took a step without a part of its batch, and why."""
-    turns = Counter(_back(run))
+    groups = troubles(run)
+    found = [one for part in run.parts for one in _recoveries(part, [trouble for trouble in groups if trouble.part is part])]
+    return sorted(found, key=lambda one: int(one["step"]))[-200:]
+
+
+def _recoveries(part: Run, groups: Sequence[Trouble]) -> list[dict[str, Any]]:
+    """The same for one optimizer."""
+    turns = Counter(_back(part))
     by_step: dict[int, deque[tuple[int, int]]] = {}
-    for one in _back(run):
+    for one in _back(part):
         by_step.setdefault(one[0], deque()).append(one)
+    causes = {i: trouble.cause for trouble in groups for i in trouble.numbers}
     found: list[dict[str, Any]] = []
-    for incident, name in zip(run.incidents, causes_of(run.incidents), strict=True):
+    for incident, name in zip(part.incidents, (causes[i] for i in sorted(causes)), strict=True):
         if not _recovered(incident):
             continue
         to, turn = incident.restored_step, None
@@ -177,10 +230,15 @@ def recoveries(run: Run) -> list[dict[str, Any]]:
             turns[turn] -= 1
         what = incident.outcome or incident.message
         found.append({"step": incident.step, "to": to, "how": incident.action, "why": one_line(name, 80),
-                      "what": shown(without_home(what[:3000]), 400)})  # fmt: skip
+                      "what": shown(_of(part, without_home(what[:3000])), 400)})  # fmt: skip
     other = "resumed after it had been stopped, or gone back by the program itself"
-    found += [{"step": step, "to": to, "how": "went back", "why": "", "what": other} for step, to in turns.elements()]
-    return sorted(found, key=lambda one: int(one["step"]))[-200:]
+    more = [{"step": step, "to": to, "how": "went back", "why": "", "what": _of(part, other)} for step, to in turns.elements()]
+    return [*found, *more]
+
+
+def _of(part: Run, text: str) -> str:
+    """A text about one optimizer of several."""
+    return f"{part.optimizer}: {text}" if part.optimizer else text
 
 
 def _recovered(incident: Incident) -> bool:
@@ -199,15 +257,20 @@ def _turn_of(step: int, to: int, turns: Mapping[tuple[int, int], int]) -> tuple[
 
 def tables(run: Run) -> list[dict[str, Any]]:
     """What is told in rows: those of the tables that have any."""
-    coming = [[f"{one['step']:,}", one["kind"], one["message"]] for one in _forecasts(run)]
+    each = [[one["name"], f"{one['steps']:,}", f"{one['refused']:,}", f"{one['incidents']:,}", str(one["loss"]), one["state"],
+             one["folder"]] for one in optimizers(run)]  # fmt: skip
+    coming = [[f"{one['step']:,}", one["kind"], _of(part, one["message"])] for part in run.parts for one in _forecasts(part)]
     went = [[f"{one['step']:,}", "" if one["to"] is None else f"{one['to']:,}", one["how"], one["why"], one["what"]]
             for one in recoveries(run)]  # fmt: skip
-    out = [[str(one["index"]), one["cause"], f"{one['step']:,}", one["hash"]] for one in quarantine(run.folder)]
+    out = [[str(one["index"]), one["cause"], f"{one['step']:,}", one["hash"]] for part in run.parts
+           for one in quarantine(part.folder)]  # fmt: skip
     kept = [
         [f"{one.step:,}", {"tag": one.state, "text": one.why}, size(one.size), one.at[:19].replace("T", " "), one.name]
         for one in checkpoints(run.folder)
     ]
     found = [
+        {"title": "Optimizers", "heads": ["optimizer", "#steps", "#refused", "#incidents", "#last loss", "state", "folder"],
+         "rows": each, "note": "Each has verdicts of its own, and counts its own steps."},
         {"title": "Forecasts", "heads": ["#step", "kind", "what was coming"], "rows": coming, "note": ""},
         {"title": "Recoveries", "heads": ["#step", "#back to", "how", "cause", "what was done"], "rows": went, "note": ""},
         {"title": "Samples in quarantine", "heads": ["#sample", "cause", "#step", "content hash"], "rows": out,
@@ -224,8 +287,14 @@ def _back(run: Run) -> list[tuple[int, int]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What the run was made of: from its own first line, else from its newest bundle."""
+    """What the run was made of: from its own first line, else from its newest bundle. Of several optimizers, what they share."""
     about: Mapping[str, Any] = run.about
+    if run.others:
+        own = ("model", "parameters", "trainable", "dtypes", "path", "max_norm")
+        about = {
+            **{key: value for key, value in about.items() if key not in own},
+            "optimizer": "; ".join(p.optimizer for p in run.parts),
+        }
     if not about:
         bundles = (bundle_of(run, incident) for incident in reversed(run.incidents))
         manifest = next((manifest_of(folder) for folder in bundles if folder is not None), {})
@@ -300,8 +369,8 @@ def _plain(values: Sequence[float]) -> list[float | None]:
     return [float(f"{min(max(x, -_LARGEST), _LARGEST):.5g}") if math.isfinite(x) else None for x in values]
 
 
-def _share(run: Run, action: str) -> str:
-    share = run.counts[action] / run.steps if run.steps else 0.0
+def _share(total: Mapping[str, int], action: str) -> str:
+    share = total[action] / total["steps"] if total["steps"] else 0.0
     return f"{100 * share:.{0 if share >= 0.1 else 2}{'f' if share >= 0.1 else 'g'}} %" if share else ""
 
 

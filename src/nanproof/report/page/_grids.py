@@ -19,7 +19,8 @@ _ABSENT, _ZERO, _FIRST, _LAST, _NONFINITE = 0, 1, 2, 65534, 65535
 
 def grid(heat: Heat) -> dict[str, Any] | None:
     """A heat map as the page has it: names of the rows, where columns begin, and the cells, one column after the other, as base64
-    of two bytes each (the least significant first): 0 absent, 1 zero, 65535 non-finite, between them the logarithm."""
+    of two bytes each (the least significant first): 0 absent, 1 zero, 65535 non-finite, between them the logarithm. `absent` is
+    how many cells are."""
     columns = heat.columns
     if not columns or not heat.names:
         return None
@@ -33,6 +34,7 @@ def grid(heat: Heat) -> dict[str, Any] | None:
         codes.byteswap()
     return {
         "names": [one_line(label, 120) for label in labels],
+        "absent": codes.count(_ABSENT),
         "grouped": len(labels) < len(heat.names),
         "all": len(heat.names),
         "steps": heat.steps,
