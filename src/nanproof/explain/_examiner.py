@@ -448,7 +448,7 @@ class Examiner(Explainer):
         if kind == "nonfinite-gradient" and stepper.scale is not None and not stepper.scale.fixed:
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
-        details["finite_at_start"] = self._start.finite(stepper.model) if self._start is not None else None
+        details["largest_at_start"] = self._start.largest(stepper.model) if self._start is not None else None
         return Case(
             kind,
             model=stepper.model,
