@@ -85,13 +85,16 @@ def again(incident: Incident, times: int) -> str:
     return "; ".join(filter(None, (text, bad, outcome(incident))))
 
 
-def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bool) -> str:
-    """Why training was halted. `nowhere`: there was no good state to go back to; `keeps`: good
-    states are kept at all."""
+def halted(incident: Incident, explained: Incident | None, nowhere: bool, keeps: bool) -> str:
+    """Why training was halted. `explained`: the incident with the best diagnosis; `nowhere`: there
+    was no good state to go back to; `keeps`: good states are kept at all."""
     hint = "" if keeps else ": Policy(snapshot_every=...) or Checkpoints(...) keep some"
     text = cap(incident) + (f", and there was no good state to go back to{hint}" if nowhere else "")
     last = f"step {incident.step}: {incident.kind}. {incident.message}"
-    return f"{text}. Last: {last}" + (f". {cause}" if cause is not None else "")
+    if explained is None or explained.diagnosis is None:
+        return f"{text}. Last: {last}"
+    place = "" if explained.step in (incident.step, incident.same_as) else f"From step {explained.step}: "
+    return f"{text}. Last: {last}. {place}{explained.diagnosis}"
 
 
 def _went_back(incident: Incident) -> str:

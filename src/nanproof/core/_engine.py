@@ -35,7 +35,7 @@ from nanproof._records import Incident, StepRecord
 from nanproof.core._caps import SkipCaps
 from nanproof.core._contracts import Explainer, Healer, Lookout, Observer, Recovery, Refusal
 from nanproof.core._decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
-from nanproof.core._evidence import bad_buffer, from_finding
+from nanproof.core._evidence import bad_buffer, best_explained, from_finding
 from nanproof.core._inquest import Inquest
 from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
@@ -790,11 +790,11 @@ class Engine:
         incident = replace(self._capped(incident, cap, count), action="halted")
         self.tell.incident(incident)
         self.under_way.drop_held()
-        like = [i.diagnosis for i in self.account.incidents if i.kind == incident.kind and i.step == incident.same_as]
         wanted = situation.trouble == "step" and self.policy.at_cap == "rollback" and not rollbacks
         nowhere = wanted and not situation.state_broken and self.recovery.possible
-        cause = incident.diagnosis or next((found for found in like if found is not None), None)
-        raise TrainingHalted(wording.halted(incident, cause, nowhere, keeps=self.recovery.on), incident)
+        steps = count if cap == "max_consecutive_skips" else self.policy.skip_window
+        explained = best_explained(self.account.incidents, incident, steps)
+        raise TrainingHalted(wording.halted(incident, explained, nowhere, keeps=self.recovery.on), incident)
 
     def _capped(self, incident: Incident, cap: str, count: int) -> Incident:
         limit = getattr(self.policy, cap, None)
