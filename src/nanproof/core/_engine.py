@@ -208,6 +208,7 @@ class Engine:
             if len(self.judge.noted) == 1:
                 self._open.calls.clear()  # of backwards whose gradients were cleared
             self._open.calls.append(tuple(calls))
+            self.explainer.noted(self._open, loss)
         return seed
 
     def backward_ended(self) -> None:
@@ -405,6 +406,7 @@ class Engine:
                 with self.judge.ranks.accumulate(last=i == parts - 1), shield.lifted() if interruptible else nullcontext():
                     loss = self.loss_fn(self.judge.model, mine)
                     check_scalar(loss, "loss_fn")
+                    self.explainer.noted(attempt, loss)
                     self.judge.backward(part_of(self.loss_fn, loss, parts))
 
     # -- a step on the device ----------------------------------------------------------------------
