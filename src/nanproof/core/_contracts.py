@@ -115,6 +115,11 @@ class Refusal:
 class Explainer(Observer):
     """Runs steps again and names causes."""
 
+    @property
+    def seconds(self) -> float:
+        """Seconds that diagnoses have taken so far."""
+        return 0.0
+
     def rehearse(self, attempt: Attempt) -> Gradients | None:
         """Run a step again, with all ranks, at a loss scale of 1, and look at its gradients. None
         if that cannot be done."""

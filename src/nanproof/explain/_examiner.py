@@ -104,6 +104,10 @@ class Examiner(Explainer):
     def on(self) -> bool:
         return self._policy.diagnose != "never" and not self.off
 
+    @property
+    def seconds(self) -> float:
+        return self._known.spent
+
     def hand_over(self) -> Case | None:
         """The case of the last diagnosis, once: its replay holds a batch."""
         case, self._last = self._last, None

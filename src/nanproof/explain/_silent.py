@@ -305,7 +305,8 @@ NEAR_THE_LOSS = 256
 def targets_of(loss: Tensor) -> list[Tensor]:
     """Return the labels that a loss compares its logits with, from its graph: what cross_entropy and nll_loss keep for backward.
     None are found behind torch.compile or in a loss that computes them in another way."""
-    todo, seen, targets = [loss.grad_fn], set(), []
+    todo, targets = [loss.grad_fn], []
+    seen: set[Any] = set()
     while todo and len(seen) < NEAR_THE_LOSS:
         node = todo.pop(0)
         if node is None or node in seen:

@@ -63,9 +63,10 @@ class Tally:
     forecasts: list[Forecast] = field(default_factory=list)
     run_dir: Path | None = None
     own: float = 0.0
-    """Seconds in nanproof's own code, on the host, while all was well."""
+    """Seconds in nanproof's own code, on the host, from the end of the first step to that of the last, without `trouble` and
+    without looking for the model."""
     trouble: float = 0.0
-    """Seconds in which bad steps were dealt with."""
+    """Seconds in which bad steps and suspicions were looked into."""
     first: float = 0.0
     last: float = 0.0
     """When the first step ended, and the last."""
@@ -101,7 +102,8 @@ class ScriptRun(Group):
         self._partly = False
         """Whether some step ended before all members had acted."""
         self._busy = False
-        self._spent = 0.0
+        self._trouble = self._starting = 0.0
+        """Seconds since they were last taken out of nanproof's own time."""
 
     @property
     def started(self) -> bool:
@@ -175,8 +177,10 @@ class ScriptRun(Group):
             return
         self._end()
         self.changed = False
+        began = time.perf_counter()
         with self._inside():
             self.start(self.tally.run_dir, loss)
+        self._starting += time.perf_counter() - began
 
     def _inside(self) -> AbstractContextManager[None]:
         return self._session.inside(self.members)
@@ -341,10 +345,16 @@ class ScriptRun(Group):
     def timed(self, began: float, others: float) -> None:
         """After a step: what of its time was nanproof's."""
         tally, now = self.tally, time.perf_counter()
-        tally.own += now - began - others - self._spent
-        tally.trouble += self._spent
-        self._spent = 0.0
+        tally.own = tally.own + now - began - others - self.extraordinary() if tally.first else 0.0
         tally.first, tally.last = tally.first or now, now
+
+    def extraordinary(self) -> float:
+        """Return the seconds of nanproof's time since the last call that no healthy step has: looking into trouble, and for the
+        model."""
+        seconds = self._trouble + self._starting
+        self.tally.trouble += self._trouble
+        self._trouble = self._starting = 0.0
+        return seconds
 
     def left_out(self, member: Optimizer, scale: float, backwards: int) -> None:
         """A GradScaler does not call an optimizer, because of gradients that are non-finite. While
@@ -378,15 +388,16 @@ class ScriptRun(Group):
         self._partly |= not self.complete
         self._norms, self._max_norm = {}, None
         self._busy = True
-        began, incidents = time.perf_counter(), len(guard.incidents)
+        began, incidents, explainer = time.perf_counter(), len(guard.incidents), guard.engine.explainer
+        diagnosed = explainer.seconds
         bad = self.refused or (len(self.members) > 1 and guard.engine.refused_at_once())
         try:
             with self._inside() if self._session.taking is None else nullcontext(), self._unseen(guard) if bad else nullcontext():
                 guard.engine.end()
         finally:
             self._busy = False
-            if bad or len(guard.incidents) > incidents:
-                self._spent += time.perf_counter() - began
+            looked_into = bad or len(guard.incidents) > incidents
+            self._trouble += time.perf_counter() - began if looked_into else explainer.seconds - diagnosed
 
     @contextmanager
     def _unseen(self, guard: ProtectedRun) -> Iterator[None]:

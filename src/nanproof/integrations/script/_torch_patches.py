@@ -196,7 +196,7 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
             if watched.backwards != count or watched.feeds:
                 watched.reached = watched.fed = runs.backwards
             watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
-        active[0].tally.own += time.perf_counter() - began
+        active[0].tally.own += time.perf_counter() - began - sum(watched.extraordinary() for watched in (*active, *dormant))
         return None
 
     return backward
