@@ -111,6 +111,7 @@ class Guard(Face):
         self._check_open("backward")
         check_scalar(loss, "backward")
         self.engine.judge.backward(loss)
+        self.engine.note_gradients()
 
     @shielded
     def step(self, loss: Tensor | None = None, *, closure: Callable[[], Tensor] | None = None) -> None:

@@ -129,6 +129,11 @@ def bad_gradients(names: Sequence[str], total: int) -> str:
     return f"{len(names)} of {total} gradients are non-finite: {listed(names)}"
 
 
+def replaced_gradients(step: int, names: Sequence[str]) -> str:
+    left = f"step {step}: backward left non-finite gradients ({listed(names)})"
+    return f"{left}, and the loop replaced them before its step. Such steps are taken"
+
+
 def bad_loss(loss: float, bad: Sequence[str], total: int) -> str:
     own = f"the loss is {loss:.4g}" if not math.isfinite(loss) else "the loss of another rank or micro-batch is non-finite"
     return f"{own}; {bad_gradients(bad, total) if bad else 'every gradient is finite'}"

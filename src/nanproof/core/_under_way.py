@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanproof.core.judge._judge import Judge, Report
+from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.support._context import Groups, Mode, RandomState, Schedule, change_settings, changed_settings, settings
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -57,6 +57,8 @@ class Attempt:
     aside: list[Any] = field(default_factory=list)
     """Its micro-batches, where ranks may differ in whether a step can be run again: they are asked
     once it was refused."""
+    unclipped: Norms | None = None
+    """Norms of the gradients as the last backward left them, in a loop that writes into them before its step."""
     put_back_attributes: Callable[[], None] | None = None
     """Puts back the tensors that modules keep in plain attributes."""
     why_not_again: str = ""

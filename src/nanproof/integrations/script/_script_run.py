@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,18 @@ class Tally:
     first: float = 0.0
     last: float = 0.0
     """When the first step ended, and the last."""
+
+
+class Clipped(NamedTuple):
+    """A gradient that the script has clipped."""
+
+    gradient: Tensor | None
+    before: int
+    """How often it had been written before clipping."""
+    norm: Tensor
+    """Its norm then."""
+    after: int
+    """How often it had been written after clipping."""
 
 
 class ScriptRun(Group):
@@ -267,6 +279,8 @@ class ScriptRun(Group):
             return
         if stepper.lag:
             self._left, self._clean = self._gradients_now(), None
+        if stepper.backwards != before or self.feeds:
+            self.guard.engine.note_gradients()
         if alone and self.feeds is not False:
             return
         if stepper.backwards == before and not self.feeds:
@@ -297,8 +311,9 @@ class ScriptRun(Group):
         """The gradients as clipping finds them, where that is of interest."""
         return self._gradients_now() if self.guard is not None and self.guard.late else []
 
-    def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float, before: list[tuple[int, int]]) -> None:
-        """The script clipped; these were the norms before, and these the gradients."""
+    def clipped(self, norms: dict[int, Clipped], max_norm: float | None, before: list[tuple[int, int]]) -> None:
+        """The script clipped, by parameter, and these were the gradients before. `max_norm`: what it clipped all of them to, if
+        it was one norm over them."""
         if self.guard is not None and self.guard.late:
             self._clean = before == self._left
         mine = {id(p) for p in self.parameters if p.grad is not None}
@@ -306,7 +321,13 @@ class ScriptRun(Group):
         if there:
             self._whole = there == mine and not self._norms
             self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
-            self._norms.update({key: norms[key] for key in there if key not in self._norms})
+            for key in there:
+                gradient, written, norm, after = norms[key]
+                earlier = self._norms.get(key)
+                if earlier is not None and earlier[0] is gradient and earlier[1] == written:
+                    norm = earlier[2]  # clipped twice
+                if gradient is not None:
+                    self._norms[key] = gradient, after, norm
 
     def take(self, member: Optimizer, backwards: int) -> None:
         """In place of the optimizer's step. `backwards`: so far."""
