@@ -117,6 +117,7 @@ class Guard(Face):
         if self._lines is not None:
             self._lines.at_backward(loss)
         self.engine.judge.backward(loss)
+        self.engine.note_gradients()
 
     @shielded
     def step(self, loss: Tensor | None = None, *, closure: Callable[[], Tensor] | None = None) -> None:

@@ -88,13 +88,16 @@ def again(incident: Incident, times: int) -> str:
     return "; ".join(filter(None, (text, bad, outcome(incident))))
 
 
-def halted(incident: Incident, cause: Diagnosis | None, nowhere: bool, keeps: bool) -> str:
-    """Why training was halted. `nowhere`: there was no good state to go back to; `keeps`: good
-    states are kept at all."""
+def halted(incident: Incident, explained: Incident | None, nowhere: bool, keeps: bool) -> str:
+    """Why training was halted. `explained`: the incident with the best diagnosis; `nowhere`: there
+    was no good state to go back to; `keeps`: good states are kept at all."""
     hint = "" if keeps else ": Policy(snapshot_every=...) or Checkpoints(...) keep some"
     text = cap(incident) + (f", and there was no good state to go back to{hint}" if nowhere else "")
     last = f"step {incident.step}: {incident.kind}. {incident.message}"
-    return f"{text}. Last: {last}" + (f". {cause}" if cause is not None else "")
+    if explained is None or explained.diagnosis is None:
+        return f"{text}. Last: {last}"
+    place = "" if explained.step in (incident.step, incident.same_as) else f"From step {explained.step}: "
+    return f"{text}. Last: {last}. {place}{explained.diagnosis}"
 
 
 def _went_back(incident: Incident) -> str:
@@ -127,6 +130,11 @@ def forecast(forecast: Forecast) -> str:
 
 def bad_gradients(names: Sequence[str], total: int) -> str:
     return f"{len(names)} of {total} gradients are non-finite: {listed(names)}"
+
+
+def replaced_gradients(step: int, names: Sequence[str]) -> str:
+    left = f"step {step}: backward left non-finite gradients ({listed(names)})"
+    return f"{left}, and the loop replaced them before its step. Such steps are taken"
 
 
 def bad_loss(loss: float, bad: Sequence[str], total: int) -> str:

@@ -92,3 +92,42 @@ def test_of_several_optimizers_none_is_changed_where_one_cannot_follow():
     assert guard.path == "host: Lion has no fused form" and adamw.param_groups[0]["fused"] is None
     held = parameters[0] in guard.optimizer.state
     assert not held and len(guard.optimizer.state) == 0
+
+
+def test_the_culprit_of_a_loop_that_clips_by_hand_is_the_one_from_before():
+    """Clipping by a NaN makes every gradient NaN; `guard.backward` has read the norms by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nanproof.Guard(model, optimizer, policy=nanproof.Policy(diagnose="never")) as guard:
+        for i in range(6):
+            loss = model(torch.randn(4, 4)).square().mean()
+            if i == 4:
+                loss = loss + (model[1].bias * 0).sqrt().sum()
+            optimizer.zero_grad()
+            guard.backward(loss)
+            total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad.data *= 0.1 / total
+            guard.step()
+    (incident,) = guard.incidents
+    assert [name for name, _ in incident.culprits] == ["1.bias"]
+
+
+def test_norms_are_read_after_backward_only_in_loops_that_write_into_gradients():
+    """Three looks are enough to tell; from then on a loop that does not pays nothing for it."""
+    for writes, reads in ((False, 3), (True, 8)):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        guard = nanproof.Guard(model, optimizer)
+        judge, count = guard.engine.judge, []
+        read = judge.norms
+        judge.norms = lambda read=read, count=count: (count.append(1), read())[1]
+        for _ in range(8):
+            optimizer.zero_grad()
+            guard.backward(model(torch.randn(4, 4)).square().mean())
+            for p in model.parameters() if writes else ():
+                p.grad.mul_(0.3)
+            guard.step()
+        guard.close()
+        assert len(count) == reads

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanproof
+from nanproof.explain._silent import moves_again, targets_of
 
 
 def train(model, optimizer, loss_fn, steps, batch, **kwargs):
@@ -148,3 +149,58 @@ def test_gradients_that_another_model_left_are_cleared_in_time(clear):
     assert guards[0].incidents == []
     assert guards[1].incidents[0].step == 2
     assert guards[1].incidents[0].diagnosis.cause == ("gradients-not-cleared" if clear is None else "nonfinite-batch")
+
+
+class Counted(nn.Module):
+    """A next-token model that counts its calls where no guard puts anything back."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.embed, self.head, self._note = nn.Embedding(12, 8), nn.Linear(8, 12), calls.append
+
+    def forward(self, ids, labels):
+        self._note(1)
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+def next_token(i):
+    ids = torch.randint(0, 12, (4, 9), generator=torch.Generator().manual_seed(i))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["train_step", "step"])
+@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.AdamW(p, 1e-2), lambda p: torch.optim.SGD(p, 1e-7)])
+def test_a_healthy_run_calls_the_model_as_often_as_its_loop_does(own_loop, optimizer):
+    """Labels that the data has shifted, and a rate that moves next to nothing, are both as they should be."""
+    calls = []
+    torch.manual_seed(0)
+    model = Counted(calls)
+    optimizer = optimizer(model.parameters())
+    guard = nanproof.Guard(model, optimizer, loss_fn=None if own_loop else lambda m, b: m(*b))
+    for i in range(60):
+        if own_loop:
+            loss = model(*next_token(i))
+            optimizer.zero_grad()
+            guard.backward(loss)
+            guard.step(loss)
+        else:
+            guard.train_step(next_token(i))
+    guard.close()
+    assert (len(calls), guard.incidents) == (60, [])
+
+
+def test_the_labels_of_a_loss_are_read_from_its_graph():
+    """Those that cross_entropy was given, whichever way they lie; none where the loss computes with them itself."""
+    logits, labels = torch.randn(4, 9, 12, requires_grad=True), torch.randint(0, 12, (4, 9))
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    in_two = F.cross_entropy(logits.transpose(1, 2), labels) * 0.5 + F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    by_hand = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+    assert [t.tolist() for t in targets_of(flat)] == [labels.flatten().tolist()]
+    assert sorted(t.numel() for t in targets_of(in_two)) == [32, 36]
+    assert targets_of(by_hand) == []
+    again, as_they_are = moves_again(labels, targets_of(flat)).tolist()
+    assert again < 0.5 and as_they_are == 1
+    again, as_they_are = moves_again(labels, [labels[:, 1:].flatten()]).tolist()
+    assert again == 1 and as_they_are == 0

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
+
 from nanproof._records import Forecast, Incident, StepRecord
 from nanproof.core._decide import GoBack
 from nanproof.core._evidence import Gradients
@@ -113,10 +115,18 @@ class Refusal:
 class Explainer(Observer):
     """Runs steps again and names causes."""
 
+    @property
+    def seconds(self) -> float:
+        """Seconds that diagnoses have taken so far."""
+        return 0.0
+
     def rehearse(self, attempt: Attempt) -> Gradients | None:
         """Run a step again, with all ranks, at a loss scale of 1, and look at its gradients. None
         if that cannot be done."""
         return None
+
+    def noted(self, attempt: Attempt, loss: Tensor) -> None:
+        """The loss of a step is there, and its backward comes next."""
 
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """Return the incident of a silent failure, if this accepted step completes the evidence for

@@ -36,7 +36,7 @@ from nanproof._text import first_line
 from nanproof.core._caps import SkipCaps
 from nanproof.core._contracts import Explainer, Healer, Lookout, Observer, Recovery, Refusal
 from nanproof.core._decide import Accept, Decision, GoBack, Halt, RunAgain, Salvage, Situation, Skip, Trouble, decide
-from nanproof.core._evidence import bad_buffer, from_finding
+from nanproof.core._evidence import bad_buffer, best_explained, from_finding
 from nanproof.core._inquest import Inquest
 from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
@@ -54,6 +54,8 @@ from nanproof.core.support._tree import gradients_now, own_copy
 log = logging.getLogger("nanproof")
 
 WHY_NOT_AGAIN = "nanproof cannot rerun a step of your own loop; guard.train_step(batch) or nanproof.diagnose(...) can say more"
+_LOOKS = 3
+"""Backwards after which it is known whether a loop writes into its gradients at every step."""
 SEVERAL_RANKS = "with several ranks a step is rerun only if its verdict is read at once and no loss scale is used: Policy(lag=0)"
 
 
@@ -150,6 +152,12 @@ class Engine:
         self._fixes: AbstractContextManager[Any] | None = None
         self._gradients: list[tuple[int, int]] | None = None
         """The gradients as the last backward left them, where verdicts come late."""
+        self._unclipped: Norms | None = None
+        """Their norms, where verdicts are read at once."""
+        self._rewrites, self._looks = False, 0
+        """Whether the loop has written into gradients between backward and step, and how often that was looked at."""
+        self._replaced = False
+        """Whether it has replaced non-finite ones."""
         self._leaving = False
         """A signal asked the run to stop, and its state was copied: the loop has its schedule to advance first."""
         self._pid = os.getpid()
@@ -219,11 +227,23 @@ class Engine:
             self._open.calls.append(tuple(calls))
             if len(self._open.again) < len(self._open.calls):
                 self._open.again.append(again or Again(UNKNOWN, whole=False))
+            self.explainer.noted(self._open, loss)
         return seed
 
     def backward_ended(self) -> None:
         """A backward pass is over. Whatever writes into the gradients from now on is not part of a replay."""
         self._gradients = gradients_now(self.trained) if self.judge.lag and self.open else None
+
+    def note_gradients(self) -> None:
+        """Read the norms of the gradients as backward leaves them, if the loop writes into them before its step: clipping by
+        hand with a NaN makes all of them NaN. Whether it does shows in its first steps. Not where verdicts come late: there a
+        replay names the culprits."""
+        judge = self.judge
+        follows = self._rewrites or self._looks < _LOOKS
+        self._unclipped = None
+        if follows and not (judge.lag or judge.scaled or judge.ranks.several):
+            self._looks += 1
+            self._unclipped = judge.norms()
 
     def drop_loss(self) -> None:
         """The backward whose loss was noted last was another optimizer's business."""
@@ -271,6 +291,7 @@ class Engine:
             attempt.again, attempt.calls, attempt.random, attempt.mode = begun.again, begun.calls, begun.random, begun.mode
             attempt.why_not_again = begun.why_not_again or attempt.why_not_again
         self._open = None
+        attempt.unclipped, self._unclipped = self._unclipped, None
         self._close_fixes()
         if opened:
             self._follow()
@@ -426,6 +447,7 @@ class Engine:
                 with self.judge.ranks.accumulate(last=i == parts - 1), shield.lifted() if interruptible else nullcontext():
                     loss = self.loss_fn(self.judge.model, mine)
                     check_scalar(loss, "loss_fn")
+                    self.explainer.noted(attempt, loss)
                     self.judge.backward(part_of(self.loss_fn, loss, parts))
 
     # -- a step on the device ----------------------------------------------------------------------
@@ -522,11 +544,26 @@ class Engine:
             self.under_way.held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
             return
         record = self._record(attempt, report, reading)
+        if attempt.unclipped is not None:
+            self._compare(attempt.unclipped, record, reading)
         if reading.refused:
             self.recovery.refused()
             self._refused(attempt, report, reading, record)
         else:
             self._accepted(attempt, reading, record)
+
+    def _compare(self, unclipped: Norms, record: StepRecord, reading: Reading) -> None:
+        """Learn whether the loop writes into gradients. It may replace what is non-finite: that is its choice, and told once."""
+        if len(unclipped.values) != len(reading.norms):
+            return
+        self._rewrites = self._rewrites or unclipped.rewritten(reading.norms)
+        if self._rewrites and not self._replaced and not reading.refused:
+            bad = [
+                name for name, norm in zip(record.by_parameter, unclipped.values.tolist(), strict=True) if not math.isfinite(norm)
+            ]
+            self._replaced = bool(bad)
+            if bad:
+                log.warning("nanproof: %s", wording.replaced_gradients(record.step, bad))
 
     def _record(self, attempt: Attempt, report: Report, reading: Reading) -> StepRecord:
         lr = tuple(float(x) for x in report.lr)
@@ -831,11 +868,11 @@ class Engine:
         incident = replace(self._capped(incident, cap, count), action="halted")
         self.tell.incident(incident)
         self.under_way.drop_held()
-        like = [i.diagnosis for i in self.account.incidents if i.kind == incident.kind and i.step == incident.same_as]
         wanted = situation.trouble == "step" and self.policy.at_cap == "rollback" and not rollbacks
         nowhere = wanted and not situation.state_broken and self.recovery.possible
-        cause = incident.diagnosis or next((found for found in like if found is not None), None)
-        raise TrainingHalted(wording.halted(incident, cause, nowhere, keeps=self.recovery.on), incident)
+        steps = count if cap == "max_consecutive_skips" else self.policy.skip_window
+        explained = best_explained(self.account.incidents, incident, steps)
+        raise TrainingHalted(wording.halted(incident, explained, nowhere, keeps=self.recovery.on), incident)
 
     def _capped(self, incident: Incident, cap: str, count: int) -> Incident:
         limit = getattr(self.policy, cap, None)

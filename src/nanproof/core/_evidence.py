@@ -19,6 +19,8 @@ from nanproof.core.support._ranks import Ranks
 
 _NAMED = 8
 """Culprits an incident lists at the most."""
+_GROWING = 100
+"""Steps before a halt in which a divergence that began there counts as what led to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +178,20 @@ def bad_buffer(record: StepRecord, name: str) -> Incident:
 def largest(norms: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
     """The parameters with the largest gradients, largest first."""
     return tuple(sorted(norms, key=lambda pair: -pair[1])[:_NAMED])
+
+
+def best_explained(incidents: Sequence[Incident], last: Incident, steps: int) -> Incident | None:
+    """Return the incident with the best diagnosis among those that led to the last one, or None if none has any. They are the
+    incidents of the last `steps` steps, those that `same_as` names, and a divergence shortly before. A named and verified cause
+    is best, then a named one, then the surest; of equals the latest."""
+    led = [i for i in incidents if last.step - (_GROWING if i.kind == "divergence" else steps) < i.step <= last.step]
+    named = {(i.kind, i.same_as) for i in (*led, last) if i.same_as is not None}
+    led = [*(i for i in incidents if (i.kind, i.step) in named), *led, last]
+
+    def worth(pair: tuple[int, Incident]) -> tuple[bool, bool, float, int]:
+        place, diagnosis = pair[0], pair[1].diagnosis
+        assert diagnosis is not None
+        return diagnosis.named and diagnosis.verified, diagnosis.named, diagnosis.confidence, place
+
+    explained = [(place, i) for place, i in enumerate(led) if i.diagnosis is not None]
+    return max(explained, key=worth)[1] if explained else None

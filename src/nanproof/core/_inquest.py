@@ -120,6 +120,10 @@ class Inquest:
             elif not judge.lag:
                 gradients = judge.look_at_gradients(report.present)
         norms = [(report.names[i], norm) for i, norm in zip(report.present, reading.norms, strict=True)]
+        unclipped = [] if attempt.unclipped is None else attempt.unclipped.values.tolist()
+        if len(unclipped) == len(norms) and not all(map(math.isfinite, unclipped)):
+            norms = [(name, before) for (name, _), before in zip(norms, unclipped, strict=True)]
+            gradients = None  # those that are there have been written into since
         keeper = judge.weights
         incident = make_incident(
             attempt.step,

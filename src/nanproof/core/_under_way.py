@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanproof.core.judge._judge import Judge, Report
+from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.support._context import Groups, Mode, RandomState, Schedule, change_settings, changed_settings, settings
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -78,6 +78,8 @@ class Attempt:
     run again to look at it, but it is never held."""
     keeps_random: bool = False
     """Whether random numbers go on where the loop left them when the step is refused."""
+    unclipped: Norms | None = None
+    """Norms of the gradients as the last backward left them, in a loop that writes into them before its step."""
     put_back_attributes: Callable[[], None] | None = None
     """Puts back the tensors that modules keep in plain attributes."""
     why_not_again: str = ""

@@ -2,7 +2,8 @@
 
 - `_examiner` serves the engine: it explains incidents and notices silent failures (`_silent`).
 - `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes.
-- `_known` decides which incidents are new; `_start` knows which weights were finite when the run began.
+- `_known` decides which incidents are new; `_start` knows how large the weights were when the run began, `_growth` whether
+  the updates blew them up since.
 - `replay/` runs a step again; `lines/` makes that possible where the loss is computed in the loop.
 - `locate/` finds the operation, sample and token; `causes/` is the catalogue;
   `bundle/` saves a bad step so that it can be replayed anywhere.

@@ -224,13 +224,15 @@ class Case:
         """Whether what is non-finite was so before the first step: no step was taken since, or it was seen to be."""
         if self.details.get("mid_run"):
             return False
-        finite = self.details.get("finite_at_start")
-        return self.last_taken is None or (finite is not None and any(name not in finite for name in names))
+        return self.last_taken is None or (self.details.get("largest_at_start") is not None and self._bad_at_start(names))
 
     def could_be_uninitialised(self, names: Iterable[str]) -> bool:
         """Whether one of them was non-finite when the run began, or nobody knows."""
-        finite = self.details.get("finite_at_start")
-        return not self.details.get("mid_run") and (finite is None or any(name not in finite for name in names))
+        return not self.details.get("mid_run") and (self.details.get("largest_at_start") is None or self._bad_at_start(names))
+
+    def _bad_at_start(self, names: Iterable[str]) -> bool:
+        largest = self.details["largest_at_start"]
+        return any(not math.isfinite(largest.get(name, math.nan)) for name in names)
 
     # -- the replay ------------------------------------------------------------------------------------------------------------
 

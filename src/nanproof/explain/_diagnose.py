@@ -224,6 +224,7 @@ _NOT_OF_THE_SCALE = (
     "nonfinite-weights-mid-run",
     "transient-fault",
     "gradients-not-cleared",
+    "learning-rate-too-high",
 )
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanproof import _wording as wording
@@ -34,7 +35,7 @@ from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, bad_in_batch
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
-from nanproof.explain._silent import Signal, SilentWatch, WeightSample, is_shifted, shifted_pairs
+from nanproof.explain._silent import Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs, targets_of
 from nanproof.explain._start import WeightsAtStart
 from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.lines._lines import Inputs
@@ -44,6 +45,8 @@ from nanproof.explain.replay._replay import ActivationGradients, Deadline, Repla
 
 log = logging.getLogger("nanproof")
 
+_LABELS_AT = 2
+"""The step whose labels are compared with its inputs."""
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
 _PATIENCE = 3
@@ -88,6 +91,8 @@ class Examiner(Explainer):
         self._kinds: set[str] = set()
         """Kinds of incidents that were diagnosed, or looked into."""
         self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
+        self._labels: tuple[list[tuple[str, str]], Reader] | None = None
+        """What the labels of a step showed, until it is taken."""
         self._taking = False
         self._before_forward: list[tuple[Tensor, int]] = []
         self._written: list[Tensor] = []
@@ -101,6 +106,10 @@ class Examiner(Explainer):
     @property
     def on(self) -> bool:
         return self._policy.diagnose != "never" and not self.off
+
+    @property
+    def seconds(self) -> float:
+        return self._known.spent
 
     def hand_over(self) -> Case | None:
         """The case of the last diagnosis, once: its replay holds a batch."""
@@ -136,6 +145,18 @@ class Examiner(Explainer):
             self.recorder.keep(attempt.step, batches, attempt.random, attempt.mode)
 
     @harmless("silent failures are not looked for")
+    def noted(self, attempt: Attempt, loss: Tensor) -> None:
+        """Compare labels with inputs, and with what the loss makes of them: once, from the graph of the loss."""
+        if not self.on or attempt.step != _LABELS_AT or not attempt.batches:
+            return
+        pairs = shifted_pairs(attempt.batches)
+        targets = targets_of(loss) if pairs is not None else []
+        if pairs is not None and targets:
+            tensors = dict(tensors_in(attempt.batches[0]))
+            moved = [moves_again(tensors[labels], targets) for _, labels in pairs[0]]
+            self._labels = pairs[0], self._courier.send(torch.cat((pairs[1], *moved)))
+
+    @harmless("silent failures are not looked for")
     def before(self, attempt: Attempt) -> None:
         """The batches of the step are known: keep what it needs to be run again, by reference."""
         if not self.on:
@@ -157,30 +178,25 @@ class Examiner(Explainer):
         """Send what was seen on its way to the host."""
         if not self.on:
             return
-        step, batches = attempt.step, _batches(attempt)
         weights = self._sample.after() if self._taking else None
-        pair = None
-        if step == 2 and batches is not None and (found := shifted_pairs(batches)) is not None:
-            pair = (found[0], self._courier.send(found[1]))
-        if weights is not None or pair is not None:
-            self._looks[step] = weights, pair
+        labels, self._labels = self._labels, None
+        if weights is not None or labels is not None:
+            self._looks[attempt.step] = weights, labels
 
     def dropped(self) -> None:
-        self._taking = False
+        self._taking, self._labels = False, None
 
     @harmless("silent failures are not looked for")
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An accepted step, in order: is something silently wrong?"""
         if not self.on:
             return None
-        weights, pair = self._looks.pop(record.step, (None, None))
+        weights, labels = self._looks.pop(record.step, (None, None))
         sample = None
         if weights is not None:
             share, size, kept = weights()
             sample = share, size, kept * record.clip * (record.scale or 1.0) if kept >= 0 else kept
-        shifted = None
-        if pair is not None:
-            shifted = is_shifted(pair[0], pair[1]())
+        shifted = None if labels is None else _shifted_twice(labels[0], labels[1]())
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
         signal = self._watch.see(record, sample, shifted)
@@ -527,8 +543,8 @@ class Examiner(Explainer):
         if kind == "nonfinite-gradient" and stepper.scale is not None and not stepper.scale.fixed:
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
-        details["finite_at_start"] = self._start.finite(stepper.model) if self._start is not None else None
-        details["bad_buffers_at_start"] = self._start.bad_buffers(stepper.model) if self._start is not None else {}
+        details["largest_at_start"] = self._start.largest(stepper.model) if self._start is not None else None
+        details["bad_buffers_at_start"] = self._start.bad_buffers(stepper.model) if self._start is not None else ()
         return Case(
             kind,
             model=stepper.model,
@@ -606,6 +622,15 @@ def _origin(case: Case) -> str:
         return bad[0].path
     birth = case.birth
     return "" if birth is None else f"{birth.op.path}: {birth.op.name} at {birth.op.source}"
+
+
+def _shifted_twice(names: list[tuple[str, str]], shares: list[float]) -> tuple[str, str] | None:
+    """Return inputs and labels that the data has moved by one and the loss has moved again."""
+    pair = is_shifted(names, shares[: 3 * len(names)])
+    if pair is None:
+        return None
+    again, as_they_are = shares[3 * len(names) + 2 * names.index(pair) :][:2]
+    return pair if again > 0.9 > as_they_are else None
 
 
 def _moment(attempt: Attempt) -> Moment | None:

@@ -69,14 +69,16 @@ class Known:
         """By fingerprint and origin, the step of the first incident."""
         self._unnamed: set[Fingerprint] = set()
         """Those whose last diagnosis named nothing."""
-        self._made, self._spent, self._began = 0, 0.0, time.perf_counter()
+        self._made, self._began = 0, time.perf_counter()
+        self.spent = 0.0
+        """Seconds that diagnoses have taken so far."""
 
     @property
     def affordable(self) -> bool:
         """Whether one more diagnosis fits into the share of the run's time that they may take
         together."""
         share = self._policy.diagnose_share * (time.perf_counter() - self._began)
-        return self._made < ALWAYS or self._spent <= share
+        return self._made < ALWAYS or self.spent <= share
 
     def like(self, fingerprint: Fingerprint) -> dict[str, int]:
         """Return the steps of the first incidents with this fingerprint, by where they began."""
@@ -129,4 +131,4 @@ class Known:
         try:
             yield
         finally:
-            self._spent += time.perf_counter() - start
+            self.spent += time.perf_counter() - start

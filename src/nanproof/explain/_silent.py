@@ -1,6 +1,8 @@
-"""Failures without a NaN: nothing moves, nothing flows, nothing is learned. Noticed from records and a small sample of weights.
+"""Failures without a NaN: nothing moves, nothing flows, nothing is learned. Noticed from records, a small sample of weights, and
+the graph of one loss.
 
-What is noticed here is a suspicion; a replay and the catalogue decide whether it is an incident.
+What is noticed here is a suspicion; a replay and the catalogue decide whether it is an incident. A healthy run must not show
+any: each replay calls the model, and its forwards belong to the loop.
 
 | signal | noticed after |
 |---|---|
@@ -42,6 +44,8 @@ UNCHANGED = 0.05
 """Share of sampled elements that change in a step, below which a step changes next to nothing."""
 TINY = 3e-5
 """Size of an update relative to the weights below which it is worth asking whether the gradients are right."""
+FAINT = 1e-3
+"""A gradient norm below this share of the loss may be off by a factor. Updates that are tiny without it are a small rate."""
 HUGE = 1e6
 """A gradient norm this many times the loss, or 1, is looked at once."""
 
@@ -87,7 +91,7 @@ class SilentWatch:
         self, record: StepRecord, sample: tuple[float, float, float] | None, shifted: tuple[str, str] | None
     ) -> Signal | None:
         """The next accepted step, what its update did to the sampled weights, and two batch tensors of which one is the other
-        moved by one."""
+        moved by one, where the loss moved it again."""
         self._steps += 1
         rate = max(record.lr, default=0.0)
         if sample is not None:
@@ -101,7 +105,8 @@ class SilentWatch:
         if shifted is not None and "shifted-labels" not in self._said:
             self._said.add("shifted-labels")
             inputs, labels = shifted
-            return Signal("shifted-labels", f"{labels} is {inputs} moved by one", {"inputs": inputs, "labels": labels})
+            message = f"{labels} is {inputs} moved by one, and the loss moves it again"
+            return Signal("shifted-labels", message, {"inputs": inputs, "labels": labels})
         return None
 
     def _foreign(self, record: StepRecord) -> Signal | None:
@@ -188,7 +193,7 @@ class SilentWatch:
         if 0 < kept0 < 1 / 50 and 0 < kept1 < 1 / 50 and (self._plain or _same_power(kept0, kept1)):
             message = f"a step changes the weights by {kept1:.2g} of learning rate times gradient"
             return Signal("small-updates", message, {"kept": kept1}, record.step)
-        if max(size0, size1) < TINY:
+        if max(size0, size1) < TINY and record.grad_norm < FAINT * abs(record.loss):
             return Signal(
                 "tiny-updates", f"a step changes the weights by {size1:.2g} of their size", {"size": size1}, record.step
             )
@@ -291,3 +296,43 @@ def is_shifted(names: list[tuple[str, str]], shares: list[float]) -> tuple[str, 
         if moved > 0.9 and equal < 0.9 and varied > 0.05:
             return pair
     return None
+
+
+NEAR_THE_LOSS = 256
+"""Operations that are looked through for the targets of a loss."""
+
+
+def targets_of(loss: Tensor) -> list[Tensor]:
+    """Return the labels that a loss compares its logits with, from its graph: what cross_entropy and nll_loss keep for backward.
+    None are found behind torch.compile or in a loss that computes them in another way."""
+    todo, targets = [loss.grad_fn], []
+    seen: set[Any] = set()
+    while todo and len(seen) < NEAR_THE_LOSS:
+        node = todo.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("NllLoss"):
+            targets.append(node._saved_target)  # type: ignore[attr-defined]
+        todo += [below for below, _ in node.next_functions]
+    return targets
+
+
+def moves_again(labels: Tensor, targets: Sequence[Tensor]) -> Tensor:
+    """Return, on the device, the largest share of places where a target is the label after it, and where it is the label
+    itself."""
+    samples, length = labels.shape
+    again, as_they_are = [labels.new_zeros((), dtype=torch.float32)], [labels.new_zeros((), dtype=torch.float32)]
+    for target in targets:
+        if target.device != labels.device or target.numel() not in (labels.numel(), samples * (length - 1)):
+            continue
+        found = target.detach().reshape(samples, -1)
+        again.append(_same(found[:, : length - 1], labels[:, 1:]))
+        if found.shape == labels.shape:
+            as_they_are.append(_same(found, labels))
+    return torch.stack((torch.stack(again).max(), torch.stack(as_they_are).max()))
+
+
+def _same(target: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != -100
+    return ((target == labels) & counts).sum() / counts.sum().clamp(min=1)

@@ -1,7 +1,8 @@
-"""Which weights and buffers were finite when the run began, asked once on the device and read only if something goes wrong.
+"""How large each weight was when the run began, and which buffers were non-finite: measured once on the device, read only if
+something goes wrong.
 
 A weight that is NaN at step 900 may have been NaN in the checkpoint, in a layer that no batch used, or may have been broken
-since. The two have different fixes.
+since. A weight that is 1e18 may have been so all along. The fixes differ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WeightsAtStart:
             groups.setdefault((t.device, t.dtype), []).append((name, p, t))
         for members in groups.values():
             largest = torch.stack(torch._foreach_norm([t for _, _, t in members], torch.inf))
-            self._parts.append(([(name, weakref.ref(p)) for name, p, _ in members], torch.isfinite(largest)))
+            self._parts.append(([(name, weakref.ref(p)) for name, p, _ in members], largest))
 
         for name, buffer in unwrap(model).named_buffers():
             if (
@@ -67,14 +68,15 @@ class WeightsAtStart:
         counts = {name: int(count) for name, count in self._buffers.items() if name in now}
         return {n for n, count in counts.items() if count and int((~torch.isfinite(local(now[n].detach()))).sum()) == count}
 
-    def finite(self, model: nn.Module) -> set[str] | None:
-        """Names of weights that were finite then and are the same tensors now; None where nobody asked. Waits: for failures."""
+    def largest(self, model: nn.Module) -> dict[str, float] | None:
+        """Return the largest absolute value of each weight that is the same tensor now; None if they were not measured. Waits
+        for the device."""
         if not self._parts:
             return None
         now = {clean_name(name): p for name, p in unwrap(model).named_parameters()}
-        found = set()
-        for members, flags in self._parts:
-            for (name, reference), good in zip(members, flags.tolist(), strict=True):
-                if good and reference() is now.get(name):
-                    found.add(name)
-        return found
+        return {
+            name: value
+            for members, values in self._parts
+            for (name, reference), value in zip(members, values.tolist(), strict=True)
+            if reference() is now.get(name)
+        }

@@ -400,3 +400,29 @@ def test_two_ranks() -> None:
     assert first["epoch"] == 2 * (STEPS - 1)
     for run in infinite:
         assert run["incidents"] == [[BAD, "nonfinite-loss", 1, 0]], "an Inf loss whose gradients are finite is known to both"
+
+
+def test_a_healthy_loop_calls_the_model_as_often_as_it_asks() -> None:
+    """Its labels are its inputs moved by one, as they should be."""
+    calls: list[int] = []
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.note = nn.Embedding(12, 8), nn.Linear(8, 12), calls.append
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            self.note(1)
+            return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+    accelerator = Accelerator(cpu=True)
+    made = Reader()
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), 1e-2))
+    guard = nanproof.protect(accelerator)
+    for i in range(15):
+        ids = torch.randint(0, 12, (4, 9), generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        accelerator.backward(model(ids[:, :-1], ids[:, 1:]))
+        optimizer.step()
+    guard.close()
+    assert (len(calls), guard.incidents) == (15, [])

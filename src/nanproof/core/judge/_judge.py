@@ -7,6 +7,7 @@ for DeepSpeed has a judge of its own.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,15 @@ class Norms:
             return False
         known = zip(gradients, self.gradients, self.versions, strict=True)
         return all(g is k and g._version == version for g, k, version in known)
+
+    def rewritten(self, norms: Sequence[float]) -> bool:
+        """Whether gradients with these norms are others. Norms that are all off by one power of two are not: a loss scale, or a
+        mean over micro-batches, has been divided out. Waits for the device."""
+        ratios = [b / a for a, b in zip(self.values.tolist(), norms, strict=True) if math.isfinite(a) and math.isfinite(b) and a]
+        if not ratios or not min(ratios) > 0:
+            return any(ratio <= 0 for ratio in ratios)
+        power = 2.0 ** round(math.log2(ratios[0]))
+        return any(abs(ratio / power - 1) > 1e-3 for ratio in ratios)
 
     @property
     def total(self) -> Tensor:
@@ -214,6 +224,10 @@ class Judge(ABC):
 
     def act(self, member: Any) -> None:  # noqa: B027
         """Let another one of several optimizers act on the last verdict."""
+
+    def norms(self) -> Norms | None:
+        """Read the norms of the gradients now; None if they can be read only with the step."""
+        return None
 
     @abstractmethod
     def broken_state(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,12 @@ from torch import Tensor
 
 from nanproof.core.support._members import groups_of, name_of, optimizers_in, states_of
 from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.causes._update import gradients_of
+from nanproof.explain.replay._copies import all_finite, step_on_copies
 from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio
+from nanproof.explain.replay._surroundings import weights_as
 
 CANNOT_REHEARSE = "whole steps cannot be rehearsed here: the model is too large, or the optimizer needs a closure"
 
@@ -139,14 +143,94 @@ class GradientNormOverflow(Cause):
 
 
 class LearningRateTooHigh(Cause):
-    """Loss and norms rise over many steps."""
+    """The updates are so large that the weights blow up, or loss and norms rise over many steps."""
 
     slug = "learning-rate-too-high"
     fix = "Lower the learning rate (a tenth is a good first try) and warm it up over the first steps."
 
     def match(self, case: Case) -> Match | None:
-        if case.kind != "divergence" or case.record is None:
+        if case.signal or not (case.nonfinite or case.kind == "divergence"):
             return None
+        if any(not bad.only_negative for bad in (*case.bad_batch, *case.bad_inputs)):
+            return None
+        found = growth(case)
+        blown_up = None if found is None else self._blown_up(case, found)
+        if blown_up is not None or case.kind != "divergence" or case.record is None:
+            return blown_up
+        return self._rising(case)
+
+    def _blown_up(self, case: Case, found: Growth) -> Match | None:
+        """The records account for weights that have outgrown the run."""
+        rate, start = f"{found.rate:g}", f"{found.start:.3g}"
+        evidence = [
+            f"the learning rate of step {found.step} is {rate}, so its update is about {found.update:.3g}; the largest weight of "
+            f"{found.name} was {start} when the run began",
+        ]
+        made = "would be" if case.weights_broke and case.can_look_at_the_step else "is"
+        evidence.append(f"the largest weight of {found.name} {made} {found.now:.3g} now, as the updates since then account for")
+        if found.before is not None:
+            evidence.append(f"the learning rate was {found.before[0]:g} up to step {found.before[1]}, and {rate} after it")
+            fix = (
+                f"Find what raises the learning rate from {found.before[0]:g} to {rate} at step {found.step} (the schedule, its "
+                "number of steps, code that writes into param_groups)."
+            )
+        else:
+            fix = f"Lower the learning rate: it is {rate}. Start at {found.sane_rate:g} or below, and warm it up."
+        trial: Callable[[], Trial] | None = None
+        tried, on = "the weights at the size they began with", "the replay"
+        if case.weights_broke:
+            tried, on = f"a learning rate of {found.sane_rate:g}", "copies of weights, gradients and state"
+            gradients = gradients_of(case) if case.can_look_at_the_step else None
+            if gradients is not None:
+                trial = lambda: self._smaller_step(case, gradients, found)  # noqa: E731
+        elif case.kind == "divergence" and case.replay is not None and case.moments:
+            tried = f"a lower learning rate over the last batches, or else {tried}"
+            trial = lambda: held if (held := self._slower(case)).held else self._shrunk(case)  # noqa: E731
+        elif case.replay is not None and not case.bad_weights:
+            trial = lambda: self._shrunk(case)  # noqa: E731
+        certain = found.times >= 1e3
+        if trial is None and case.kind != "divergence" and not certain:
+            return None  # such weights need not overflow anything
+        return Match(
+            confidence=0.97 if certain else 0.8,
+            evidence=tuple(evidence),
+            phase="optimizer",
+            where="learning rate",
+            samples=(),
+            fix=fix,
+            trial=trial,
+            tried=tried,
+            on=on,
+        )
+
+    def _smaller_step(self, case: Case, gradients: dict[Tensor, Tensor], found: Growth) -> Trial:
+        as_is = step_on_copies(case.optimizer, gradients)
+        slower = step_on_copies(case.optimizer, gradients, settings={"lr": found.sane_rate})
+        if as_is is None or slower is None:
+            return Trial(False, "the step cannot be tried on copies")
+        remedies = (Prescription("learning-rate", {"factor": found.sane_rate / found.rate}),)
+        return Trial(not all_finite(as_is) and all_finite(slower), "every weight is finite after the step", remedies)
+
+    def _shrunk(self, case: Case) -> Trial:
+        """The same step, with every weight that has grown scaled down to the size it had at the start."""
+        assert case.replay is not None
+        at_start, values = case.details["largest_at_start"], {}
+        for name, p in case.replay.parameters.items():
+            now = float(torch.linalg.vector_norm(p.detach(), torch.inf))
+            then = at_start.get(name, math.nan)
+            if then < now < math.inf:
+                values[p] = p.detach() * (then / now)
+        control = case.replay.run() if case.kind == "divergence" else case.control
+        with weights_as(values):
+            if case.kind != "divergence":
+                return case.cured_by()
+            outcome = case.replay.run()
+        assert control is not None
+        held = outcome.finite and not outcome.loss > 0.1 * control.loss
+        return Trial(held, f"the loss is {outcome.loss:.4g} instead of {control.loss:.4g}")
+
+    def _rising(self, case: Case) -> Match:
+        assert case.record is not None
         recent = [r for r in case.history if r.step >= case.record.step - 3 and math.isfinite(r.loss)][:12]
         shown = ", ".join(f"{r.loss:.3g}" for r in recent[:8])
         rate = max((float(x) for x in case.record.lr), default=math.nan)
@@ -298,8 +382,6 @@ class OptimizerStateReset(Cause):
         """The loss with every weight matrix shuffled: the same numbers, nothing learned."""
         if case.replay is None:
             return None
-        from nanproof.explain.replay._surroundings import weights_as
-
         generator = torch.Generator().manual_seed(0)
         values: dict[Tensor, Tensor] = {}
         for p in case.replay.parameters.values():

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,9 +64,10 @@ class Tally:
     forecasts: list[Forecast] = field(default_factory=list)
     run_dir: Path | None = None
     own: float = 0.0
-    """Seconds in nanproof's own code, on the host, while all was well."""
+    """Seconds in nanproof's own code, on the host, from the end of the first step to that of the last, without `trouble` and
+    without looking for the model."""
     trouble: float = 0.0
-    """Seconds in which bad steps were dealt with."""
+    """Seconds in which bad steps and suspicions were looked into."""
     first: float = 0.0
     last: float = 0.0
     """When the first step ended, and the last."""
@@ -74,6 +75,18 @@ class Tally:
     @property
     def title(self) -> str:
         return f"{self.name} of {self.model}" if self.model else self.name
+
+
+class Clipped(NamedTuple):
+    """A gradient that the script has clipped."""
+
+    gradient: Tensor | None
+    before: int
+    """How often it had been written before clipping."""
+    norm: Tensor
+    """Its norm then."""
+    after: int
+    """How often it had been written after clipping."""
 
 
 class ScriptRun(Group):
@@ -106,7 +119,8 @@ class ScriptRun(Group):
         self._partly = False
         """Whether some step ended before all members had acted."""
         self._busy = False
-        self._spent = 0.0
+        self._trouble = self._starting = 0.0
+        """Seconds since they were last taken out of nanproof's own time."""
 
     @property
     def started(self) -> bool:
@@ -199,8 +213,10 @@ class ScriptRun(Group):
             return
         self._end()
         self.changed = False
+        began = time.perf_counter()
         with self._inside():
             self.start(self.tally.run_dir, loss)
+        self._starting += time.perf_counter() - began
 
     def _inside(self) -> AbstractContextManager[None]:
         return self._session.inside(self.members)
@@ -283,6 +299,8 @@ class ScriptRun(Group):
             return
         if stepper.lag:
             self._left, self._clean = self._gradients_now(), None
+        if stepper.backwards != before or self.feeds:
+            self.guard.engine.note_gradients()
         if alone and self.feeds is not False:
             return
         if stepper.backwards == before and not self.feeds:
@@ -311,8 +329,9 @@ class ScriptRun(Group):
         """The gradients as clipping finds them, where that is of interest."""
         return self._gradients_now() if self.guard is not None and self.guard.late else []
 
-    def clipped(self, norms: dict[int, tuple[Tensor, int, Tensor]], max_norm: float, before: list[tuple[int, int]]) -> None:
-        """The script clipped; these were the norms before, and these the gradients."""
+    def clipped(self, norms: dict[int, Clipped], max_norm: float | None, before: list[tuple[int, int]]) -> None:
+        """The script clipped, by parameter, and these were the gradients before. `max_norm`: what it clipped all of them to, if
+        it was one norm over them."""
         if self.guard is not None and self.guard.late:
             self._clean = before == self._left
         mine = {id(p) for p in self.parameters if p.grad is not None}
@@ -320,7 +339,13 @@ class ScriptRun(Group):
         if there:
             self._whole = there == mine and not self._norms
             self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
-            self._norms.update({key: norms[key] for key in there if key not in self._norms})
+            for key in there:
+                gradient, written, norm, after = norms[key]
+                earlier = self._norms.get(key)
+                if earlier is not None and earlier[0] is gradient and earlier[1] == written:
+                    norm = earlier[2]  # clipped twice
+                if gradient is not None:
+                    self._norms[key] = gradient, after, norm
 
     def take(self, member: Optimizer, backwards: int) -> None:
         """In place of the optimizer's step. `backwards`: so far."""
@@ -365,10 +390,16 @@ class ScriptRun(Group):
     def timed(self, began: float, others: float) -> None:
         """After a step: what of its time was nanproof's."""
         tally, now = self.tally, time.perf_counter()
-        tally.own += now - began - others - self._spent
-        tally.trouble += self._spent
-        self._spent = 0.0
+        tally.own = tally.own + now - began - others - self.extraordinary() if tally.first else 0.0
         tally.first, tally.last = tally.first or now, now
+
+    def extraordinary(self) -> float:
+        """Return the seconds of nanproof's time since the last call that no healthy step has: looking into trouble, and for the
+        model."""
+        seconds = self._trouble + self._starting
+        self.tally.trouble += self._trouble
+        self._trouble = self._starting = 0.0
+        return seconds
 
     def left_out(self, member: Optimizer, scale: float, backwards: int) -> None:
         """A GradScaler does not call an optimizer, because of gradients that are non-finite. While
@@ -402,15 +433,16 @@ class ScriptRun(Group):
         self._partly |= not self.complete
         self._norms, self._max_norm = {}, None
         self._busy = True
-        began, incidents = time.perf_counter(), len(guard.incidents)
+        began, incidents, explainer = time.perf_counter(), len(guard.incidents), guard.engine.explainer
+        diagnosed = explainer.seconds
         bad = self.refused or (len(self.members) > 1 and guard.engine.refused_at_once())
         try:
             with self._inside() if self._session.taking is None else nullcontext(), self._unseen(guard) if bad else nullcontext():
                 guard.engine.end()
         finally:
             self._busy = False
-            if bad or len(guard.incidents) > incidents:
-                self._spent += time.perf_counter() - began
+            looked_into = bad or len(guard.incidents) > incidents
+            self._trouble += time.perf_counter() - began if looked_into else explainer.seconds - diagnosed
 
     @contextmanager
     def _unseen(self, guard: ProtectedRun) -> Iterator[None]:

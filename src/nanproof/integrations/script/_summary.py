@@ -37,9 +37,10 @@ class Guarded:
     """With `--observe`."""
     run_dir: Path | None
     own_seconds: float
-    """In nanproof's own code, on the host, in all healthy steps; the optimizer, backward and clipping are not counted."""
+    """In nanproof's own code, on the host, within the span; the optimizer, backward, clipping, diagnoses and looking for the
+    model are not counted."""
     trouble_seconds: float
-    """Dealing with bad steps: finding out what they were, and diagnosis."""
+    """Looking into bad steps: finding out what they were, and diagnosis."""
     span_seconds: float
     """From the end of the first step to the end of the last."""
 
@@ -66,12 +67,12 @@ class Guarded:
         told += [f"  {forecast}" for forecast in self.forecasts[:_SHOWN]]
         if len(self.forecasts) > _SHOWN:
             told.append(f"  and {len(self.forecasts) - _SHOWN} more forecasts")
-        if self.steps > 1 and self.span_seconds > 0:
-            each = self.own_seconds / self.steps
-            share = each / (self.span_seconds / (self.steps - 1))
+        if self.steps > 1 and self.own_seconds > 0:
+            each = self.own_seconds / (self.steps - 1)
+            share = self.own_seconds / max(self.span_seconds - self.trouble_seconds, self.own_seconds)
             told.append(
                 f"  nanproof's own host time: {each * 1e3:.2f} ms a step, which hardly grows with the model (here {share:.1%} of "
-                "the time between steps; optimizer, backward and clipping are not counted)"
+                "the time between steps; optimizer, backward, clipping and diagnoses are not counted)"
             )
         if self.trouble_seconds:
             told.append(f"  dealing with bad steps: {self.trouble_seconds:.2f} s")

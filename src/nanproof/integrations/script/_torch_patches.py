@@ -1,8 +1,7 @@
 """What `nanproof run` changes in torch while a script runs, and takes back afterwards.
 
 A hook of torch can look at an optimizer's step but not refuse it, so `Optimizer.profile_hook_step`, which wraps the `step` of
-every optimizer class when the first of its kind is made, is wrapped itself. Clipping is done as torch does it, to the last bit,
-except that the norms of before are kept, and that a norm that is no number clips nothing: the evidence stays. A GradScaler goes
+every optimizer class when the first of its kind is made, is wrapped itself. Clipping is in `_clipping`. A GradScaler goes
 on unscaling, looking and adjusting its scale itself; the guard judges what it lets through, and hears of what it leaves out.
 """
 
@@ -11,22 +10,19 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import types
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from nanproof._errors import TrainingHalted
-from nanproof.core.judge._parameters import is_dtensor
 from nanproof.integrations._groups import finite_gradients, has_gradient
 from nanproof.integrations._patches import Patches
+from nanproof.integrations.script._clipping import Clipping
 from nanproof.integrations.script._runs import ScriptRuns
-from nanproof.integrations.script._script_run import ScriptRun
 from nanproof.integrations.script._session import Session
 
 
@@ -37,14 +33,13 @@ def install(session: Session) -> Patches:
     _optimizers(session, session.runs, patches)
     for place, name, made in (
         (torch.autograd, "backward", _backward),
-        (torch.nn.utils, "clip_grad_norm_", _clip_grad_norm),
-        (clip_grad, "clip_grad_norm_", _clip_grad_norm),
         (torch.amp.GradScaler, "scale", _scale),
         (torch.amp.GradScaler, "step", _scaler_step),
         (torch, "compile", _compile),
         (Optimizer, "zero_grad", _zero_grad),
     ):
         patches.set(place, name, made(session, session.runs, getattr(place, name)))
+    Clipping(session, session.runs).install(patches)
     return patches
 
 
@@ -199,7 +194,7 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
             if watched.backwards != count or watched.feeds:
                 watched.reached = watched.fed = runs.backwards
             watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
-        active[0].tally.own += time.perf_counter() - began
+        active[0].tally.own += time.perf_counter() - began - sum(watched.extraordinary() for watched in (*active, *dormant))
         return None
 
     return backward
@@ -217,59 +212,6 @@ def _loss(tensors: Any, gradients: Any) -> Tensor | None:
         return sum(parts[1:], parts[0]) if parts else None
 
 
-def _clip_grad_norm(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip_grad_norm_(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        watching = runs.guarded()
-        many = [parameters] if isinstance(parameters, Tensor) else parameters
-        if isinstance(many, types.GeneratorType):
-            many = list(many) or many
-        if not watching or not many or isinstance(many, types.GeneratorType):
-            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        many = list(many)
-        owned = [p for p in many if p.grad is not None]
-        gradients: list[Any] = [p.grad for p in owned]
-        if not owned:
-            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        if float(norm_type) != 2.0 or any(g.layout is not torch.strided or is_dtensor(g) for g in gradients):
-            session.say_once(
-                "gradients are clipped in a way that nanproof does not follow (no 2-norm, or sparse or sharded gradients): norms "
-                "are read after clipping"
-            )
-            return original(many, max_norm, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-        return _clip(watching, owned, float(max_norm), foreach)
-
-    return clip_grad_norm_
-
-
-@torch.no_grad()
-def _clip(watching: list[ScriptRun], parameters: list[Tensor], max_norm: float, foreach: bool | None) -> Tensor:
-    """As `clip_grad_norm_`, step by step: the same kernels in the same order."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in parameters:
-        assert p.grad is not None
-        groups.setdefault((p.grad.device, p.grad.dtype), []).append(p)
-    parameters = [p for group in groups.values() for p in group]
-    norms: list[Tensor] = []
-    for group in groups.values():
-        gradients = [p.grad for p in group if p.grad is not None]
-        if foreach is False:
-            norms += [torch.linalg.vector_norm(g, 2.0) for g in gradients]
-        else:
-            norms += torch._foreach_norm(gradients, 2.0)
-    first = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
-    before = [watched.before_clipping() for watched in watching]
-    # A total of 0 clips nothing.
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(torch.isfinite(total), total, 0.0), foreach)
-    kept = {id(p): (p.grad, p.grad._version, norm) for p, norm in zip(parameters, norms, strict=True) if p.grad is not None}
-    for watched, found in zip(watching, before, strict=True):
-        watched.clipped(kept, max_norm, found)
-    return total
-
-
 def _compile(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:
@@ -284,7 +226,7 @@ def _zero_grad(session: Session, runs: ScriptRuns, original: Callable[..., Any])
     @functools.wraps(original)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        watched: ScriptRun | None = getattr(self, "_nanproof_watched", None)
+        watched = getattr(self, "_nanproof_watched", None)
         if watched is not None and session.guarding:
             watched.mark()
 
