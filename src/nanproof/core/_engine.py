@@ -349,9 +349,9 @@ class Engine:
         self._close_fixes()  # the replay opens them itself
         attempt = self._open
         if attempt is not None:
+            attempt.mode = attempt.mode or self.under_way.mode()
             if again is not None and not self.judge.noted:
                 attempt.calls, attempt.again, attempt.batches = [tuple(calls)], [again], None
-                attempt.mode = attempt.mode or self.under_way.mode()
             self._exception(attempt, error)
             self.abandon()
 

@@ -19,7 +19,7 @@ from nanproof._records import StepRecord
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 from nanproof.core.support._inner import nonfinite
 from nanproof.core.support._members import BadSetting, bad_settings, groups_of, states_of
-from nanproof.core.support._tree import map_tensors, tensors_in
+from nanproof.core.support._tree import map_tensors, positions, tensors_in
 from nanproof.explain.locate._calls import Survey
 from nanproof.explain.locate._locate import Birth, batch_shape, locate, survey, where_in_batch
 from nanproof.explain.locate._trace import Trace
@@ -56,9 +56,15 @@ class BadWeight:
 
 def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
     samples, length = batch_shape(batch)
+    items = positions(batch)
     found = []
     for name, tensor in named:
-        if not tensor.is_floating_point() or tensor.numel() == 0:
+        if (
+            not tensor.is_floating_point()
+            or tensor.numel() == 0
+            or tensor.layout is not torch.strided
+            or tensor.element_size() < 2
+        ):
             continue
         bad = ~torch.isfinite(tensor)
         count = int(bad.sum())
@@ -66,6 +72,9 @@ def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTen
             continue
         first = tuple(int(i) for i in torch.nonzero(bad)[0])
         hit = where_in_batch(bad, samples, length)[0] if tensor.dim() and samples else ()
+        if tensor.dim() and tensor.shape[0] not in (samples, length) and tensor.shape[0] // max(samples, 1) not in (length, None):
+            hit = ()  # rows of something else
+        hit = (items[id(tensor)],) if id(tensor) in items else hit
         negative = bool((tensor[bad] == -torch.inf).all())
         found.append(BadTensor(name, count, first, float(tensor[first].detach()), hit, negative))
     return found

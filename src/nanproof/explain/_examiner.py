@@ -47,6 +47,7 @@ log = logging.getLogger("nanproof")
 
 _LABELS_AT = 2
 """The step whose labels are compared with its inputs."""
+DRAWS_ANEW = "the lines draw random numbers before they call the model; the replay drew others than the step"
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
 _PATIENCE = 3
@@ -335,9 +336,7 @@ class Examiner(Explainer):
         step wrote into its batch."""
         attempt = refusal.attempt
         calls = () if moment is not None else _calls(attempt, incident.micro_batch)
-        moment = self._with_random_numbers(moment)
-        if moment is not None:
-            attempt.random = moment.random
+        self._find_random_numbers(moment)
         part = _part(moment, incident.micro_batch) or _forward_alone(attempt, incident)
         given = part.batches if moment is not None and part else tuple((call["args"], call["kwargs"]) for call in calls)
         weights_broke, again = refusal.reading.weights_bad, moment is not None
@@ -359,6 +358,10 @@ class Examiner(Explainer):
             if why:
                 details["why_not_again"] = why
                 case = made(None)
+            elif case.replay is not None and any(getattr(batch, "draws_anew", False) for batch in case.replay.batches):
+                case.details.setdefault("notes", []).append(DRAWS_ANEW)
+            elif moment is None and case.replay is not None:
+                case.details.setdefault("notes", []).append(f"only the model's forward was run again: {attempt.why_not}")
             return case
 
         def made(moment: Moment | None) -> Case:
@@ -380,19 +383,21 @@ class Examiner(Explainer):
             self._fruitless[incident.kind] = 0 if named else self._fruitless.get(incident.kind, 0) + 1
         return incident
 
-    def _with_random_numbers(self, moment: Moment | None) -> Moment | None:
-        """Where the loop's lines draw random numbers before they call the model, it is not known where
-        the generators stood when they began: it is the state with which they call the model as they did."""
-        first = moment.batches[0] if moment is not None else None
-        if moment is None or self._loss_fn is None or not isinstance(first, Inputs) or not first.earlier or first.called is None:
-            return moment
-        for random in (moment.random, *first.earlier):
-            there = replace(moment, batches=(first,), random=random)
-            with first.called.watched() as same:
-                self._replay(there, self._loss_fn).run(backward=False)
-            if same():
-                return replace(moment, random=random)
-        return moment
+    def _find_random_numbers(self, moment: Moment | None) -> None:
+        """Where the loop's lines draw random numbers before they call the model, it is not known where the generators stood when
+        they began: find the state with which they call the model as they did."""
+        for batch in moment.batches if moment is not None else ():
+            if moment is None or self._loss_fn is None or not isinstance(batch, Inputs) or batch.called is None:
+                continue
+            noted = batch.random
+            for random in (noted or moment.random, *batch.earlier):
+                batch.random = random
+                with batch.called.watched() as same:
+                    self._replay(replace(moment, batches=(batch,)), self._loss_fn).run(backward=False)
+                if same():
+                    break
+            else:
+                batch.random, batch.draws_anew = noted, True
 
     def _unlike(self, case: Case, refusal: Refusal, whole: bool) -> str:
         """Return why a rerun of the loop's own lines, or of the model's forward alone, does not stand
@@ -467,14 +472,21 @@ class Examiner(Explainer):
         if not self._asked or not isinstance(error, _WORTH_A_REPLAY) or any(text in str(error) for text in _NOT_TO_BE_TOUCHED):
             return incident
         self.recorder.drop(attempt.step)
-        moment = self._with_random_numbers(_moment(attempt))
+        moment = _moment(attempt)
+        self._find_random_numbers(moment)
         frames = traceback.extract_tb(error.__traceback__)[-1:]
         like = fingerprint(incident, type(error).__name__, *((frame.filename, frame.lineno) for frame in frames))
 
         def make() -> Case:
             case = made(moment)
-            same = case.control is None or type(case.control.error) is type(error)
-            return case if same or attempt.batches is not None else made(None)
+            control = case.control
+            if control is None or attempt.batches is not None or type(control.error) is type(error):
+                return case
+            if control.error is not None or control.finite:
+                return made(None)
+            # Raised by something that looks for NaN, such as anomaly mode: the NaN is there without it.
+            case.kind = "nonfinite-gradient" if math.isfinite(control.loss) else "nonfinite-loss"
+            return case
 
         def made(moment: Moment | None) -> Case:
             details = {"why_not_again": attempt.why_not}

@@ -4,8 +4,12 @@ that was pickled, gets hooks that do nothing, because it is another model."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 
 class OwnHook:
@@ -25,6 +29,27 @@ class Hook(OwnHook):
     def __call__(self, *args: Any) -> Any:
         owner = self._owner()
         return None if owner is None else self._function(owner, *args)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """While open, a model has none of these hooks."""
+    tables = [
+        table
+        for module in model.modules()
+        for table in module.__dict__.values()
+        if isinstance(table, OrderedDict) and any(isinstance(hook, OwnHook) for hook in table.values())
+    ]
+    saved = [(table, list(table.items())) for table in tables]
+    for table in tables:
+        for key in [key for key, hook in table.items() if isinstance(hook, OwnHook)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, items in saved:
+            table.clear()
+            table.update(items)
 
 
 def _nothing() -> Callable[..., None]:

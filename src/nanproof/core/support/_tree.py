@@ -31,6 +31,30 @@ def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
             yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
 
 
+def positions(batch: Any) -> dict[int, int]:
+    """Return the sample that a tensor belongs to, by its id, where samples are items of a list: a list of dictionaries, as in
+    detection, or as many tensors as other tensors of the batch have rows."""
+    rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
+    found: dict[int, int] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, (list, tuple)):
+            several = len(value) > 1 and not hasattr(value, "_fields")
+            records = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+            tensors = all(isinstance(item, Tensor) and (not item.dim() or item.shape[0] != len(value)) for item in value)
+            if several and (records or (tensors and len(value) in rows)):
+                found.update({id(t): i for i, item in enumerate(value) for _, t in tensors_in(item)})
+            else:
+                for item in value:
+                    walk(item)
+
+    walk(batch)
+    return found
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor replaced by `change(tensor)`."""
     if isinstance(value, Tensor):

@@ -104,7 +104,8 @@ def _of_usual_size(x: Tensor) -> Tensor:
 
 
 def _repaired(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if x.is_floating_point() else x
+    plain = x.is_floating_point() and x.layout is torch.strided
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if plain else x
 
 
 class NoSupervisedTargets(Cause):

@@ -76,6 +76,8 @@ class Inputs(dict[str, Any]):
         they began with one of these."""
         self.called: Any = None
         """The model's first call, to tell which."""
+        self.draws_anew = False
+        """Whether they draw random numbers that are not those of the step."""
         self.written = False
         """Whether the step writes into them: these are copies from before that."""
         self.raised = False
@@ -84,7 +86,7 @@ class Inputs(dict[str, Any]):
     def __copy__(self) -> Inputs:
         other = Inputs(self, self.chain, self.others, self.then)
         other.random, other.earlier, other.called, other.raised = self.random, self.earlier, self.called, self.raised
-        other.written = self.written
+        other.written, other.draws_anew = self.written, self.draws_anew
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,8 +245,7 @@ class Lines:
         if depth is not None:
             frames = _up(frame, depth)
             several = self._known.get(tuple([(f.f_code, f.f_lasti) for f in frames]), ())
-            called = sight.lasti(frames) if several and several[0].called is not None else None
-            known = next((each.result for each in several if each.called == called), None)
+            known = next((w.result for w in several if w.called is None or w.called == sight.lasti(frames)), None)
             if isinstance(known, Refusal):
                 return known
             if known is not None:

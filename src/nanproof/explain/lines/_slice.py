@@ -175,6 +175,10 @@ class _Walk:
         """Of those, the ones that were bound again before the model was called."""
         self._fresh: dict[str, int] = {}
         """Names whose values the slice changes in place, so that it has to make them itself, and the line."""
+        self._touched: set[str] = set()
+        """Names whose values statements outside the slice change in place."""
+        self._maybe: set[str] = set()
+        """Names that a statement of the slice binds under a condition: before it they may well be unbound."""
         self._made: set[str] = set()
         """Names that statements of the slice bind."""
         last = self._place.levels[-1]
@@ -184,7 +188,11 @@ class _Walk:
             self.check_calls(each)
         kept = self._walked()
         for name in sorted(self._needed):
-            self._settle(name, self._place.line)
+            if name in self._parameters and name in self._after:
+                self._passed.add(name)  # the function overwrites what it was given: the caller has it
+                self._late.discard(name)
+            else:
+                self._settle(name, self._place.line)
         self._check_conditions(kept)
         attributes = self._attributes(kept)
         return self._compiled(kept, attributes)
@@ -247,9 +255,12 @@ class _Walk:
         if wanted or hot:
             keep, self._needed = pruned(statement, self._needed)
             if keep is not None:
+                self._maybe |= binds(keep) & self._needed if isinstance(keep, (*_COMPOUND, ast.Match)) else set()
                 self._check(keep)
                 self._made |= binds(keep)
                 self._fresh |= {name: by.lineno for name, by in changes(keep).items() if name not in binds(keep)}
+        if keep is None:
+            self._touched |= changed.keys()
         self._note_bound(statement, bound)
         if self._called is not None and holds(statement, self._called):
             self._before_call = True
@@ -281,7 +292,8 @@ class _Walk:
             if self._before_call and self._seen is not None and name in self._seen and name not in self._stale:
                 self._settle(name, self._after[name])
                 return False
-            if self._called is None and not (self._only_computes(statement) or self._runs_module(statement)):
+            unsure = self._called is None or name in self._stale
+            if unsure and not (self._only_computes(statement) or self._runs_module(statement)):
                 raise Stopped(self._after[name], f"it overwrites {name}, which the lines before it read")
             return True
         if name in self.forced or self._is_hot(name):
@@ -314,12 +326,15 @@ class _Walk:
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if not all(isinstance(target, ast.Name) for target in targets):
             return False
+        if self._touched & (binds(statement) | reads(statement)):
+            return False  # what it computed, or computed it from, is not what it was
         for node in ast.walk(statement.value):
             if isinstance(node, (ast.Lambda, ast.NamedExpr, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
                 return False
             if isinstance(node, ast.Call) and not self._is_arithmetic(node.func):
                 return False
-        return any(isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Call)) for node in ast.walk(statement.value))
+        literal = isinstance(statement.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple))
+        return literal or any(isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Call)) for node in ast.walk(statement.value))
 
     def _is_arithmetic(self, function: ast.expr) -> bool:
         if isinstance(function, ast.Name):
@@ -343,6 +358,8 @@ class _Walk:
         self._needed.discard(name)
         if name in self._after:
             if self._seen is None or name not in self._seen or name in self._stale:
+                if name in self._maybe:
+                    return
                 raise Stopped(self._after[name], f"it overwrites {name}, which the lines before it read")
             value, names = self._seen[name], self._early
         else:
@@ -436,6 +453,8 @@ class _Walk:
                     raise Stopped(self._used(first, 0), f"{name} draws random numbers from its own state, which is not recorded")
                 if carries_graph(value):
                     raise Stopped(self._stored(name), f"{name} holds the result of a forward: it is written outside these lines")
+                if not isinstance(value, nn.Module) and (line := self._written_later(name, chain, kept)):
+                    raise Stopped(line, f"it writes {name}, which the lines before it read")
                 if isinstance(value, Tensor):
                     if not isinstance(value, nn.Parameter) and value.dim() and first in (self._late | self._early):
                         found[name] = f"_{name.replace('.', '_')}_"
@@ -444,7 +463,16 @@ class _Walk:
                     break
         return found
 
-    def _stored(self, name: str) -> int:
+    def _written_later(self, name: str, chain: str, kept: Sequence[ast.stmt]) -> int:
+        """The line that writes an attribute after the slice has read it, and before the place; 0 if there is none."""
+        first = min((n.lineno for n in self._nodes(kept) if isinstance(n, ast.Attribute) and dotted(n) == chain), default=0)
+        line = self._stored(name, 0)
+        return line if line >= first > 0 else 0
+
+    def _nodes(self, kept: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+        return (node for each in (*kept, *self._wanted) for node in ast.walk(each))
+
+    def _stored(self, name: str, default: int | None = None) -> int:
         """The line that writes an attribute; where none does, the line of the place."""
         for level in reversed(self._place.levels):
             for statement in reversed(level.statements[: level.index]):
@@ -452,7 +480,7 @@ class _Walk:
                     for part in ast.walk(each):
                         if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and dotted(part) == name:
                             return each.lineno
-        return self._place.line
+        return self._place.line if default is None else default
 
     # -- forwards ----------------------------------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ def far_off(t: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor] | None:
     """The largest number of each sample, the median of those, and which samples are so many times larger than that; None where
     there is nothing to compare. Where most samples are zero there is no usual size: a mask that is added, of samples some of
     which have padding, is no damage."""
-    if not t.is_floating_point() or t.dim() == 0 or len(t) < 3 or not t.numel():
+    if not t.is_floating_point() or t.layout is not torch.strided or t.dim() == 0 or len(t) < 3 or not t.numel():
         return None
     sizes = t.detach().abs().reshape(len(t), -1).amax(1)
     usual = sizes.median()

@@ -178,6 +178,11 @@ class ScriptRuns(Groups[ScriptRun]):
         group.follow(self.last_loss)
         self._put(ScriptRun(members, self._session, known=True), members)
 
+    def mark(self) -> None:
+        """The script is between two forwards, and may draw random numbers for the next."""
+        for run in self.guarded():
+            run.mark()
+
     def raised(self, error: BaseException) -> None:
         """The script ends with this: an incident, where a step had begun."""
         for run in self.every():

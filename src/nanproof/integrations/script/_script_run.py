@@ -359,7 +359,6 @@ class ScriptRun(Group):
             if self.complete:
                 self._busy = False
                 self._end()
-            self.mark()
         finally:
             self._busy = False
             self._note()

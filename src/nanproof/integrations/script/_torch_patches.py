@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nanproof._errors import TrainingHalted
+from nanproof.core.support._hooks import without_hooks
 from nanproof.integrations._groups import finite_gradients, has_gradient
 from nanproof.integrations._patches import Patches
 from nanproof.integrations.script._clipping import Clipping
@@ -36,6 +37,7 @@ def install(session: Session) -> Patches:
         (torch.amp.GradScaler, "scale", _scale),
         (torch.amp.GradScaler, "step", _scaler_step),
         (torch, "compile", _compile),
+        (torch, "save", _save),
         (Optimizer, "zero_grad", _zero_grad),
     ):
         patches.set(place, name, made(session, session.runs, getattr(place, name)))
@@ -94,6 +96,7 @@ def _guarded_step(session: Session, runs: ScriptRuns, step: Callable[..., Any]) 
                 watched.take(self, runs.backwards)
         finally:
             session.taking = None
+            runs.mark()
             watched.reached = runs.backwards
             watched.timed(began, taking.others)
         return taking.result
@@ -222,13 +225,24 @@ def _compile(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -
     return compile
 
 
+def _save(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        # A model that is saved whole must load where nanproof is not installed, and under torch's list of safe classes.
+        with ExitStack() as stack:
+            for run in runs.guarded():
+                if run.guard is not None:
+                    stack.enter_context(without_hooks(run.guard.model))
+            return original(*args, **kwargs)
+
+    return save
+
+
 def _zero_grad(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        watched = getattr(self, "_nanproof_watched", None)
-        if watched is not None and session.guarding:
-            watched.mark()
+        runs.mark()
 
     return zero_grad
 
