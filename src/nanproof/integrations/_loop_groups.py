@@ -73,7 +73,7 @@ class LoopGroup(Group):
         ranks."""
         self.norms = None
         engine, recorder = self.guard.engine, self.recorder
-        again = None if recorder is None else recorder.source_of(loss, then, argument="loss")
+        again = None if recorder is None else recorder.source_of(loss, then, argument="loss", late=self.guard.late)
         if recorder is None or not recorder.recognised or not engine.open:
             engine.begin(UNKNOWN)
         return engine.loss(noted, () if recorder is None else recorder.calls, again)

@@ -1,7 +1,7 @@
 """138 loops as people write them, each with one fault.
 
-They were written from public code, with their expectations, without sight of how nanproof runs a loop's lines again. The header of
-each says what is expected.
+They were written from public code, with their expectations, without sight of how nanproof runs a loop's lines again. The header
+of each says what is expected.
 
     # again: yes                whether the step can be run again from the loop's own lines
     # stops: the line           if not, the line in the way

@@ -187,6 +187,14 @@ class Lines:
         """Whether the model was called since the last backward."""
         return self._seen
 
+    def runs(self, error: BaseException) -> bool:
+        """Whether an exception came out of a function that calls backward."""
+        codes = {code for code, _ in self._depth}
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code not in codes:
+            trace = trace.tb_next
+        return trace is not None
+
     def mark(self, devices: Iterable[torch.device]) -> None:
         """Between two steps: random numbers may be drawn from here on."""
         if self.draws_first:

@@ -142,9 +142,17 @@ class RootRecorder:
         """Those since the last backward."""
         return list(self._calls or self._recognised)
 
-    def source_of(self, loss: Tensor, then: Iterable[Op] = (), frame: FrameType | None = None, argument: str = "") -> Again:
+    def source_of(
+        self,
+        loss: Tensor,
+        then: Iterable[Op] = (),
+        frame: FrameType | None = None,
+        argument: str = "",
+        late: bool = False,
+    ) -> Again:
         """Just before backward: how its loss can be computed again. `then` is what the framework
-        itself still does to the loss; `frame` and `argument`: see `Lines.at_backward`."""
+        itself still does to the loss; `frame` and `argument`: see `Lines.at_backward`. `late`: verdicts
+        come late, and a step that a call of the model stands for can be held."""
         then = tuple(op for op in then if op[1] != 1)
         copied = self._copies
         self.recognised = self.recognise(loss, then)
@@ -153,11 +161,14 @@ class RootRecorder:
             self.lines.forget()
             calls[0]["loss"] = [FORWARD]
             return Again(calls[0], whole=False, why_not=WRITES, written=True)
-        if self.recognised:
+        if self.recognised and (late or len(calls[0]["loss"]) == 1 + len(then)):
             self.lines.forget()
             return Again(calls[0])
         found = self.lines.at_backward(frame if frame is not None else sys._getframe(1), argument, then)
+        if self.recognised and not isinstance(found, Inputs):
+            return Again(calls[0])
         if isinstance(found, Inputs):
+            self.recognised = False  # the loop's own lines say where it divides
             found.random, self.random = self.random, None
             if self._copied:
                 found = map_tensors(found, lambda t: self._copied.get(id(t), (t, t))[1])

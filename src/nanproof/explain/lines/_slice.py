@@ -545,7 +545,7 @@ def has_own_random_state(value: Any) -> bool:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """An attribute that is simply there: no property is run to find out."""
+    """An attribute that is simply there, or a tensor that an object which is not a module computes: the lines read it too."""
     if value is MISSING:
         return MISSING
     for where in ("__dict__", "_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ("__dict__",):
@@ -554,8 +554,12 @@ def _attribute(value: Any, name: str) -> Any:
             return inside[name]
     if isinstance(value, tuple) and name in getattr(value, "_fields", ()):
         return getattr(value, name)
-    slots = getattr(type(value), name, None)
-    return getattr(value, name, MISSING) if type(slots).__name__ == "member_descriptor" else MISSING
+    of_class = getattr(type(value), name, None)
+    computed = isinstance(of_class, property) or (of_class is None and hasattr(type(value), "__getattr__"))
+    if computed and not isinstance(value, (nn.Module, Tensor)):
+        found = getattr(value, name, MISSING)  # a container of tensors, such as the data of a graph
+        return found if isinstance(found, Tensor) else MISSING
+    return getattr(value, name, MISSING) if type(of_class).__name__ == "member_descriptor" else MISSING
 
 
 def _reads_numbers(node: ast.AST, made: set[str]) -> bool:

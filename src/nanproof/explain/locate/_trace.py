@@ -28,7 +28,7 @@ from nanproof.explain.locate._calls import GOOD, Call, CallStack, Range, range_o
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(nanproof.__file__).parent)
-_OURS = tuple(str(Path(_PACKAGE) / part) for part in ("core", "explain", "_guard.py", "_preflight.py"))
+_OURS = tuple(str(Path(_PACKAGE) / part) for part in ("core", "explain", "integrations", "_guard.py", "_preflight.py"))
 _LARGEST = 1 << 28
 """Bytes of a tensor that is kept, at the most; of one that is kept although nothing is bad, a quarter."""
 _KEPT_BYTES = 1 << 30

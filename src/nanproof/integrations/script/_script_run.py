@@ -41,6 +41,8 @@ from nanproof.integrations.script._owners import called, model_of, owning
 from nanproof.integrations.script._session import Session
 
 _NUMBERS = itertools.count()
+NUMERICAL = (RuntimeError, ValueError, ArithmeticError, AssertionError)
+"""What a bad number makes code raise."""
 
 
 @dataclass(slots=True)
@@ -200,8 +202,12 @@ class ScriptRun(Group):
     def raised(self, error: BaseException) -> None:
         """The script ends with an exception: an incident, where a step had begun."""
         guard = self.guard
-        if guard is None or not guard.open or guard.engine.closed:
+        if guard is None or guard.engine.closed:
             return
+        if not guard.open:
+            if not (isinstance(error, NUMERICAL) and self._recorder.lines.runs(error)):
+                return
+            guard.engine.begin(UNKNOWN)
         with self._inside():
             guard.engine.raised(error, self._recorder.calls_now, self._recorder.source_of_error(error))
         self._note()
@@ -279,7 +285,7 @@ class ScriptRun(Group):
         if self.under_way(backwards - 1):
             self._norms, self._max_norm = {}, None  # what was clipped belonged to the last step
         recorder = self._recorder
-        again = recorder.source_of(loss, frame=frame)
+        again = recorder.source_of(loss, frame=frame, late=guard.late)
         if not recorder.recognised or not guard.open:
             guard.engine.begin(UNKNOWN)
         elif guard.late and not alone:
