@@ -178,8 +178,16 @@ class Case:
 
     @property
     def written(self) -> bool:
-        """Whether the step writes into its batch, so that what it holds now may not be what it held."""
-        return bool(self.details.get("written")) or (self.replay is not None and self.replay.writes)
+        """Whether the step writes into its batch."""
+        # Running it once shows whether it does.
+        return bool(self.details.get("written")) or (self.control is not None and self.replay is not None and self.replay.writes)
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether what the batch held before the step is gone, because the step wrote into it."""
+        if not self.written or self.replay is None:
+            return False
+        return bool(self.details.get("written")) or not any(getattr(b, "written", False) for b in self.replay.batches)
 
     @cached_property
     def write(self) -> Write | None:

@@ -29,7 +29,7 @@ class NonfiniteBatch(Cause):
     fix = "Drop or repair the sample where the data is read; check features, targets and stored log-probs for NaN and Inf there."
 
     def match(self, case: Case) -> Match | None:
-        if not case.nonfinite or not (case.bad_batch or case.bad_inputs) or (case.details.get("written") and case.write):
+        if not case.nonfinite or not (case.bad_batch or case.bad_inputs) or (case.spoilt and case.write):
             return None
         # -inf alone may be a mask that is there on purpose.
         bad = sorted(case.bad_batch or case.bad_inputs, key=lambda b: b.only_negative)
@@ -65,7 +65,7 @@ class ChangedInPlace(Cause):
     def match(self, case: Case) -> Match | None:
         if not case.nonfinite or case.replay is None or not case.written or case.write is None:
             return None
-        write, spoilt = case.write, bool(case.details.get("written"))
+        write, spoilt = case.write, case.spoilt
         if not write.breaks and not (spoilt and case.bad_batch):
             return None
         what = f"{write.op} at {write.source or 'a line that is not known'} writes into {write.name}"
