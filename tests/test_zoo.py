@@ -18,6 +18,7 @@ LATE = {"sensors_that_come_on_after_400_steps": "the update grows at step 400, t
 NOT_VERIFIED = {
     "short_last_batch_overflows_once": "a loop of the user's own cannot be run again",
     "calibration_overflow_never_cleared": "a loop of the user's own cannot be run again",
+    "batch_normalised_in_place": "what the batch held before the step is gone",
     "rows_normalised_between_steps": "what wrote into the weights is not part of the step",
     "averaged_weights_swapped_in": "what wrote into the weights is not part of the step",
     "accuracy_used_as_the_loss": "argmax has no gradient with anything left out: the loss has to be another one",

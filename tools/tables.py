@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools import generation_tables, latent_tables, vlm_tables
+from tools import generation_tables, latent_tables, program_tables, vlm_tables
 from tools.results import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -492,6 +492,9 @@ BLOCKS = {
     "kills": kills_table,
     "trainer kills": trainer_kills_table,
     "interrupts": interrupts_table,
+    "lines": program_tables.lines_cost,
+    "programs": program_tables.programs,
+    "not explained": program_tables.not_explained,
     "poison": poison_table,
 }
 

@@ -146,6 +146,28 @@ def nan_deep_inside_a_nested_batch(fixed: bool) -> Training:
     )
 
 
+# changed-in-place
+
+
+@case("changed-in-place", step=4, sample=3)
+def batch_normalised_in_place(fixed: bool) -> Training:
+    """Each row of the batch is normalised in place. Of a sensor that was stuck at one value, 0 / 0 stays in the batch."""
+    torch.manual_seed(31)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    batches = [(torch.randn(8, 6), torch.randn(8, 1)) for _ in range(9)]
+    batches[4][0][3] = 2.5
+
+    def loss_fn(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        if fixed:
+            x = (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
+        else:
+            x.sub_(x.mean(1, keepdim=True)).div_(x.std(1, keepdim=True))
+        return F.mse_loss(m(x), y)
+
+    return Training(model=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-3), loss_fn=loss_fn, batches=batches)
+
+
 # no-supervised-targets
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import forked
 import pytest
+
+import forked
 
 START = """
 import copy, sys, torch, torch.nn as nn, torch.nn.functional as F
@@ -159,8 +160,9 @@ def test_a_batch_that_the_model_writes_into_is_not_blamed_on_the_data(tmp_path, 
 
 def test_a_step_is_healed_from_the_loops_own_lines(tmp_path):
     """With heal on, the fix that was verified on the lines is applied and the step is taken."""
-    import nanproof
     import torch
+
+    import nanproof
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -27,6 +28,8 @@ from nanproof.explain.lines._slice import MISSING, Slice, Stopped, carries_graph
 from nanproof.explain.lines._source import NoSource, holds, place_of, position
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.locate._trace import short
+
+log = logging.getLogger("nanproof")
 
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -165,6 +168,20 @@ class Sight:
         return (position(frame.f_code, lasti), values) if code is frame.f_code else (None, None)
 
 
+def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Code that reads somebody's code never fails it: what goes wrong in here is a reason not to run the lines again."""
+
+    @wraps(method)
+    def tried(self: Lines, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            log.debug("nanproof: %s failed", method.__name__, exc_info=True)
+            return Refusal(f"the lines could not be followed: {type(error).__name__}: {error}"[:200])
+
+    return tried
+
+
 class Lines:
     """The places of one loop where it calls backward: what leads to the loss there, and what to note as the model is called."""
 
@@ -202,6 +219,7 @@ class Lines:
 
     # -- the model is called -----------------------------------------------------------------------------------------------------
 
+    @_harmless
     def model_called(self, frame: FrameType | None) -> None:
         """Note the variables that the loop is going to overwrite. Only the first call since a backward counts."""
         if self._seen:
@@ -225,6 +243,7 @@ class Lines:
         """A backward needs no lines."""
         self._sight, self._seen = Sight(), False
 
+    @_harmless
     def at_backward(self, frame: FrameType | None, argument: str = "", then: Sequence[Op] = ()) -> Inputs | Refusal:
         """Return how to run again what leads to the loss that a function passes to backward.
 
@@ -266,6 +285,7 @@ class Lines:
         self._tries[key] = self._tries.get(key, 0) + 1
         return self._worked_out(frame, receiver, argument, sight)
 
+    @_harmless
     def at_error(self, error: BaseException) -> Inputs | Refusal:
         """Return how to run again what raised: the lines from the model's call to the statement that raised, in the function that
         called the model."""

@@ -36,6 +36,7 @@ from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import map_tensors, tensors_in, writes_to_batch
 from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
+from nanproof.explain.lines._slice import carries_graph
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
@@ -266,8 +267,8 @@ class RootRecorder:
         if not self._told:
             self._calls.pop()
         first = not self._calls
-        if first:
-            self._first = batch
+        if first:  # what carries a graph would keep it alive
+            self._first = batch if self.lines.draws_first and not carries_graph(given) else None
         self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
