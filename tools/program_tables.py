@@ -42,8 +42,9 @@ def programs() -> str:
     lines += [
         "",
         f"{len(data['programs'])} programs, {data['identical']} with the same bits as without nanproof. Of {count} faults, "
-        f"{data['noticed']} were noticed and **{explained} explained ({explained / count:.0%})**. Before the loop's own lines were "
-        f"run again: {data['before']}. At the first complete run: {data['first_contact']}. torch {data['torch']}, {data['date']}.",
+        f"{data['noticed']} were noticed and **{explained} explained ({explained / count:.0%})**. Before the loop's lines "
+        f"were run again: {data['before']}. At the first complete run: {data['first_contact']}. torch {data['torch']}, "
+        f"{data['date']}.",
     ]
     return "\n".join(lines)
 

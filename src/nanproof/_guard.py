@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof._assembly import assemble
-from nanproof._errors import UsageError
+from nanproof._errors import NanproofError, UsageError
 from nanproof._policy import Policy
 from nanproof._text import shown
 from nanproof.core._engine import Loop
@@ -69,20 +69,25 @@ class Guard(Face):
         self.policy = policy if policy is not None else Policy()
         self.account = Account.of(self.policy)
         self._lines = None if loss_fn is not None or self.policy.diagnose == "never" else GuardedLoop(model)
-        made = assemble(
-            model,
-            optimizer,
-            policy=self.policy,
-            account=self.account,
-            loss_fn=loss_fn if self._lines is None else self._lines.loss_fn,
-            max_norm=max_norm,
-            scaler=scaler,
-            scheduler=scheduler,
-            run_dir=run_dir,
-            checkpoints=checkpoints,
-            observe=observe,
-            loop=Loop(lines=self._lines is not None),
-        )
+        try:
+            made = assemble(
+                model,
+                optimizer,
+                policy=self.policy,
+                account=self.account,
+                loss_fn=loss_fn if self._lines is None else self._lines.loss_fn,
+                max_norm=max_norm,
+                scaler=scaler,
+                scheduler=scheduler,
+                run_dir=run_dir,
+                checkpoints=checkpoints,
+                observe=observe,
+                loop=Loop(lines=self._lines is not None),
+            )
+        except BaseException:
+            if self._lines is not None:
+                self._lines.close()
+            raise
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, made.stepper.optimizer, loss_fn, scheduler
         self.parts = made
         """The engine and its parts, for tools built on top; what they offer may change from version
@@ -214,8 +219,9 @@ class Guard(Face):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lines is not None and isinstance(error, Exception) and not self.engine.closed:
-            self._lines.raised(error, self.engine)
+        raised = isinstance(error, Exception) and not isinstance(error, NanproofError)
+        if self._lines is not None and raised and not self.engine.closed:
+            self._lines.raised(error, self.engine)  # type: ignore[arg-type]
         self.engine.leave(error)
         if self._lines is not None:
             self._lines.close()

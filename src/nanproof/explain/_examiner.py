@@ -335,7 +335,8 @@ class Examiner(Explainer):
         """The incident with its diagnosis, or with the step of an earlier one like it. `written`: the
         step wrote into its batch."""
         attempt = refusal.attempt
-        calls = () if moment is not None else _calls(attempt, incident.micro_batch)
+        calls = _calls(attempt, incident.micro_batch)
+        uncleared = self._stepper.uncleared  # a replay does backward passes too
         self._find_random_numbers(moment)
         part = _part(moment, incident.micro_batch) or _forward_alone(attempt, incident)
         given = part.batches if moment is not None and part else tuple((call["args"], call["kwargs"]) for call in calls)
@@ -356,7 +357,7 @@ class Examiner(Explainer):
             case = made(part)
             why = self._unlike(case, refusal, whole=moment is not None) if checked else ""
             if why:
-                details["why_not_again"] = why
+                details["why_not_again"], details["gradients_are_there"] = why, not self._stepper.lag
                 case = made(None)
             elif case.replay is not None and any(getattr(batch, "draws_anew", False) for batch in case.replay.batches):
                 case.details.setdefault("notes", []).append(DRAWS_ANEW)
@@ -372,7 +373,7 @@ class Examiner(Explainer):
                 history=refusal.history,
                 weights_broke=weights_broke,
                 bad_buffer=refusal.buffer if incident.kind == "nonfinite-weight" else "",
-                uncleared=self._stepper.uncleared,
+                uncleared=uncleared,
                 calls=calls,
                 details=dict(details),
             )

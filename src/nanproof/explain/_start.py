@@ -31,7 +31,7 @@ class WeightsAtStart:
     def __init__(self, model: nn.Module) -> None:
         self._parts: list[tuple[list[tuple[str, weakref.ref[Tensor]]], Tensor]] = []
         self._buffers: dict[str, Tensor] = {}
-        """How many numbers of each buffer are non-finite."""
+        """How many numbers of each buffer are infinite."""
         try:
             self._ask(model)
         except Exception:
@@ -59,14 +59,18 @@ class WeightsAtStart:
                 and buffer.layout is torch.strided
                 and buffer.numel() < LARGEST_BUFFER
             ):
-                self._buffers[clean_name(name)] = (~torch.isfinite(local(buffer.detach()))).sum()
+                self._buffers[clean_name(name)] = torch.isinf(local(buffer.detach())).sum()
 
     def bad_buffers(self, model: nn.Module) -> set[str]:
-        """Names of buffers that hold as many non-finite numbers as at the start: a bound that is Inf on purpose is not to blame.
-        Waits: for failures."""
-        now = {clean_name(name): buffer for name, buffer in unwrap(model).named_buffers()}
+        """Names of buffers that hold as many infinite numbers as at the start, and no NaN: a bound that is Inf on purpose is not
+        to blame. Waits: for failures."""
+        now = {clean_name(name): local(buffer.detach()) for name, buffer in unwrap(model).named_buffers()}
         counts = {name: int(count) for name, count in self._buffers.items() if name in now}
-        return {n for n, count in counts.items() if count and int((~torch.isfinite(local(now[n].detach()))).sum()) == count}
+        return {
+            name
+            for name, count in counts.items()
+            if count and int(torch.isinf(now[name]).sum()) == count and not bool(torch.isnan(now[name]).any())
+        }
 
     def largest(self, model: nn.Module) -> dict[str, float] | None:
         """Return the largest absolute value of each weight that is the same tensor now; None if they were not measured. Waits

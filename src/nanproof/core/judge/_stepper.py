@@ -612,6 +612,8 @@ class Stepper(Judge):
         """A backward reached the watched gradient. Clearing makes a new tensor, or writes zeros:
         one more version than adding to it. It may come after a backward too: that of a generator
         adds to gradients that its discriminator clears later."""
+        if rehearsal:
+            return
         left, version = self._left if self._left is not None else (None, 0)
         added = left is not None and left() is gradient and gradient._version == version + 1
         self.uncleared = added and (self._by_step or self.uncleared)

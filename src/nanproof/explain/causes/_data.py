@@ -48,7 +48,7 @@ class NonfiniteBatch(Cause):
             phase="batch",
             where=first.name,
             samples=samples,
-            trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay is not None else None,
+            trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay and case.bad_batch else None,
             tried="the non-finite elements of the batch replaced by 0",
         )
 

@@ -17,6 +17,7 @@ ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 import weakref
 from collections import deque
@@ -162,14 +163,14 @@ class RootRecorder:
             self.lines.forget()
             calls[0]["loss"] = [FORWARD]
             return Again(calls[0], whole=False, why_not=WRITES, written=True)
-        if self.recognised and (late or len(calls[0]["loss"]) == 1 + len(then)):
+        if self.recognised and (late or all(math.isfinite(number) and number for _, number in calls[0]["loss"][1:])):
             self.lines.forget()
             return Again(calls[0])
         found = self.lines.at_backward(frame if frame is not None else sys._getframe(1), argument, then)
         if self.recognised and not isinstance(found, Inputs):
             return Again(calls[0])
         if isinstance(found, Inputs):
-            self.recognised = False  # the loop's own lines say where it divides
+            self.recognised = False  # the loop divides by 0, and its lines say where
             found.random, self.random = self.random, None
             if self._copied:
                 found = map_tensors(found, lambda t: self._copied.get(id(t), (t, t))[1])
