@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -221,7 +222,8 @@ class Guard(Face):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         raised = isinstance(error, Exception) and not isinstance(error, NanproofError)
         if self._lines is not None and raised and not self.engine.closed:
-            self._lines.raised(error, self.engine)  # type: ignore[arg-type]
+            with suppress(Exception):  # the loop's own exception is the one to raise
+                self._lines.raised(error, self.engine)  # type: ignore[arg-type]
         self.engine.leave(error)
         if self._lines is not None:
             self._lines.close()

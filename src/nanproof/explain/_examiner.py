@@ -13,7 +13,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import Moment, Recorder
 from nanproof.explain.replay._rehearse import adam_update
-from nanproof.explain.replay._replay import ActivationGradients, Deadline, Replay
+from nanproof.explain.replay._replay import ActivationGradients, CannotReplay, Deadline, Replay
 
 log = logging.getLogger("nanproof")
 
@@ -390,14 +390,16 @@ class Examiner(Explainer):
         for batch in moment.batches if moment is not None else ():
             if moment is None or self._loss_fn is None or not isinstance(batch, Inputs) or batch.called is None:
                 continue
-            noted = batch.random
-            for random in (noted or moment.random, *batch.earlier):
+            noted, fits = batch.random, False
+            # On several ranks the others are not here: whatever waits for them must not run.
+            for random in () if self._stepper.ranks.several else (noted or moment.random, *batch.earlier):
                 batch.random = random
-                with batch.called.watched() as same:
-                    self._replay(replace(moment, batches=(batch,)), self._loss_fn).run(backward=False)
-                if same():
+                deadline = Deadline.after(self._policy.diagnose_seconds)
+                with batch.called.watched() as same, suppress(CannotReplay):
+                    self._replay(replace(moment, batches=(batch,)), self._loss_fn, deadline=deadline).run(backward=False)
+                if fits := same():
                     break
-            else:
+            if not fits:
                 batch.random, batch.draws_anew = noted, True
 
     def _unlike(self, case: Case, refusal: Refusal, whole: bool) -> str:
@@ -593,6 +595,7 @@ class Examiner(Explainer):
             foreign={name: p for name, p in named if name in stepper.parameters.foreign},
             living=self._living,
             writes=any(getattr(batch, "written", False) for batch in moment.batches),
+            beside=[m for batch in moment.batches if isinstance(batch, Inputs) for m in batch.modules],
             **how,
         )
 

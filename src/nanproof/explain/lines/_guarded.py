@@ -13,7 +13,7 @@ from nanproof.core._engine import Engine
 from nanproof.core._under_way import UNKNOWN, Again, Attempt
 from nanproof.core.judge._parameters import is_compiled
 from nanproof.core.support._context import RandomState
-from nanproof.explain.lines._recorded import RootRecorder
+from nanproof.explain.lines._recorded import NUMERICAL, RootRecorder
 
 SEVERAL = "the step adds up several backward passes; call guard.backward(loss) for each, so that all of them can be run again"
 
@@ -60,11 +60,12 @@ class GuardedLoop:
     def stepped(self, devices: list[torch.device]) -> None:
         """The step is over."""
         self._random, self._again, self._calls = None, [], []
+        self._recorder.forget()
         self._recorder.lines.mark(devices)
 
     def raised(self, error: Exception, engine: Engine) -> None:
         """The loop ends with this: an incident, where a step had begun."""
-        if self._random is None:
+        if self._random is None or not isinstance(error, NUMERICAL):
             return
         again = self._recorder.source_of_error(error)
         engine.begin(UNKNOWN, random=self._random)

@@ -11,6 +11,7 @@ import ast
 import inspect
 import io
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._tree import tensors_in
-from nanproof.explain.lines._slice import MISSING, Slice, Stopped, carries_graph, make_slice, plain
+from nanproof.explain.lines._slice import MISSING, Slice, Stopped, argument_for, attribute_of, carries_graph, make_slice, plain
 from nanproof.explain.lines._source import NoSource, holds, place_of, position
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.locate._trace import short
@@ -35,6 +36,8 @@ _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _DEEPEST = 12
 """Functions between the one that calls backward and the one that calls the model."""
+_LARGEST = 256
+"""Items of a container that is a batch; a larger one is a data set."""
 _TRIES = 4
 """Times a place is worked out anew, because what it found was of another kind than the last time."""
 
@@ -94,6 +97,15 @@ class Inputs(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the lines can reach: those that they read, and those that objects which they read hold."""
+        found: dict[int, nn.Module] = {}
+        for value in (value for others in self.others for value in others.values()):
+            held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
+            found |= {id(m): m for m in (value, *held) if isinstance(m, nn.Module)}
+        return list(found.values())
 
     def run(self) -> Tensor:
         """Run the lines again and return the loss. What they print is not shown."""
@@ -155,6 +167,10 @@ class Sight:
     frames: dict[int, tuple[CodeType, int, Mapping[str, Any]]] = field(default_factory=dict)
     """By frame: its code, where it was, and the local variables that are of interest. Innermost first."""
 
+    first: tuple[int, int] | None = None
+    """The function of the loop that called it, and where."""
+    repeated: bool = False
+    """Whether the same line has called it once more since."""
     stack: list[int] = field(default_factory=list)
     """All functions of the loop that were running, innermost first."""
 
@@ -182,6 +198,17 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     return tried
 
 
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, in a dictionary of their own. Before Python 3.13 a function's frame keeps the one that it
+    hands out, with everything in it, until somebody asks again; it is emptied, unless the script holds it too."""
+    values = frame.f_locals
+    mine = dict(values)
+    kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_NEWLOCALS
+    if kept and sys.getrefcount(values) <= 3:
+        values.clear()
+    return mine
+
+
 class Lines:
     """The places of one loop where it calls backward: what leads to the loss there, and what to note as the model is called."""
 
@@ -196,6 +223,8 @@ class Lines:
         self._sight = Sight()
         self._seen = False
         self._earlier: list[RandomState] = []
+        self.gave_up = False
+        """Whether the loop seems to have given up a step between the last two backwards."""
         self.draws_first = False
         """Whether some lines may draw random numbers before they call the model."""
 
@@ -223,17 +252,18 @@ class Lines:
     def model_called(self, frame: FrameType | None) -> None:
         """Note the variables that the loop is going to overwrite. Only the first call since a backward counts."""
         if self._seen:
+            self._sight.repeated |= self._sight.first == _user(frame)
             return
-        self._seen = True
+        self._seen, self._sight.first = True, _user(frame)
         frames, stack, early, learning = self._sight.frames, self._sight.stack, self._early, self._learning
         while frame is not None:
             code = frame.f_code
             if not _is_wrapper(code.co_filename):
                 stack.append(id(frame))
                 if learning:
-                    frames[id(frame)] = code, frame.f_lasti, dict(frame.f_locals)
+                    frames[id(frame)] = code, frame.f_lasti, variables(frame)
                 elif (wanted := early.get(code)) is not None:
-                    values = frame.f_locals
+                    values = variables(frame)
                     frames[id(frame)] = code, frame.f_lasti, {name: values[name] for name in wanted if name in values}
             frame = frame.f_back
 
@@ -262,6 +292,7 @@ class Lines:
 
     def _at_backward(self, frame: FrameType | None, argument: str) -> Inputs | Refusal:
         sight, self._sight, self._seen = self._sight, Sight(), False
+        self.gave_up = False
         receiver = not argument
         while frame is not None and _is_wrapper(frame.f_code.co_filename):
             frame = frame.f_back
@@ -275,6 +306,9 @@ class Lines:
             known = next((w.result for w in several if w.called is None or w.called == sight.lasti(frames)), None)
             if isinstance(known, Refusal):
                 return known
+            if known is not None and _is_stale(known, sight):
+                self.gave_up = True
+                return Refusal("the model was called before, in a step that ended without a backward", _short(frame))
             if known is not None:
                 inputs = _captured(known, frames, sight)
                 if inputs is not None:
@@ -307,7 +341,7 @@ class Lines:
             part = make_slice(
                 place,
                 [value],
-                values=frame.f_locals,
+                values=variables(frame),
                 namespace=frame.f_globals,
                 parameters=(),
                 early=early,
@@ -339,7 +373,7 @@ class Lines:
                 part = make_slice(
                     place,
                     wanted,
-                    values=here.f_locals,
+                    values=variables(here),
                     namespace=here.f_globals,
                     parameters=named,
                     early=early,
@@ -401,6 +435,12 @@ def _draws_first(frames: Sequence[FrameType], sight: Sight) -> bool:
     own = [call for call in calls if (call.end_lineno, call.end_col_offset) == (where[1], where[3])]
     inside = [n for call in own for a in (*call.args, *(k.value for k in call.keywords)) for n in ast.walk(a)]
     return not own or any(isinstance(n, ast.Call) for n in inside)
+
+
+def _user(frame: FrameType | None) -> tuple[int, int] | None:
+    while frame is not None and _is_wrapper(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def _up(frame: FrameType, depth: int) -> list[FrameType]:
@@ -465,9 +505,14 @@ def _is_method_call(call: ast.Call, names: Sequence[str], frame: FrameType) -> i
     return int(isinstance(call.func, ast.Attribute) and len(call.args) + len(call.keywords) < len(names) and first is not None)
 
 
+def _is_stale(chain: Chain, sight: Sight) -> bool:
+    """Whether the variables noted at the model's first call may be those of a step that the loop gave up."""
+    return sight.repeated and any(part.early for part in chain.slices) and not any(part.loops for part in chain.slices)
+
+
 def _values_of(part: Slice, frame: FrameType, early: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The inputs of a slice, by the name of its argument; None where one is not there."""
-    now = frame.f_locals
+    now = variables(frame)
     values: dict[str, Any] = {}
     for name in part.late:
         values[name] = now[name] if name in now else frame.f_globals.get(name, MISSING)
@@ -477,14 +522,14 @@ def _values_of(part: Slice, frame: FrameType, early: Mapping[str, Any] | None) -
         first, *rest = chain.split(".")
         value = values.get(first, now.get(first, MISSING))
         for attribute in rest:
-            value = MISSING if value is MISSING else getattr(value, attribute, MISSING)
-        values[f"_{chain.replace('.', '_')}_"] = value
+            value = attribute_of(value, attribute)
+        values[argument_for(chain)] = value
     return None if any(value is MISSING for value in values.values()) else values
 
 
 def _shown(part: Slice, argument: str) -> str:
     """An input as the source writes it."""
-    return next((chain for chain in part.attributes if f"_{chain.replace('.', '_')}_" == argument), argument)
+    return next((chain for chain in part.attributes if argument_for(chain) == argument), argument)
 
 
 def _named(slices: Sequence[Slice], frames: Sequence[FrameType], sight: Sight) -> tuple[dict[str, str], ...]:
@@ -495,7 +540,8 @@ def _named(slices: Sequence[Slice], frames: Sequence[FrameType], sight: Sight) -
         mine: dict[str, str] = {}
         values = _values_of(part, frame, sight.of(frame)[1]) or {}
         for argument, value in values.items():
-            tensors = [t for _, t in tensors_in(value)] if plain(value) else []
+            small = plain(value) and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value) <= _LARGEST)
+            tensors = [t for _, t in tensors_in(value)] if small else []
             if any(not isinstance(t, nn.Parameter) for t in tensors) and not any(t.grad_fn is not None for t in tensors):
                 key = _shown(part, argument)
                 key = key if key not in keys else f"{frame.f_code.co_name}.{key}"

@@ -43,6 +43,8 @@ _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
 
 OUTSIDE = "the loss is made outside the model, so the step cannot be run again; return it from forward, or use guard.train_step"
+NUMERICAL = (RuntimeError, ValueError, ArithmeticError, AssertionError)
+"""What a bad number makes code raise."""
 FORWARD = "*"
 """In place of the output that is the loss: all of the model's output is looked at."""
 RECORDED = Loop(begins=True, goes_back=False, ranks_differ=True, leaves=False, why_not_again=OUTSIDE)
@@ -176,8 +178,10 @@ class RootRecorder:
                 found = map_tensors(found, lambda t: self._copied.get(id(t), (t, t))[1])
                 found.written, self._copied = True, {}
             if found.chain.draws_first:
-                found.called = self._first
+                found.called, found.draws_anew = self._first, self._first is None
             return Again(found)
+        if self.lines.gave_up:
+            calls = self._recognised = calls[-1:]
         if len(calls) == 1:
             forward = copy.copy(calls[0])
             forward["loss"] = [FORWARD]
@@ -231,6 +235,11 @@ class RootRecorder:
         copy = tensor.clone()
         self._copied[id(tensor)] = tensor, copy
         return copy
+
+    def forget(self) -> None:
+        """The step is over: what was called for it is of no interest any more."""
+        self._calls, self._losses, self._told, self._first = [], [], True, None
+        self.lines.forget()
 
     def close(self) -> None:
         for hook in self._hooks:

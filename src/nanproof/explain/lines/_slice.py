@@ -19,12 +19,15 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import inspect
 import random
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +54,8 @@ _CONTEXTS = {"autocast", "no_grad", "enable_grad", "set_grad_enabled", "inferenc
 _COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _MOST = 64
 """Items of a container that are looked at."""
+_OVER_OTHERS = {"zip", "enumerate", "reversed", "sorted", "list", "tuple", "iter", "map", "filter"}
+"""Functions whose result goes through what they are given."""
 _RANDOM = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|seed|exponential|geometric|uniform|save|load|empty")
 _S = TypeVar("_S", bound=ast.AST)
 
@@ -86,6 +91,8 @@ class Slice:
     """Arguments that carry a graph: the calling function makes them."""
     branched: bool
     """Whether it holds one branch of several: the one that called the model."""
+    loops: bool
+    """Whether it calls the model in a loop of its own."""
 
 
 def carries_graph(value: Any, depth: int = 3) -> bool:
@@ -96,20 +103,24 @@ def carries_graph(value: Any, depth: int = 3) -> bool:
         return False
     if isinstance(value, Mapping):
         return any(carries_graph(item, depth - 1) for item in _some(value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return any(carries_graph(item, depth - 1) for item in _some(value))
-    inner = getattr(value, "__dict__", None)
-    if type(inner) is not dict or callable(value) or isinstance(value, (torch.optim.Optimizer, torch.device)):
+    if callable(value) or isinstance(value, (torch.optim.Optimizer, torch.device)):
         return False
-    return any(carries_graph(item, depth - 2 if depth > 1 else 0) for item in _some(inner.values()))
+    inner = getattr(value, "__dict__", None)
+    held = list(inner.values()) if type(inner) is dict else []
+    held += [found for name in getattr(type(value), "__slots__", ()) if (found := attribute_of(value, str(name))) is not MISSING]
+    return any(carries_graph(item, depth - 2 if depth > 1 else 0) for item in _some(held))
 
 
 def _some(values: Iterable[Any]) -> Iterator[Any]:
+    """The first and last items of a container. A large one is not walked through at every step."""
     try:
-        several = list(values)
+        if isinstance(values, (list, tuple)) and len(values) > _MOST:
+            return iter([*values[: _MOST // 2], *values[-_MOST // 2 :]])
+        return iter(list(islice(values, _MOST)))
     except RuntimeError:  # it is being changed by another thread
         return iter(())
-    return iter(several if len(several) <= _MOST else [*several[: _MOST // 2], *several[-_MOST // 2 :]])
 
 
 def make_slice(
@@ -175,12 +186,16 @@ class _Walk:
         """Of those, the ones that were bound again before the model was called."""
         self._fresh: dict[str, int] = {}
         """Names whose values the slice changes in place, so that it has to make them itself, and the line."""
-        self._touched: set[str] = set()
-        """Names whose values statements outside the slice change in place."""
+        self._touched: dict[str, int] = {}
+        """Names whose values statements outside the slice change in place, and the line."""
+        self._read_before: dict[str, int] = {}
+        """Names that the slice reads before such a change, and the line of the change."""
         self._maybe: set[str] = set()
         """Names that a statement of the slice binds under a condition: before it they may well be unbound."""
         self._made: set[str] = set()
         """Names that statements of the slice bind."""
+        if not self._place.levels:
+            raise Stopped(self._place.line, "it is in a lambda")
         last = self._place.levels[-1]
         self._branched = False
         self._before_call = self._called is not None and holds(last.statements[last.index], self._called)
@@ -195,6 +210,12 @@ class _Walk:
                 self._settle(name, self._place.line)
         self._check_conditions(kept)
         attributes = self._attributes(kept)
+        inputs = (self._value(name) for name in self._late)
+        trained = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        lines: list[ast.AST] = [*kept, *self._wanted]
+        called = self._called is None or any(holds(each, self._called) for each in lines)
+        if not (called or self._passed or trained or any(self._runs_module(each) for each in lines)):
+            raise Stopped(self._place.line, "the lines that lead to it do not call the model")
         return self._compiled(kept, attributes)
 
     # -- backwards ---------------------------------------------------------------------------------------------------------------
@@ -260,7 +281,9 @@ class _Walk:
                 self._made |= binds(keep)
                 self._fresh |= {name: by.lineno for name, by in changes(keep).items() if name not in binds(keep)}
         if keep is None:
-            self._touched |= changed.keys()
+            self._touched.update({name: by.lineno for name, by in changed.items() if name not in self._touched})
+        else:
+            self._read_before |= {name: self._touched[name] for name in reads(keep) & self._touched.keys()}
         self._note_bound(statement, bound)
         if self._called is not None and holds(statement, self._called):
             self._before_call = True
@@ -303,14 +326,14 @@ class _Walk:
         self._settle(name, 0)
         return False
 
-    def _runs_module(self, statement: ast.stmt) -> bool:
+    def _runs_module(self, statement: ast.AST) -> bool:
         """Whether a module is called in a statement, or passed to what is called."""
         for name in chains([statement]) | reads(statement):
             value = self._value(name.split(".")[0])
             for part in name.split(".")[1:]:
                 if isinstance(value, nn.Module):
                     break
-                value = _attribute(value, part)
+                value = attribute_of(value, part)
             if isinstance(value, nn.Module):
                 return True
         return False
@@ -326,15 +349,25 @@ class _Walk:
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if not all(isinstance(target, ast.Name) for target in targets):
             return False
-        if self._touched & (binds(statement) | reads(statement)):
+        if self._touched.keys() & (binds(statement) | reads(statement)):
             return False  # what it computed, or computed it from, is not what it was
         for node in ast.walk(statement.value):
             if isinstance(node, (ast.Lambda, ast.NamedExpr, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
                 return False
             if isinstance(node, ast.Call) and not self._is_arithmetic(node.func):
                 return False
+            if isinstance(node, ast.Subscript) and self._takes_rows(node):
+                return False
         literal = isinstance(statement.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple))
         return literal or any(isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Call)) for node in ast.walk(statement.value))
+
+    def _takes_rows(self, node: ast.Subscript) -> bool:
+        """Whether it takes the batch out of the data: samples are counted in the batch."""
+        name = dotted(node.value)
+        value = MISSING if name is None else self._value(name.split(".")[0])
+        for part in name.split(".")[1:] if name is not None else ():
+            value = attribute_of(value, part)
+        return isinstance(value, Tensor) and value.dim() > 1
 
     def _is_arithmetic(self, function: ast.expr) -> bool:
         if isinstance(function, ast.Name):
@@ -368,6 +401,8 @@ class _Walk:
                 return  # a built-in, or a global variable that the slice reads as any function does
         if name in (self._late if names is self._early else self._early):
             raise _Again(name)
+        if name in self._read_before:
+            raise Stopped(self._read_before[name], f"it changes {name}, which the lines before it read")
         if name in self._fresh:
             raise Stopped(self._fresh[name], f"it changes {name} in place, and {name} was there before this step")
         if carries_graph(value) and not (isinstance(value, dict) and carried):
@@ -389,11 +424,30 @@ class _Walk:
                         raise Stopped(each.lineno, f"it writes {dotted(part) or 'an attribute'}")
             if isinstance(each, (ast.Return, ast.Global, ast.Nonlocal)):
                 raise Stopped(each.lineno, "it leaves the function, or writes variables outside it")
+            if isinstance(each, ast.For):
+                self._check_iterable(each.iter)
         self.check_calls(statement)
+
+    def _check_iterable(self, expression: ast.expr) -> None:
+        """What a loop of the slice goes through must be the same each time: not a stream that is read on."""
+        if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name):
+            for argument in expression.args if expression.func.id in _OVER_OTHERS else ():
+                self._check_iterable(argument)
+            return
+        name = dotted(expression)
+        if name is None or name.split(".")[0] in self._made:
+            return
+        value = self._value(name.split(".")[0])
+        for part in name.split(".")[1:]:
+            value = attribute_of(value, part)
+        numpy = sys.modules.get("numpy")
+        array = (numpy.ndarray,) if numpy is not None else ()
+        if value is not MISSING and not isinstance(value, (list, tuple, range, Mapping, set, str, Tensor, nn.Module, *array)):
+            raise Stopped(expression.lineno, f"it reads on in {name}")
 
     def check_calls(self, node: ast.AST) -> None:
         for each in ast.walk(node):
-            if isinstance(each, (ast.Await, ast.Yield, ast.YieldFrom)):
+            if isinstance(each, (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncFor, ast.AsyncWith)):
                 raise Stopped(each.lineno, "it waits for other code")
             if not isinstance(each, ast.Call):
                 continue
@@ -446,7 +500,7 @@ class _Walk:
             value: Any = self._seen[first] if self._seen is not None and first in self._early else self._value(first)
             name = first
             for part in rest:
-                value, name = _attribute(value, part), f"{name}.{part}"
+                value, name = attribute_of(value, part), f"{name}.{part}"
                 if value is MISSING:
                     break
                 if has_own_random_state(value):
@@ -457,7 +511,7 @@ class _Walk:
                     raise Stopped(line, f"it writes {name}, which the lines before it read")
                 if isinstance(value, Tensor):
                     if not isinstance(value, nn.Parameter) and value.dim() and first in (self._late | self._early):
-                        found[name] = f"_{name.replace('.', '_')}_"
+                        found[name] = argument_for(name)
                     break
                 if isinstance(value, nn.Module):
                     break
@@ -489,7 +543,7 @@ class _Walk:
         arguments = [ast.arg(name) for name in (*names, *attributes.values())]
         where = kept[0] if kept else self._wanted[0]
         change = _Renamed(attributes, self._place.private, self._late)
-        body: list[Any] = [change.visit(copy.deepcopy(s)) for s in kept]
+        body: list[Any] = [change.visit(_Outside().visit(copy.deepcopy(s))) for s in kept]
         returned = ast.Tuple([change.visit(copy.deepcopy(w)) for w in self._wanted], ast.Load())
         body.append(ast.copy_location(ast.Return(ast.copy_location(returned, self._wanted[0])), self._wanted[0]))
         name = getattr(self._place.function, "name", "lines")
@@ -509,10 +563,31 @@ class _Walk:
             tuple(sorted(attributes)),
             tuple(sorted(self._passed)),
             self._branched,
+            any(
+                isinstance(n, (ast.For, ast.While, ast.ListComp, ast.GeneratorExp))
+                for s in (*kept, *self._wanted)
+                for n in ast.walk(s)
+            ),
         )
 
 
 _TYPE_PARAMETERS: dict[str, Any] = {"type_params": []} if sys.version_info >= (3, 12) else {}
+
+
+class _Outside(ast.NodeTransformer):
+    """A `break` or `continue` of a loop that is not part of the slice: the step that is run again did not take it."""
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        return node
+
+    def visit_Break(self, node: ast.Break | ast.Continue) -> ast.AST:
+        error = ast.Call(ast.Name("RuntimeError", ast.Load()), [ast.Constant("the loop skips this step")], [])
+        return ast.fix_missing_locations(ast.copy_location(ast.Raise(error, None), node))
+
+    visit_Continue = visit_Break
 
 
 class _Renamed(ast.NodeTransformer):
@@ -537,6 +612,11 @@ class _Renamed(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+def argument_for(chain: str) -> str:
+    """The name that an attribute gets as an argument: "batch.x" and "batch_x" stay apart."""
+    return f"_{chain.replace('_', '__').replace('.', '_dot_')}"
+
+
 def has_own_random_state(value: Any) -> bool:
     """Whether it is a generator of random numbers other than the global ones, whose states are recorded."""
     numpy = sys.modules.get("numpy")
@@ -544,22 +624,36 @@ def has_own_random_state(value: Any) -> bool:
     return isinstance(value, own)
 
 
-def _attribute(value: Any, name: str) -> Any:
-    """An attribute that is simply there, or a tensor that an object which is not a module computes: the lines read it too."""
+def attribute_of(value: Any, name: str) -> Any:
+    """An attribute that is simply there. Nothing of the script runs to find out: a property may draw random numbers."""
     if value is MISSING:
         return MISSING
     for where in ("__dict__", "_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ("__dict__",):
-        inside = getattr(value, where, None)
+        inside = _plain_attribute(value, where)
         if isinstance(inside, dict) and name in inside:
             return inside[name]
-    if isinstance(value, tuple) and name in getattr(value, "_fields", ()):
-        return getattr(value, name)
-    of_class = getattr(type(value), name, None)
-    computed = isinstance(of_class, property) or (of_class is None and hasattr(type(value), "__getattr__"))
-    if computed and not isinstance(value, (nn.Module, Tensor)):
-        found = getattr(value, name, MISSING)  # a container of tensors, such as the data of a graph
-        return found if isinstance(found, Tensor) else MISSING
-    return getattr(value, name, MISSING) if type(of_class).__name__ == "member_descriptor" else MISSING
+    store = _plain_attribute(_plain_attribute(value, "_store"), "_mapping")  # the data of a graph
+    if isinstance(store, dict) and name in store:
+        return store[name]
+    of_class = inspect.getattr_static(type(value), name, None)
+    simple = type(of_class).__name__ in ("member_descriptor", "_tuplegetter")
+    return object.__getattribute__(value, name) if simple and _has(value, name) else MISSING
+
+
+def _plain_attribute(value: Any, name: str) -> Any:
+    if name == "__dict__":
+        own = type(value).__getattribute__ is not object.__getattribute__  # type: ignore[comparison-overlap]
+        return None if own else getattr(value, "__dict__", None)
+    inside = getattr(value, "__dict__", None) if value is not None else None
+    return inside.get(name) if isinstance(inside, dict) else None
+
+
+def _has(value: Any, name: str) -> bool:
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _reads_numbers(node: ast.AST, made: set[str]) -> bool:
@@ -631,7 +725,10 @@ def _pruned_compound(statement: ast.stmt, live: set[str]) -> tuple[ast.stmt | No
             return None, live
         for handler in statement.handlers:
             before |= reads(handler)
-        return _with(statement, body=body, finalbody=[], orelse=[]), before | live
+        other, before_other = _pruned_list(statement.orelse, live)
+        if not statement.handlers:
+            return ast.copy_location(ast.If(ast.Constant(True), [*body, *other], []), statement), before | before_other
+        return _with(statement, body=body, finalbody=[], orelse=other), before | before_other | live
     assert isinstance(statement, (ast.For, ast.While))
     bound = binds(statement.target) if isinstance(statement, ast.For) else binds(statement.test)
     head = reads(statement.iter if isinstance(statement, ast.For) else statement.test)
@@ -643,7 +740,8 @@ def _pruned_compound(statement: ast.stmt, live: set[str]) -> tuple[ast.stmt | No
         again = before - bound
     if not _matters(body) and not bound & live:
         return None, live
-    return _with(statement, body=body or nothing, orelse=[]), live | again | head
+    other, before_other = _pruned_list(statement.orelse, live)
+    return _with(statement, body=body or nothing, orelse=other), live | again | head | before_other
 
 
 def plain(value: Any) -> bool:

@@ -146,6 +146,7 @@ class Replay:
         living: Callable[[], AbstractContextManager[Any]] = nullcontext,
         deadline: Deadline | None = None,
         writes: bool = False,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
         self.modules = list(model.modules())
@@ -173,6 +174,9 @@ class Replay:
             written = list(model.parameters()) if small else [p for p in model.parameters() if not p.requires_grad]
         self._written = list(written)
         """Parameters that the forward itself may write (a momentum encoder, say)."""
+        mine = {id(module) for module in self.modules}
+        self._beside = [m for other in beside for m in other.modules() if id(m) not in mine]
+        """Modules that the step runs and that are not part of the model."""
         self._own_batches = writes
         """The loss function writes into its batch: every run gets a copy."""
 
@@ -298,7 +302,9 @@ class Replay:
     def _undisturbed(self) -> Iterator[None]:
         """Afterwards all is as before: gradients, buffers, parameters that the forward writes, attributes of modules, random
         numbers, gradients of the batch."""
-        everything = list({id(p): p for p in (*self.model.parameters(), *self.parameters.values())}.values())
+        others = [p for module in self._beside for p in module._parameters.values() if p is not None]
+        everything = list({id(p): p for p in (*self.model.parameters(), *self.parameters.values(), *others)}.values())
+        buffers = [(b, b.detach().clone()) for module in self._beside for b in module._buffers.values() if b is not None]
         leaves = [t for batch in self.batches for _, t in tensors_in(batch)]
         holders: list[Tensor] = [*everything, *(t for t in leaves if t.requires_grad and t.is_leaf)]
         gradients = [(t, t.grad) for t in holders]
@@ -306,7 +312,7 @@ class Replay:
             p.grad = None
         versions = _versions(leaves)
         written = [(p, p._version, p.detach().clone()) for p in self._written]
-        attributes = [(module, saved_attributes(module)) for module in self.modules]
+        attributes = [(module, saved_attributes(module)) for module in (*self.modules, *self._beside)]
         random_now = RandomState.now(self.devices)
         keeper = self._buffers or BufferKeeper(self.model)
         keeper.begin()
@@ -327,6 +333,8 @@ class Replay:
                 for parameter, version, value in written:
                     if parameter._version != version:
                         parameter.copy_(value)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
             for leaf, gradient in gradients:
                 leaf.grad = gradient
             self._own_batches = self._own_batches or versions != _versions(leaves)

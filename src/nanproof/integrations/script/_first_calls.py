@@ -17,6 +17,7 @@ from torch import nn
 from nanproof.core.support._context import RandomState
 from nanproof.explain.lines._lines import Lines
 from nanproof.explain.locate._calls import Call, CallStack
+from nanproof.integrations._groups import RECENT
 
 _MOST = 10_000
 """Calls after which there is hardly going to be a backward."""
@@ -31,7 +32,7 @@ class FirstCalls:
         """Before the first call since the last backward."""
         self._modules: list[weakref.ref[nn.Module]] = []
         self._watching: ExitStack | None = None
-        self._count = 0
+        self._count = self._backwards = 0
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -45,9 +46,18 @@ class FirstCalls:
             self._watching.enter_context(CallStack(nn.Module()).following(on_enter=self._on_call))
 
     def stop(self) -> None:
+        self.lines.forget()
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.close()
+
+    def backward(self) -> None:
+        """A backward begins, and whoever it belongs to has what it needs."""
+        self.lines.forget()
+        self.random = None
+        self._backwards += 1
+        if self._backwards > RECENT:
+            self.stop()
 
     def hand_over(self) -> tuple[Lines, RandomState | None]:
         """Return what is known of the step whose backward begins, and start anew."""

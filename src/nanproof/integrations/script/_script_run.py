@@ -33,7 +33,7 @@ from nanproof.core.judge._stepper import Stepper, guarded
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import gradients_now
-from nanproof.explain.lines._recorded import OUTSIDE, RECORDED, RootRecorder
+from nanproof.explain.lines._recorded import NUMERICAL, OUTSIDE, RECORDED, RootRecorder
 from nanproof.integrations._groups import Group, name_of, parameters_of
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.script._first_calls import FirstCalls
@@ -41,8 +41,6 @@ from nanproof.integrations.script._owners import called, model_of, owning
 from nanproof.integrations.script._session import Session
 
 _NUMBERS = itertools.count()
-NUMERICAL = (RuntimeError, ValueError, ArithmeticError, AssertionError)
-"""What a bad number makes code raise."""
 
 
 @dataclass(slots=True)

@@ -167,6 +167,7 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
         if not session.guarding:
             return original(tensors, grad_tensors, *args, **kwargs)
         runs.at_backward(tensors)
+        runs.first_calls.backward()
         watching = runs.guarded()
         scalar = tensors if isinstance(tensors, Tensor) and tensors.numel() == 1 else None
         loss = _loss(tensors, grad_tensors) if watching else scalar
