@@ -1,4 +1,4 @@
-"""Clipping under `nanproof run`: torch's own arithmetic, with the norms of before kept.
+"""Clipping under `nanproof run`: torch's own arithmetic, with the norms from before clipping kept.
 
 `clip_grad_norm_` is `get_total_norm` and `clip_grads_with_norm_` under other names, so following the pair follows all three,
 however a script came by them. A total norm that is not a number clips nothing: the evidence stays, and the step is refused.
