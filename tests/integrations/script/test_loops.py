@@ -27,10 +27,8 @@ FALLS_SHORT = {
     "119_group_advantage": "the line: the tensor is filled row by row before the model is called, so its value is an input",
     "101_running_weight_on_self": "the line: it names the second line that writes the attribute",
     "55_reinforce_episode_lists": "the cause: results of earlier forwards are kept in a list",
-    "61_decode_until_eos_item": "the cause: a number of the step decides how long it goes on",
     "77_exec_without_source": "the cause: there is no source",
     "99_pix2pix_self_state": "the cause: the loss is kept in attributes",
-    "125_fixed_point_while": "the cause: a number of the step decides how long it goes on",
     "129_episode_in_one_function": "the cause: the environment is stepped in between",
 }
 """What is expected and not reached, and why."""
