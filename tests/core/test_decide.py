@@ -181,7 +181,7 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(situations, policies)
 def test_what_holds_whatever_is_known(s, policy):
     before = asdict(s), asdict(policy)
@@ -217,7 +217,7 @@ def test_what_holds_whatever_is_known(s, policy):
         assert not isinstance(decision, (Skip, Accept))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(situations, policies)
 def test_it_comes_to_an_end(s, policy):
     """Where nothing works, each means is tried once, and what is left can always be carried out."""

@@ -50,7 +50,7 @@ def values(points):
 
 @pytest.mark.parametrize("name", TEXT)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_was_logged_is_read(name, data):
     """The same values and the same steps, among other lines, with the text cut into pieces anywhere."""
     render, names, has_step = TEXT[name]
@@ -65,7 +65,7 @@ def test_what_was_logged_is_read(name, data):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_tables_read_back(data):
     made = [point for point, _ in data.draw(logs(("loss", "grad_norm", "lr")))]
     delimiter = data.draw(st.sampled_from(",;\t|"))
@@ -85,7 +85,7 @@ def test_tables_read_back(data):
     rest=st.one_of(st.binary(max_size=600), st.text(max_size=300).map(str.encode)),
     packed=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_rubbish_is_read_as_nothing_or_refused(start, rest, packed, tmp_path_factory):
     """Any bytes: points, notes, nothing or a UsageError, and never another exception."""
     path = tmp_path_factory.getbasetemp() / "rubbish"
@@ -99,7 +99,7 @@ def test_rubbish_is_read_as_nothing_or_refused(start, rest, packed, tmp_path_fac
 
 
 @given(line=st.text(alphabet="loss nan=:.0123456789|/[]{}'\"()%,eE+-stepgradinfWARNING\r\x1b\x00", max_size=400))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_line_of_the_letters_that_matter_is_read(line):
     for item in TextReader().read([line.encode() + b"\n"] * 2):
         assert isinstance(item, (Point, Note))

@@ -71,7 +71,7 @@ def draw(scores, count=1, seed=3):
 logits = st.tuples(st.integers(1, 5), st.sampled_from([3, 17, 200]), DTYPES, st.integers(0, 10**6))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(logits, st.lists(st.sampled_from([*KINDS, None]), min_size=5, max_size=5))
 def test_healthy_rows_pass_bit_for_bit_and_bad_ones_only_end(shape, wanted):
     """Beside bad rows as well. The same random numbers draw the same tokens as without the processor, and no banned one."""
@@ -103,7 +103,7 @@ def test_healthy_rows_pass_bit_for_bit_and_bad_ones_only_end(shape, wanted):
         assert out is scores
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(logits)
 def test_shift_changes_no_probability(shape):
     """To 1e-6, with the maximum at exactly 0 and banned tokens at exactly 0."""
@@ -117,7 +117,7 @@ def test_shift_changes_no_probability(shape):
 temperatures = st.sampled_from([1e-60, 1e-45, 1e-39, 1e-30, 1e-6, 3e-5, 1e-2, 0.7, 1.0, 1.3, 50.0])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(logits, temperatures, st.sampled_from([1e-3, 1.0, 300.0, 5e4]))
 def test_every_temperature_gives_a_distribution(shape, temperature, scale):
     """That of the warper of transformers, bit for bit, where its row is finite; else that of a loop over Python floats."""
@@ -177,7 +177,7 @@ def test_the_documented_effect_of_the_options(caplog):
     assert TemperatureLogitsWarper(0.7, 0.1).temperature == 0.7
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(logits, st.sampled_from([{"clip_value": 5.0}, {"min_prob": 1e-3}, {"clip_value": 5.0, "min_prob": 1e-3, "shift": True}]))
 def test_options_unban_nothing_and_leave_bad_rows_bad(shape, options):
     """A banned token keeps probability 0, what is clipped is counted, and NaN is not clipped to a number."""

@@ -32,7 +32,7 @@ def oracle(prediction, target, mask):
     return value, torch.tensor(gradient, dtype=torch.float64).reshape(prediction.shape)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     masked=st.integers(0, 4),

@@ -44,7 +44,7 @@ SLOW = {
 }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(tokens())
 def test_masked_positions_reach_neither_the_loss_nor_the_gradient(drawn):
     """Value and gradient are those of a loop that never looks at masked positions."""
@@ -70,7 +70,7 @@ def test_masked_positions_reach_neither_the_loss_nor_the_gradient(drawn):
         assert bool((x.grad[~keep] == 0).all())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(tokens(), st.integers(0, 100), st.sampled_from([NAN, INF, -INF]), st.booleans(), st.sampled_from([None, 5.0]))
 def test_what_is_not_finite_and_counts_stays_not_finite(drawn, at, bad, in_new, limit):
     """No piece hides it: neither a clamp nor an exp of -inf makes a number of it."""
@@ -97,7 +97,7 @@ def test_the_usual_way_does_overflow_there():
     assert new.grad.tolist() == [[pytest.approx(1 - math.e), 0.0]]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(tokens(), st.floats(0.5, 30))
 def test_a_limit_is_reported_with_every_ratio_it_changes(drawn, limit):
     new, old, mask = drawn
@@ -110,7 +110,7 @@ def test_a_limit_is_reported_with_every_ratio_it_changes(drawn, limit):
     assert out.share.item() == pytest.approx(out.clamped.item() / max(1, len(exact)))
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(tokens(), st.floats(0.5, 30), st.sampled_from(sorted(SLOW)))
 def test_a_limit_is_reported_with_every_divergence_it_changes(drawn, limit, kind):
     """Value, gradient and count are those of a loop that holds the log-ratio first; a token that was held has no gradient."""
@@ -136,7 +136,7 @@ def test_half_precision_is_widened_before_exp():
     assert ratio(new.double(), old, mask).value.dtype == torch.float64
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(tokens(counting=st.floats(-1e3, 1e3, width=32)))
 def test_masked_means_are_those_of_a_loop(drawn):
     values, _, mask = drawn
@@ -174,7 +174,7 @@ def slow_advantages(rewards, size, scale, floor, valid=None):
     return out, zero, floored, short
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     st.integers(2, 5).flatmap(
         lambda n: st.tuples(
@@ -271,7 +271,7 @@ def test_arguments_that_do_not_fit_are_named():
         kl(x, x, torch.ones(2, 3), "k4")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(tokens(), st.data())
 def test_signals_are_those_of_a_loop(drawn, data):
     """Extremes and means of the tokens that count, before anything is clipped."""

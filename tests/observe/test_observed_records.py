@@ -128,7 +128,7 @@ def observations(draw: Any) -> Observed:
     return Observed(sites=("a", "b", "c"), absmax=draw(arrays), attention=attention, unmoved=unmoved, **columns)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(observations())
 def test_any_observation_comes_back(observed):
     text = observed.to_text()

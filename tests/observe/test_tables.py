@@ -161,7 +161,7 @@ def test_the_largest_value_of_a_step_of_very_many_looks_is_not_forgotten():
 numbers = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 3e38, 65504.0, 1e-40]))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(st.lists(st.lists(numbers, min_size=1, max_size=20), min_size=1, max_size=4), st.sampled_from(DTYPES))
 def test_any_numbers(parts, dtype):
     check(*(torch.tensor(part, dtype=torch.float64).to(dtype) for part in parts))

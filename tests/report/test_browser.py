@@ -201,10 +201,11 @@ def test_incidents_that_are_alike_are_one_card(browser, tmp_path):
     last.locator("summary").click()
     assert "20 of the last steps were refused (max_skip_rate)" in last.inner_text()
     assert "As at step 30: zero-denominator." in last.inner_text()
-    seen.page.locator("#incident-1 summary").click()
-    assert not seen.ask("document.getElementById('incident-1').open")
-    last.locator("a").click()
-    assert seen.ask("document.getElementById('incident-1').open")
+    for _ in range(2):  # the second time the address is the same
+        seen.page.locator("#incident-1 summary").click()
+        assert not seen.ask("document.getElementById('incident-1').open")
+        last.locator("a").click()
+        assert seen.ask("document.getElementById('incident-1').open")
     seen.close()
 
 

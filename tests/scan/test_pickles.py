@@ -35,7 +35,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(NESTED, st.integers(0, 5))
 def test_whatever_python_pickles_is_followed_to_its_end(value, protocol):
     data = pickle.dumps(value, protocol)

@@ -153,7 +153,7 @@ def test_nothing_to_read_is_an_error(tmp_path):
             documents(source)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(texts, st.floats(0.01, 0.99), st.integers(0, 5), st.randoms())
 def test_a_split_depends_on_texts_alone_and_shares_none(docs, share, seed, chance):
     unique = set(docs)
@@ -184,7 +184,7 @@ def test_another_seed_splits_otherwise():
         split([], 0.5, 0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(1, 12), st.booleans())
 def test_windows_hold_every_byte_once(docs, length, packed):
     """Compared with lists that are joined and cut by hand."""

@@ -40,7 +40,7 @@ def by_hand(row, length, width):
     return torch.stack(out)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, PAD), min_size=11, max_size=11), min_size=1, max_size=3),
     st.integers(1, 13),

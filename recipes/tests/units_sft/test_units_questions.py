@@ -106,7 +106,7 @@ AMOUNTS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(amount=AMOUNTS, way=st.sampled_from(pairs()))
 def test_the_sums_on_the_way_agree_with_the_product(amount, way):
     """What the model is taught to add up leads to an answer that counts as right."""
@@ -120,7 +120,7 @@ def test_the_sums_on_the_way_agree_with_the_product(amount, way):
     assert len(middle.split(" + ")) == max(1, sum(digit in "123456789" for digit in amount)) or not middle
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(top=st.integers(1, 10**9), bottom=st.integers(1, 10**6), digits=st.integers(1, 8))
 def test_written_is_the_nearest_number_of_so_many_digits(top, bottom, digits):
     """Against Decimal's own arithmetic with a context of that many digits."""

@@ -42,7 +42,7 @@ def slow_iou(box, mask):
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=8), st.lists(st.sampled_from("abcd"), max_size=5))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_token_f1_is_the_harmonic_mean_of_precision_and_recall(said, right):
     assert token_f1(said, right) == pytest.approx(slow_f1(said, right), abs=1e-12)
 
@@ -146,7 +146,7 @@ WORDS = [*"0123456789", "10", "-1", "box", "point", "<iou>", "<unk>", *COLOURS, 
     st.one_of(st.text(max_size=40), st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)),
     st.integers(0, len(SCENES) - 1),
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_no_reply_is_worth_less_than_nothing_or_more_than_the_answer(text, which):
     scene = SCENES[which]
     caption, place = caption_reward(text, scene), place_reward(text, scene)

@@ -21,7 +21,7 @@ def parameters_of(tensors):
     return Parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(dtypes, shapes, st.floats(-4, 4)), min_size=1, max_size=6), st.integers(0, 1000))
 def test_norms_agree_with_float64(specs, seed):
     """Any mixture of dtypes and shapes, within what float32 sums allow; half-precision gradients never overflow in between."""

@@ -58,7 +58,7 @@ def test_they_are_what_a_plain_rewrite_computes():
     torch.testing.assert_close(stats.spread, torch.tensor([norm.spread, loss.spread]), rtol=1e-3, atol=1e-3)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(weird, weird), min_size=1, max_size=20))
 def test_no_refused_value_leaves_a_trace(values):
     stats = fresh()

@@ -220,7 +220,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_any_nesting_of_these_comes_back(value):
     assert same(value, round_trip(value))

@@ -93,7 +93,7 @@ def test_the_exception_that_ended_a_run_is_in_wandbs_file():
 
 @pytest.mark.parametrize("path", [SIMPLE, TENSORS, TRANSFORMERS, NESTED])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_file_that_is_cut_or_damaged_gives_what_comes_before(path, data):
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))

@@ -233,7 +233,7 @@ def test_an_overlong_line_is_cut():
     seen=st.lists(st.tuples(st.sampled_from(sorted(TEXT)), st.floats(-1e3, 1e3), st.booleans()), min_size=2, max_size=20),
     nans=st.integers(0, 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_short_way_reads_like_the_long_way(seen, nans):
     """Patterns made from lines find what looking at each name finds, however lines of different tools follow each other."""
     lines = []

@@ -250,7 +250,7 @@ def test_quarantine_without_batches():
 
 
 @pytest.mark.parametrize("kind", ["sequential", "random", "random, own generator", "eager", "drawing, Python", "stream", "list"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from("take take take take rewind resume quarantine step".split()), st.integers(0, 200)), max_size=40

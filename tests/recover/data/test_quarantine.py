@@ -43,7 +43,7 @@ entries = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(st.lists(entries, max_size=6))
 def test_entries_come_back(tmp_path_factory, given_entries):
     """Every field, in order, once for each sample."""

@@ -19,7 +19,7 @@ def same(a, b):
     return a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps, st.integers(2, 20))
 def test_buckets_hold_what_the_steps_in_them_were(taken, most):
     curves = Curves(most)
@@ -55,7 +55,7 @@ def test_steps_taken_again_replace_those_given_up():
     assert [column[0] for column in heat.columns] == [1.0] * 20 + [9.0] * 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.lists(st.one_of(st.none(), st.floats(0, 1e6), st.sampled_from(["nan", "inf"])), min_size=3, max_size=3), max_size=80

@@ -115,7 +115,10 @@ const Cards = (() => {
   function likeness(card, prefix) {
     if (card.same_as === null) return h("p", {}, "Not diagnosed.");
     const said = ["As at step ", whole(card.same_as), card.like_cause && ": ", card.like_cause && h("b", {}, text(card.like_cause))].filter(Boolean);
-    return h("p", {}, card.like ? h("a", { href: `#${prefix}incident-${card.like}` }, ...said) : h("span", {}, ...said), ".");
+    if (!card.like) return h("p", {}, ...said, ".");
+    const name = `${prefix}incident-${card.like}`, link = h("a", { href: `#${name}` }, ...said);
+    link.addEventListener("click", () => { document.getElementById(name).open = true; }); // also where the address does not change
+    return h("p", {}, link, ".");
   }
 
   /* How many incidents share a card. */
