@@ -180,3 +180,39 @@ def test_a_step_is_healed_from_the_loops_own_lines(tmp_path):
     (incident,) = guard.incidents
     assert incident.diagnosis.cause in ("zero-denominator", "no-supervised-targets") and incident.diagnosis.verified
     assert incident.action == "healed" and incident.remedy
+
+
+STRANGE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+    def forward(self, x, extra): return self.head(x)
+class Shut(dict):
+    def items(self): raise RuntimeError("not today")
+round = [1]; round.append(round)
+deep = []
+for _ in range(3000): deep = [deep]
+extra = {"round": round, "deep": deep, "shut": Shut(a=1), "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)],
+         layout=torch.jagged)}[KIND]
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for i in range(6):
+    x = torch.randn(8, 4)
+    if i == 4: x[2, 1] = float("nan")
+    loss = net(x, extra).square().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [("round", "nonfinite-batch"), ("deep", "nonfinite-batch"), ("jagged", "nonfinite-batch"), ("shut", "unknown")],
+)
+def test_what_a_model_is_called_with_never_fails_the_loop(tmp_path, kind, cause):
+    """A list that contains itself, one of three thousand levels, a tensor without a shape; a dictionary that cannot be read,
+    which leaves the step unexplained."""
+    (incident,), summary = incidents(tmp_path, STRANGE.replace("KIND", repr(kind)))
+    assert (incident["step"], incident["kind"], incident["action"]) == (4, "nonfinite-loss", "skipped")
+    assert incident["diagnosis"]["cause"] == cause and summary["guarded"][0]["steps"] == 6

@@ -15,20 +15,35 @@ def own_copy(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
 
 
-def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with the expression that reaches it: batch["labels"], batch[0]."""
+_DEEPEST = 100
+"""Levels of a batch that are looked at."""
+_PLAIN = (int, float, str, bytes, type(None))
+
+
+def tensors_in(value: Any, name: str = "batch", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with the expression that reaches it: batch["labels"], batch[0]. Nested tensors, which have no shape, are left
+    out. What contains itself is not entered again: `above` has the ids of what a value is in."""
     if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+        if not value.is_nested:
+            yield name, value
+        return
+    if _ends(value, above):
+        return
+    above = (*above, id(value))
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{name}[{key!r}]")
+            yield from tensors_in(item, f"{name}[{key!r}]", above)
     elif isinstance(value, (list, tuple)):
         fields = getattr(value, "_fields", None)
         for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]")
+            yield from tensors_in(item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]", above)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name), f"{name}.{field.name}")
+            yield from tensors_in(getattr(value, field.name, None), f"{name}.{field.name}", above)
+
+
+def _ends(value: Any, above: tuple[int, ...]) -> bool:
+    return isinstance(value, _PLAIN) or id(value) in above or len(above) > _DEEPEST
 
 
 def positions(batch: Any) -> dict[int, int]:
@@ -55,12 +70,15 @@ def positions(batch: Any) -> dict[int, int]:
     return found
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], above: tuple[int, ...] = ()) -> Any:
     """The same structure with every tensor replaced by `change(tensor)`."""
     if isinstance(value, Tensor):
         return change(value)
+    if _ends(value, above):
+        return value
+    above = (*above, id(value))
     if isinstance(value, Mapping):
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        changed = {key: map_tensors(item, change, above) for key, item in value.items()}
         if type(value) is dict:
             return changed
         out: Any = copy.copy(value)
@@ -68,14 +86,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             out[key] = item
         return out
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change, above) for item in value]
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         out = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(out, field.name, map_tensors(getattr(value, field.name), change))
+            if hasattr(value, field.name):
+                object.__setattr__(out, field.name, map_tensors(getattr(value, field.name), change, above))
         return out
     return value
 
