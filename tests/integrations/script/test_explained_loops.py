@@ -206,13 +206,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "cause"),
-    [("round", "nonfinite-batch"), ("deep", "nonfinite-batch"), ("jagged", "nonfinite-batch"), ("shut", "unknown")],
-)
-def test_what_a_model_is_called_with_never_fails_the_loop(tmp_path, kind, cause):
-    """A list that contains itself, one of three thousand levels, a tensor without a shape; a dictionary that cannot be read,
-    which leaves the step unexplained."""
+@pytest.mark.parametrize("kind", ["round", "deep", "jagged", "shut"])
+def test_what_a_model_is_called_with_never_fails_the_loop(tmp_path, kind):
+    """A list that contains itself, one of three thousand levels, a tensor without a shape, a dictionary that cannot be read."""
     (incident,), summary = incidents(tmp_path, STRANGE.replace("KIND", repr(kind)))
     assert (incident["step"], incident["kind"], incident["action"]) == (4, "nonfinite-loss", "skipped")
-    assert incident["diagnosis"]["cause"] == cause and summary["guarded"][0]["steps"] == 6
+    assert incident["diagnosis"]["cause"] == "nonfinite-batch" and summary["guarded"][0]["steps"] == 6

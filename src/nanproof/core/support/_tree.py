@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 from torch import Tensor
+
+log = logging.getLogger("nanproof")
 
 
 def own_copy(batch: Any) -> Any:
@@ -15,35 +18,53 @@ def own_copy(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, (MutableMapping, MutableSequence)) else batch
 
 
+_PLAIN = (int, float, str, bytes, type(None))
 _DEEPEST = 100
 """Levels of a batch that are looked at."""
-_PLAIN = (int, float, str, bytes, type(None))
 
 
-def tensors_in(value: Any, name: str = "batch", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with the expression that reaches it: batch["labels"], batch[0]. Nested tensors, which have no shape, are left
-    out. What contains itself is not entered again: `above` has the ids of what a value is in."""
-    if isinstance(value, Tensor):
-        if not value.is_nested:
-            yield name, value
-        return
-    if _ends(value, above):
-        return
-    above = (*above, id(value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{name}[{key!r}]", above)
-    elif isinstance(value, (list, tuple)):
-        fields = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]", above)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), f"{name}.{field.name}", above)
+    out."""
+    found = [(name, value)] if isinstance(value, Tensor) else _walk(value, name, {})
+    return ((path, item) for path, item in found if isinstance(item, Tensor) and not item.is_nested)
 
 
-def _ends(value: Any, above: tuple[int, ...]) -> bool:
-    return isinstance(value, _PLAIN) or id(value) in above or len(above) > _DEEPEST
+def _walk(value: Any, name: str, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """All that is in a batch, each list or dictionary before what it holds. One that is met again, perhaps in itself, is passed
+    over. `seen` has the objects too: one that is made as it is asked for would leave its id to the next."""
+    if id(value) in seen or depth > _DEEPEST:
+        return
+    seen[id(value)] = value
+    yield name, value
+    for key, item in _items(value):
+        if isinstance(item, _PLAIN):
+            continue
+        path = f"{name}.{key}" if isinstance(key, _Field) else f"{name}[{key!r}]"
+        if isinstance(item, Tensor):
+            yield path, item
+        else:
+            yield from _walk(item, path, seen, depth + 1)
+
+
+class _Field(str):
+    """The name of an attribute."""
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a list, dictionary or dataclass holds, with its keys; nothing if it does not let itself be read."""
+    try:
+        if isinstance(value, (list, tuple)):
+            fields = getattr(value, "_fields", None)
+            return list(zip(map(_Field, fields), value, strict=True) if fields else enumerate(value))
+        if isinstance(value, (dict, Mapping)):
+            return list(value.items())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [_Field(field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            return [(name, getattr(value, name)) for name in names]
+    except Exception:
+        log.debug("nanproof: a %s in a batch cannot be read", type(value).__name__, exc_info=True)
+    return []
 
 
 def positions(batch: Any) -> dict[int, int]:
@@ -51,52 +72,57 @@ def positions(batch: Any) -> dict[int, int]:
     detection, or as many tensors as other tensors of the batch have rows."""
     rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
     found: dict[int, int] = {}
-
-    def walk(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, (list, tuple)):
-            several = len(value) > 1 and not hasattr(value, "_fields")
-            records = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
-            tensors = all(isinstance(item, Tensor) and (not item.dim() or item.shape[0] != len(value)) for item in value)
-            if several and (records or (tensors and len(value) in rows)):
-                found.update({id(t): i for i, item in enumerate(value) for _, t in tensors_in(item)})
-            else:
-                for item in value:
-                    walk(item)
-
-    walk(batch)
+    for _, value in _walk(batch, "", {}):
+        if not isinstance(value, (list, tuple)) or len(value) < 2 or hasattr(value, "_fields"):
+            continue
+        records = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+        tensors = all(isinstance(item, Tensor) and (not item.dim() or item.shape[0] != len(value)) for item in value)
+        if records or (tensors and len(value) in rows):
+            for i, item in enumerate(value):
+                for _, t in tensors_in(item):
+                    found.setdefault(id(t), i)  # the outer list is that of the samples
     return found
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], above: tuple[int, ...] = ()) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor replaced by `change(tensor)`."""
+    return _mapped(value, change, {}, 0)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], made: dict[int, tuple[Any, Any]], depth: int) -> Any:
+    """`made`: by id, what was met before and what it became. What contains itself stays as it is in there."""
     if isinstance(value, Tensor):
         return change(value)
-    if _ends(value, above):
+    if isinstance(value, _PLAIN) or depth > _DEEPEST:
         return value
-    above = (*above, id(value))
-    if isinstance(value, Mapping):
-        changed = {key: map_tensors(item, change, above) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        out: Any = copy.copy(value)
-        for key, item in changed.items():
-            out[key] = item
-        return out
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change, above) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if id(value) not in made:
+        made[id(value)] = value, value
+        items = {key: _mapped(item, change, made, depth + 1) for key, item in _items(value)}
+        made[id(value)] = value, _refilled(value, items)
+    return made[id(value)][1]
+
+
+def _refilled(value: Any, items: dict[Any, Any]) -> Any:
+    """A list, dictionary or dataclass like this one, with other items. One that cannot be made anew stays as it is."""
+    if type(value) is dict:
+        return items
+    if type(value) in (list, tuple):
+        return type(value)(items.values())
+    try:
+        if not items:
+            return value
+        if isinstance(value, (list, tuple)):
+            return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(list(items.values()))
         out = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(out, field.name, map_tensors(getattr(value, field.name), change, above))
-        return out
-    return value
+        for key, item in items.items():
+            if isinstance(value, Mapping):
+                out[key] = item
+            else:
+                object.__setattr__(out, str(key), item)
+    except Exception:
+        log.debug("nanproof: a %s in a batch cannot be copied", type(value).__name__, exc_info=True)
+        return value
+    return out
 
 
 def writes_to_batch(batch: Any) -> list[int]:

@@ -17,7 +17,6 @@ ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import sys
 import weakref
@@ -39,8 +38,6 @@ from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import map_tensors, tensors_in, writes_to_batch
 from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
 from nanproof.explain.lines._slice import carries_graph
-
-log = logging.getLogger("nanproof")
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
@@ -266,11 +263,12 @@ class RootRecorder:
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> None:
         """A model is called."""
         self.lines.model_called(frame)
-        try:
-            given = self._given(args, kwargs)
-        except Exception:  # a container of the loop's own that cannot be looked into
-            log.debug("nanproof: what %s was called with cannot be kept", type(module).__name__, exc_info=True)
-            given = (), {}
+        given: Any = (args, dict(kwargs))
+        self._copies |= any(t is not None and t._version != count for call in self._recent for t, count in _alive(call))
+        self._recent.append([(weakref.ref(t), t._version) for _, t in tensors_in(given) if not t.is_inference()])
+        if self._copies:
+            self._copied = {}
+            given = map_tensors(given, self._copy)
         batch = Call({"args": given[0], "kwargs": given[1], "loss": None})
         batch.module, batch.written = weakref.ref(module), self._copies
         if len(self._names) > 1:
@@ -286,15 +284,6 @@ class RootRecorder:
         self._told = module.training
         if self._told and first:
             self._begin(batch)
-
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = args, dict(kwargs)
-        self._copies |= any(t is not None and t._version != count for call in self._recent for t, count in _alive(call))
-        self._recent.append([(weakref.ref(t), t._version) for _, t in tensors_in(given) if not t.is_inference()])
-        if not self._copies:
-            return given
-        self._copied = {}
-        return map_tensors(given, self._copy)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""Batches of any shape: every tensor is found and replaced once, whatever else is in there."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+
+from nanproof.core.support._tree import map_tensors, positions, tensors_in
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Node:
+    """One of several that all know each other."""
+
+    x: torch.Tensor
+    others: list = field(default_factory=list)
+
+
+def graph(count):
+    nodes = [Node(torch.full((2,), float(i))) for i in range(count)]
+    for node in nodes:
+        node.others = nodes
+    return nodes
+
+
+def test_tensors_are_found_in_order_with_the_expressions_that_reach_them():
+    batch = {
+        "a": torch.zeros(1),
+        "b": [torch.ones(1), (torch.ones(2), 3)],
+        "c": Pair(torch.ones(3), None),
+        "d": Node(torch.ones(4)),
+    }
+    batch |= {"d": Node(torch.ones(4)), "e": UserDict(f=torch.ones(5))}
+    found = list(tensors_in(batch))
+    names = ["batch['a']", "batch['b'][0]", "batch['b'][1][0]", "batch['c'].first", "batch['d'].x", "batch['e']['f']"]
+    assert [name for name, _ in found] == names
+    assert all(eval(name, {"batch": batch}) is tensor for name, tensor in found)
+
+
+def test_what_refers_to_itself_is_looked_at_once():
+    """Sixty nodes that all know each other: there are more ways through them than can be walked."""
+    nodes = graph(60)
+    assert [id(t) for _, t in tensors_in(nodes)] == [id(node.x) for node in nodes]
+    doubled = map_tensors(nodes, lambda t: t * 2)
+    assert [node.x[0].item() for node in doubled] == [2.0 * i for i in range(60)]
+    assert positions({"nodes": nodes, "rows": torch.ones(60, 3)}) == {}
+
+
+def test_samples_are_found_in_a_batch_that_refers_to_itself():
+    batch = {"targets": [{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(2, 4)}]}
+    batch["itself"] = batch
+    assert positions(batch) == {id(batch["targets"][i]["boxes"]): i for i in range(2)}
+
+
+def test_the_outer_list_is_that_of_the_samples():
+    batch = [{"boxes": [{"corner": torch.ones(2)}, {"corner": torch.ones(2)}]}, {"boxes": []}]
+    assert set(positions(batch).values()) == {0}
+
+
+def test_what_is_shared_stays_shared():
+    shared = [torch.ones(2)]
+    first, second = map_tensors((shared, shared), torch.clone)
+    assert first is second and first is not shared and first[0] is not shared[0]
+
+
+def test_kinds_of_tuples_are_kept():
+    packed, top = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), torch.ones(2, 3).max(1)
+    for batch in (packed, top, Pair(torch.ones(1), 2)):
+        copied = map_tensors(batch, torch.clone)
+        assert type(copied) is type(batch) and copied[0] is not batch[0] and torch.equal(copied[0], batch[0])
+
+
+class Made(Mapping):
+    """Makes its items as they are asked for."""
+
+    def __len__(self):
+        return 50
+
+    def __iter__(self):
+        return iter(range(50))
+
+    def __getitem__(self, key):
+        return {"x": torch.full((1,), float(key))}
+
+
+def test_items_that_are_made_as_they_are_asked_for_are_all_found():
+    assert [t.item() for _, t in tensors_in(Made())] == [float(i) for i in range(50)]
+
+
+class Shut(dict):
+    """Does not let itself be read."""
+
+    def items(self):
+        raise RuntimeError("not today")
+
+
+def test_what_cannot_be_read_or_copied_stays_as_it_is():
+    proxy, shut = MappingProxyType({"x": torch.ones(1)}), Shut(x=torch.ones(2))
+    batch = {"proxy": proxy, "shut": shut, "x": torch.ones(3)}
+    assert [name for name, _ in tensors_in(batch)] == ["batch['proxy']['x']", "batch['x']"]
+    copied = map_tensors(batch, torch.clone)
+    assert copied["proxy"] is proxy and copied["shut"] is shut and copied["x"] is not batch["x"]
+
+
+def test_an_error_of_the_change_is_not_swallowed():
+    with pytest.raises(ZeroDivisionError):
+        map_tensors({"a": [UserDict(x=torch.ones(1))]}, lambda t: 1 / 0)
+
+
+@pytest.mark.parametrize("levels", [90, 5000])
+def test_depth_has_an_end(levels):
+    batch = [torch.ones(1)]
+    for _ in range(levels):
+        batch = [batch]
+    assert len(list(tensors_in(batch))) == (levels == 90)
+    map_tensors(batch, torch.clone)
