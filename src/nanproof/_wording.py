@@ -134,7 +134,7 @@ def bad_gradients(names: Sequence[str], total: int) -> str:
 
 def replaced_gradients(step: int, names: Sequence[str]) -> str:
     left = f"step {step}: backward left non-finite gradients ({listed(names)})"
-    return f"{left}, and the loop replaced them before its step. Such steps are taken"
+    return f"{left}, and the loop replaced them before its step. nanproof accepts such steps"
 
 
 def bad_loss(loss: float, bad: Sequence[str], total: int) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nanproof
-from nanproof.explain.lines._lines import Inputs, Refusal
+from nanproof.explain.lines._lines import Blocked, Inputs
 from nanproof.explain.lines._recorded import RootRecorder
 
 
@@ -96,7 +96,7 @@ def test_a_stream_is_not_read_on(model):
         for x in stream:
             total = total + model(x).square().mean()
         loop.backward(total)
-    assert not loop.last.whole and "it reads on in stream" in loop.last.why_not
+    assert not loop.last.whole and "it advances the iterator stream" in loop.last.why_not
 
 
 def test_a_step_that_the_loop_gave_up_is_not_mixed_with_the_next(model):
@@ -136,7 +136,7 @@ def test_analysis_never_raises(model, monkeypatch):
     loss = model(torch.randn(6, 4)).square().mean()
     loop.backward(loss)
     assert not loop.last.whole and "KeyError" in loop.last.why_not
-    assert isinstance(loop.recorder.lines.at_backward(None), Refusal)
+    assert isinstance(loop.recorder.lines.at_backward(None), Blocked)
 
 
 def test_an_exception_of_nanproof_is_not_an_incident_of_the_loop(model):

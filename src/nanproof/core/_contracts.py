@@ -126,7 +126,7 @@ class Explainer(Observer):
         return None
 
     def noted(self, attempt: Attempt, loss: Tensor) -> None:
-        """The loss of a step is there, and its backward comes next."""
+        """Called with the loss of a step, just before its backward."""
 
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """Return the incident of a silent failure, if this accepted step completes the evidence for

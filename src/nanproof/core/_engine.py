@@ -55,7 +55,7 @@ log = logging.getLogger("nanproof")
 
 WHY_NOT_AGAIN = "nanproof cannot rerun a step of your own loop; guard.train_step(batch) or nanproof.diagnose(...) can say more"
 _LOOKS = 3
-"""Backwards after which it is known whether a loop writes into its gradients at every step."""
+"""Steps after which it is known whether a loop writes into its gradients between backward and step."""
 SEVERAL_RANKS = "with several ranks a step is rerun only if its verdict is read at once and no loss scale is used: Policy(lag=0)"
 
 
@@ -155,7 +155,7 @@ class Engine:
         self._unclipped: Norms | None = None
         """Their norms, where verdicts are read at once."""
         self._rewrites, self._looks = False, 0
-        """Whether the loop has written into gradients between backward and step, and how often that was looked at."""
+        """Whether the loop has written into gradients between backward and step, and in how many steps that was looked at."""
         self._replaced = False
         """Whether it has replaced non-finite ones."""
         self._leaving = False
@@ -240,10 +240,7 @@ class Engine:
         replay names the culprits."""
         judge = self.judge
         follows = self._rewrites or self._looks < _LOOKS
-        self._unclipped = None
-        if follows and not (judge.lag or judge.scaled or judge.ranks.several):
-            self._looks += 1
-            self._unclipped = judge.norms()
+        self._unclipped = judge.norms() if follows and not (judge.lag or judge.scaled or judge.ranks.several) else None
 
     def drop_loss(self) -> None:
         """The backward whose loss was noted last was another optimizer's business."""
@@ -289,9 +286,12 @@ class Engine:
         attempt = self._open or self._new_attempt(None)
         if begun is not None:
             attempt.again, attempt.calls, attempt.random, attempt.mode = begun.again, begun.calls, begun.random, begun.mode
-            attempt.why_not_again = begun.why_not_again or attempt.why_not_again
         self._open = None
         attempt.unclipped, self._unclipped = self._unclipped, None
+        if attempt.unclipped is not None:
+            self._looks += 1
+            held = norms is not None or attempt.unclipped.hold_for([p.grad for p in self.trained if p.grad is not None])
+            self._rewrites = self._rewrites or not held
         self._close_fixes()
         if opened:
             self._follow()
@@ -544,7 +544,7 @@ class Engine:
             self.under_way.held.appendleft(Attempt(attempt.step, attempt.batches, attempt.mode))
             return
         record = self._record(attempt, report, reading)
-        if attempt.unclipped is not None:
+        if attempt.unclipped is not None and len(attempt.unclipped.values) == len(reading.norms):
             self._compare(attempt.unclipped, record, reading)
         if reading.refused:
             self.recovery.refused()
@@ -553,14 +553,12 @@ class Engine:
             self._accepted(attempt, reading, record)
 
     def _compare(self, unclipped: Norms, record: StepRecord, reading: Reading) -> None:
-        """Learn whether the loop writes into gradients. It may replace what is non-finite: that is its choice, and told once."""
-        if len(unclipped.values) != len(reading.norms):
-            return
+        """Learn whether the loop writes into gradients in a way that torch does not count, through `.data`. It may replace
+        non-finite ones: log that once."""
         self._rewrites = self._rewrites or unclipped.rewritten(reading.norms)
         if self._rewrites and not self._replaced and not reading.refused:
-            bad = [
-                name for name, norm in zip(record.by_parameter, unclipped.values.tolist(), strict=True) if not math.isfinite(norm)
-            ]
+            before = zip(record.by_parameter, unclipped.values.tolist(), strict=True)
+            bad = [name for name, norm in before if not math.isfinite(norm)]
             self._replaced = bool(bad)
             if bad:
                 log.warning("nanproof: %s", wording.replaced_gradients(record.step, bad))

@@ -419,7 +419,9 @@ class Examiner(Explainer):
             return ""
         then, now = refusal.record.loss, control.loss
         late = bool(self._stepper.lag) or case.replay is None or case.replay.compiled
-        same = math.isclose(then, now, rel_tol=1e-5) if len(refusal.attempt.again) > 1 else then == now
+        same = then == now
+        if len(refusal.attempt.again) > 1:  # a loop may give its step the last loss alone
+            same = any(math.isclose(then, loss, rel_tol=1e-5) for loss in (now, control.last))
         if math.isfinite(then) != math.isfinite(now) or (math.isfinite(then) and not (same or late)):
             return f"the lines that make the loss gave {now:.6g} when they were run again, where the step had {then:.6g}"
         if case.kind == "nonfinite-gradient" and control.gradients_finite and not reading.scale:
@@ -584,6 +586,7 @@ class Examiner(Explainer):
         """The one way in which a step of this run is run again."""
         stepper = self._stepper
         named = zip(stepper.parameters.names, stepper.parameters.tensors, strict=True)
+        lines = [batch for batch in moment.batches if isinstance(batch, Inputs)]
         return Replay(
             stepper.model,
             loss_fn,
@@ -595,7 +598,8 @@ class Examiner(Explainer):
             foreign={name: p for name, p in named if name in stepper.parameters.foreign},
             living=self._living,
             writes=any(getattr(batch, "written", False) for batch in moment.batches),
-            beside=[m for batch in moment.batches if isinstance(batch, Inputs) for m in batch.modules],
+            beside=[m for batch in lines for m in batch.modules],
+            callables=[f for batch in lines for f in batch.callables],
             **how,
         )
 

@@ -98,9 +98,14 @@ def _account(
     first: tuple[StepRecord, float, float] | None = None
     seen: list[tuple[float, float]] = []
     seen_last = -1
+    names: tuple[str, ...] = ()
+    at: int | None = None
     for record in records:
+        if record.names is not names:
+            names = record.names
+            at = names.index(name) if name in names else None
         rate = record.lr[place] if place < len(record.lr) else math.nan
-        gradient = _norm(record, name)
+        gradient = None if at is None else _norm(record, at)
         if not math.isfinite(rate) or gradient is None:
             continue
         # The largest element of a gradient lies between its root mean square and its norm.
@@ -134,12 +139,9 @@ def _is_outlier(gradient: float, rate: float, seen: Sequence[tuple[float, float]
     return gradient > OUTLIER * max(g for g, _ in seen) and rate < OUTLIER * max(r for _, r in seen)
 
 
-def _norm(record: StepRecord, name: str) -> float | None:
+def _norm(record: StepRecord, at: int) -> float | None:
     """Return the norm of a parameter's gradient as the optimizer saw it, after clipping."""
-    try:
-        norm = record.norms[record.names.index(name)]
-    except (ValueError, IndexError):
-        return None
+    norm = record.norms[at] if at < len(record.norms) else ABSENT
     return None if norm == ABSENT or not math.isfinite(norm) else norm / record.clip
 
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from nanproof._policy import Policy
 from nanproof._records import Diagnosis, Incident
 from nanproof.core.judge._parameters import is_dtensor
@@ -53,9 +51,7 @@ class BadData:
         """Look through the batches of a failed step."""
         found = []
         for batch in batches:
-            # torch cannot tell whether an fp8 is finite
-            plain = ((name, t) for name, t in tensors_in(batch) if t.layout is torch.strided and t.element_size() > 1)
-            found += bad_in_batch(batch, [(name, t) for name, t in plain if not is_dtensor(t)])
+            found += bad_in_batch(batch, [(name, t) for name, t in tensors_in(batch) if not is_dtensor(t)])
         samples = sorted({i for bad in found for i in bad.samples})
         return cls(tuple(bad.name for bad in found), tuple(samples))
 

@@ -18,11 +18,11 @@ from nanproof.core.judge._parameters import clean_name, local, unwrap
 log = logging.getLogger("nanproof")
 
 LARGEST_ON_CPU = 1 << 28
-"""Elements on the CPU above which nobody asks: there it takes time."""
+"""Elements of weights on the CPU; larger models are not measured there, because it takes time."""
 
 
 LARGEST_BUFFER = 1 << 22
-"""Elements of a buffer above which nobody asks."""
+"""Elements of a buffer; larger ones are not checked."""
 
 
 class WeightsAtStart:

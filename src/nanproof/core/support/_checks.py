@@ -56,7 +56,7 @@ class OwnLoop:
 
     def look(self, step: int) -> None:
         if step == 0 and (self._policy.salvage or self._policy.heal):
-            log.warning("nanproof: guard.step: Policy(salvage=..., heal=...) acts on a refused step alone, not on your forward")
+            log.warning("nanproof: guard.step: Policy(salvage=..., heal=...) acts on refused steps only, not on your own forward")
         if step not in (0, 2) or self._scheduler is None:
             return
         now = getattr(self._scheduler, "last_epoch", None)

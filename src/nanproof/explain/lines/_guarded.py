@@ -37,8 +37,10 @@ class GuardedLoop:
 
     def _called(self, call: Any) -> None:
         """The model is called for the first time since the last backward."""
+        if self._devices and torch.cuda.is_current_stream_capturing():
+            return  # the generators must not be asked
         now = RandomState.now(self._devices)
-        if self._random is None:
+        if not self._again:  # also after a forward that was interrupted
             self._random, self._recorder.random = now, None
         else:
             self._recorder.random = now
@@ -50,12 +52,17 @@ class GuardedLoop:
 
     def at_step(self, loss: Tensor | None, engine: Engine, backwards: int) -> Attempt:
         """Return what is known of the step that is about to be judged. `backwards`: how many passes it adds up."""
-        if not self._again and loss is not None:
+        noted = len(engine.judge.noted)
+        if noted:  # the gradients of earlier backwards were cleared
+            self._again, self._calls = self._again[-noted:], self._calls[-noted:]
+        elif loss is not None:
+            self._again, self._calls = [], []
             self.at_backward(loss, sys._getframe(1))
         if backwards > len(self._again):
             self._again = [Again(UNKNOWN, whole=False, why_not=SEVERAL)]
         random = self._random or RandomState.now(self._devices)
-        return Attempt(engine.next_step, None, random=random, again=self._again, calls=self._calls)
+        mode = engine.under_way.mode()
+        return Attempt(engine.next_step, None, mode=mode, random=random, again=self._again, calls=self._calls)
 
     def stepped(self, devices: list[torch.device]) -> None:
         """The step is over."""

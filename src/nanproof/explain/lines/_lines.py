@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ _LARGEST = 256
 """Items of a container that is a batch; a larger one is a data set."""
 _TRIES = 4
 """Times a place is worked out anew, because what it found was of another kind than the last time."""
+
+
+_CODE = (type, FunctionType, MethodType, ModuleType, Tensor)
 
 
 @cache
@@ -99,11 +102,22 @@ class Inputs(dict[str, Any]):
         return dict, (dict(self),)
 
     @property
+    def objects(self) -> list[Any]:
+        """What else the lines read that has attributes: modules, and objects of the loop's own classes."""
+        values = (value for others in self.others for value in others.values())
+        return [value for value in values if hasattr(value, "__dict__") and not isinstance(value, _CODE)]
+
+    @property
+    def callables(self) -> list[Any]:
+        """Those of them that the lines may call, other than modules: a loss with a running mean."""
+        return [value for value in self.objects if callable(value) and not isinstance(value, nn.Module)]
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The modules that the lines can reach: those that they read, and those that objects which they read hold."""
         found: dict[int, nn.Module] = {}
-        for value in (value for others in self.others for value in others.values()):
-            held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
+        for value in self.objects:
+            held = vars(value).values() if not isinstance(value, nn.Module) else ()
             found |= {id(m): m for m in (value, *held) if isinstance(m, nn.Module)}
         return list(found.values())
 
@@ -140,7 +154,7 @@ def finiteness(output: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Blocked:
     """Why lines cannot be run again."""
 
     why: str
@@ -155,7 +169,7 @@ class Refusal:
 class Worked:
     """What was worked out for a place."""
 
-    result: Chain | Refusal
+    result: Chain | Blocked
     called: tuple[int, ...] | None
     """Where the functions called the model, if it holds for that alone."""
 
@@ -178,10 +192,15 @@ class Sight:
         """Where functions were."""
         return tuple(self.frames.get(id(frame), (None, -1, {}))[1] for frame in frames)
 
-    def of(self, frame: FrameType) -> tuple[tuple[Any, ...] | None, Mapping[str, Any] | None]:
-        """Return where a function was, and its variables."""
-        code, lasti, values = self.frames.get(id(frame), (None, 0, {}))
-        return (position(frame.f_code, lasti), values) if code is frame.f_code else (None, None)
+    def where(self, frame: FrameType) -> tuple[Any, ...] | None:
+        """Return where in its source a function was, if it was running."""
+        code, lasti, _ = self.frames.get(id(frame), (None, 0, {}))
+        return position(frame.f_code, lasti) if code is frame.f_code else None
+
+    def values(self, frame: FrameType) -> Mapping[str, Any] | None:
+        """Return the variables of interest that a function had."""
+        code, _, values = self.frames.get(id(frame), (None, 0, {}))
+        return values if code is frame.f_code else None
 
 
 def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +212,7 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except Exception as error:
             log.debug("nanproof: %s failed", method.__name__, exc_info=True)
-            return Refusal(f"the lines could not be followed: {type(error).__name__}: {error}"[:200])
+            return Blocked(f"the lines could not be followed: {type(error).__name__}: {error}"[:200])
 
     return tried
 
@@ -274,7 +293,7 @@ class Lines:
         self._sight, self._seen = Sight(), False
 
     @_harmless
-    def at_backward(self, frame: FrameType | None, argument: str = "", then: Sequence[Op] = ()) -> Inputs | Refusal:
+    def at_backward(self, frame: FrameType | None, argument: str = "", then: Sequence[Op] = ()) -> Inputs | Blocked:
         """Return how to run again what leads to the loss that a function passes to backward.
 
         Args:
@@ -290,37 +309,37 @@ class Lines:
         self._earlier.clear()
         return found
 
-    def _at_backward(self, frame: FrameType | None, argument: str) -> Inputs | Refusal:
+    def _at_backward(self, frame: FrameType | None, argument: str) -> Inputs | Blocked:
         sight, self._sight, self._seen = self._sight, Sight(), False
         self.gave_up = False
         receiver = not argument
         while frame is not None and _is_wrapper(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
-            return Refusal("nobody is seen to call backward")
+            return Blocked("the caller of backward() was not found")
         key = frame.f_code, frame.f_lasti
         depth = self._depth.get(key)
         if depth is not None:
             frames = _up(frame, depth)
             several = self._known.get(tuple([(f.f_code, f.f_lasti) for f in frames]), ())
             known = next((w.result for w in several if w.called is None or w.called == sight.lasti(frames)), None)
-            if isinstance(known, Refusal):
+            if isinstance(known, Blocked):
                 return known
             if known is not None and _is_stale(known, sight):
                 self.gave_up = True
-                return Refusal("the model was called before, in a step that ended without a backward", _short(frame))
+                return Blocked("the model was called before, in a step that ended without a backward", _short(frame))
             if known is not None:
                 inputs = _captured(known, frames, sight)
                 if inputs is not None:
                     self._learning = max(0, self._learning - 1)
                     return inputs
         if self._tries.get(key, 0) >= _TRIES:
-            return Refusal("what leads to the loss changes from step to step", f"{_short(frame)}")
+            return Blocked("what leads to the loss changes from step to step", f"{_short(frame)}")
         self._tries[key] = self._tries.get(key, 0) + 1
         return self._worked_out(frame, receiver, argument, sight)
 
     @_harmless
-    def at_error(self, error: BaseException) -> Inputs | Refusal:
+    def at_error(self, error: BaseException) -> Inputs | Blocked:
         """Return how to run again what raised: the lines from the model's call to the statement that raised, in the function that
         called the model."""
         sight, self._sight, self._seen = self._sight, Sight(), False
@@ -330,9 +349,9 @@ class Lines:
             trace = trace.tb_next
         trace = next((trace for trace in reversed(traces) if id(trace.tb_frame) in sight.stack), None)
         if trace is None:
-            return Refusal("the model was not called in this step")
+            return Blocked("the model was not called in this step")
         frame = trace.tb_frame
-        called, early = sight.of(frame)
+        called, early = sight.where(frame), sight.values(frame)
         try:
             place = place_of(frame, trace.tb_lasti, trace.tb_lineno)
             value = getattr(place.statement, "value", None)
@@ -348,25 +367,25 @@ class Lines:
                 called=called or position(frame.f_code, trace.tb_lasti),
             )
         except Stopped as stopped:
-            return Refusal(stopped.why, _short(frame, stopped.line))
+            return Blocked(stopped.why, _short(frame, stopped.line))
         except NoSource as why:
-            return Refusal(str(why))
+            return Blocked(str(why))
         chain = Chain((part,), _named([part], [frame], sight))
         inputs = _captured(chain, [frame], sight)
         if inputs is None:
-            return Refusal("the lines read what carries a graph", _short(frame))
+            return Blocked("the lines read what carries a graph", _short(frame))
         inputs.earlier, inputs.raised = tuple(self._earlier), True
         return inputs
 
-    def _worked_out(self, frame: FrameType, receiver: bool, argument: str, sight: Sight) -> Inputs | Refusal:
+    def _worked_out(self, frame: FrameType, receiver: bool, argument: str, sight: Sight) -> Inputs | Blocked:
         frames, slices = [frame], list[Slice]()
         here = frame
-        refusal: Refusal | None = None
+        blocked: Blocked | None = None
         try:
             place = place_of(here)
             wanted = _loss_of(place.call, receiver, argument)
             while True:
-                called, early = sight.of(here)
+                called, early = sight.where(here), sight.values(here)
                 code = here.f_code
                 arguments = inspect.getargs(code)
                 named = [*arguments.args, *filter(None, (arguments.varargs, arguments.varkw))]
@@ -392,18 +411,18 @@ class Lines:
                 here = above
                 frames.append(above)
         except Stopped as stopped:
-            refusal = Refusal(stopped.why, f"{_short(here, stopped.line)}")
+            blocked = Blocked(stopped.why, f"{_short(here, stopped.line)}")
         except NoSource as why:
-            refusal = Refusal(str(why))
+            blocked = Blocked(str(why))
         except RecursionError:
-            refusal = Refusal("the code is nested too deeply", _short(here))
+            blocked = Blocked("the code is nested too deeply", _short(here))
         key = tuple((f.f_code, f.f_lasti) for f in frames)
         self._depth[frame.f_code, frame.f_lasti] = len(frames)
-        if refusal is not None:
+        if blocked is not None:
             self._learning = max(0, self._learning - 1)
             if not self._learning or sight.frames:  # without sight of the model's call, the next step may tell more
-                self._known.setdefault(key, []).append(Worked(refusal, None))
-            return refusal
+                self._known.setdefault(key, []).append(Worked(blocked, None))
+            return blocked
         for part, at in zip(slices, reversed(frames), strict=True):
             if part.early or part.branched:
                 self._early.setdefault(at.f_code, set()).update(part.early)
@@ -413,7 +432,7 @@ class Lines:
             self._known.setdefault(key, []).append(Worked(chain, sight.lasti(frames) if branched else None))
         self._learning = max(0, self._learning - 1)
         inputs = _captured(chain, frames, sight)
-        return Refusal("the lines read what carries a graph", _short(frame)) if inputs is None else inputs
+        return Blocked("the lines read what carries a graph", _short(frame)) if inputs is None else inputs
 
 
 def _draws_first(frames: Sequence[FrameType], sight: Sight) -> bool:
@@ -462,7 +481,7 @@ def _loss_of(call: ast.Call, receiver: bool, argument: str) -> list[ast.expr]:
     named = [k.value for k in call.keywords if k.arg in (argument, "loss", "tensor", "tensors")]
     given = [a for a in call.args if not isinstance(a, ast.Starred)][:1]
     if not (given or named):
-        raise Stopped(call.lineno, "it does not show which value is the loss")
+        raise Stopped(call.lineno, "it does not say which argument is the loss")
     return (given or named)[:1]
 
 
@@ -538,7 +557,7 @@ def _named(slices: Sequence[Slice], frames: Sequence[FrameType], sight: Sight) -
     named: list[dict[str, str]] = []
     for part, frame in zip(slices, frames, strict=True):
         mine: dict[str, str] = {}
-        values = _values_of(part, frame, sight.of(frame)[1]) or {}
+        values = _values_of(part, frame, sight.values(frame)) or {}
         for argument, value in values.items():
             small = plain(value) and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value) <= _LARGEST)
             tensors = [t for _, t in tensors_in(value)] if small else []
@@ -556,7 +575,7 @@ def _captured(chain: Chain, frames: Sequence[FrameType], sight: Sight) -> Inputs
     tensors: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     for part, names, frame in zip(chain.slices, chain.names, reversed(frames), strict=True):
-        values = _values_of(part, frame, sight.of(frame)[1] if part.early else None)
+        values = _values_of(part, frame, sight.values(frame) if part.early else None)
         if values is None:
             return None
         for argument, key in names.items():

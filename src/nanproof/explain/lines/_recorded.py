@@ -17,19 +17,20 @@ ranks get names and no cause; `Policy(lag=0)` reads verdicts at once.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanproof._errors import UsageError
+from nanproof._errors import NanproofError, UsageError
 from nanproof.core._engine import Loop
 from nanproof.core._under_way import UNKNOWN, WRITES, Again
 from nanproof.core.judge._parameters import unwrap
@@ -38,6 +39,8 @@ from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import map_tensors, tensors_in, writes_to_batch
 from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
 from nanproof.explain.lines._slice import carries_graph
+
+log = logging.getLogger("nanproof")
 
 _LONGEST = 4
 """Divisions and multiplications between the model's loss and that of backward."""
@@ -121,6 +124,8 @@ class RootRecorder:
         """The first call since the last backward."""
         self._inside: nn.Module | None = None
         """The model whose forward is running."""
+        self._outer: tuple[int, CodeType] | None = None
+        """The frame that calls it, by its id, and its code."""
         self.lines = Lines()
         self.random: RandomState | None = None
         """The random numbers before this backward's first call, where that is not the first of the step."""
@@ -157,6 +162,16 @@ class RootRecorder:
         """Just before backward: how its loss can be computed again. `then` is what the framework
         itself still does to the loss; `frame` and `argument`: see `Lines.at_backward`. `late`: verdicts
         come late, and a step that a call of the model stands for can be held."""
+        frame = sys._getframe(1) if frame is None else frame
+        try:
+            return self._source_of(loss, then, frame, argument, late)
+        except NanproofError:
+            raise
+        except Exception as error:  # somebody's objects: what goes wrong with them is a reason not to run the step again
+            log.debug("nanproof: what leads to a loss could not be followed", exc_info=True)
+            return Again(UNKNOWN, whole=False, why_not=f"what leads to the loss could not be followed: {error!r}"[:200])
+
+    def _source_of(self, loss: Tensor, then: Iterable[Op], frame: FrameType, argument: str, late: bool) -> Again:
         then = tuple(op for op in then if op[1] != 1)
         copied = self._copies
         self.recognised = self.recognise(loss, then)
@@ -168,7 +183,7 @@ class RootRecorder:
         if self.recognised and (late or all(math.isfinite(number) and number for _, number in calls[0]["loss"][1:])):
             self.lines.forget()
             return Again(calls[0])
-        found = self.lines.at_backward(frame if frame is not None else sys._getframe(1), argument, then)
+        found = self.lines.at_backward(frame, argument, then)
         if self.recognised and not isinstance(found, Inputs):
             return Again(calls[0])
         if isinstance(found, Inputs):
@@ -238,7 +253,7 @@ class RootRecorder:
 
     def forget(self) -> None:
         """The step is over: what was called for it is of no interest any more."""
-        self._calls, self._losses, self._told, self._first = [], [], True, None
+        self._calls, self._losses, self._told, self._first, self._inside = [], [], True, None, None
         self.lines.forget()
 
     def close(self) -> None:
@@ -248,17 +263,26 @@ class RootRecorder:
         self.lines = Lines()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._counts(module) and self._inside is None:
-            self._inside = module
-            self.note(module, args, kwargs, sys._getframe(2))
+        if not self._counts(module):
+            return
+        frame = sys._getframe(2)
+        if self._inside is not None and not any((id(f), f.f_code) == self._outer for f in _above(frame)):
+            self.forget()  # it was interrupted, and torch called no hook
+        if self._inside is None:
+            self._inside, self._outer = module, (id(frame), frame.f_code)
+            self.note(module, args, kwargs, frame)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is self._inside:
             self._inside = None
-            self._losses = list(_candidates(output))
+            try:
+                self._losses = list(_candidates(output))
+            except Exception:  # an object of the loop's own that raises when it is looked at
+                self._losses = []
 
     def _counts(self, module: nn.Module) -> bool:
-        return not (self._again or self.paused) and torch.is_grad_enabled() and module in self._names
+        noted = not (self._again or self.paused or torch._C._get_tracing_state())
+        return noted and torch.is_grad_enabled() and module in self._names
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> None:
         """A model is called."""
@@ -290,6 +314,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a is b or a.layout is not torch.strided:
         return True
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _above(frame: FrameType) -> Iterator[FrameType]:
+    above = frame.f_back
+    while above is not None:
+        yield above
+        above = above.f_back
 
 
 def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor | None, int]]:
@@ -342,7 +373,10 @@ def _between(found: Tensor, loss: Tensor) -> list[Op] | None:
             return ops[::-1]
         op = {"DivBackward0": "/", "MulBackward0": "*"}.get(node.name())
         others = [n for n, _ in node.next_functions[1:] if n is not None]
-        other = getattr(node, "_saved_other", None)
+        try:
+            other = getattr(node, "_saved_other", None)
+        except RuntimeError:  # backward has run, and freed it
+            return None
         if op is None or others or not isinstance(other, Tensor) or other.dim() or other.device.type != "cpu":
             return None
         ops.append((op, float(other)))

@@ -55,7 +55,7 @@ _COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _MOST = 64
 """Items of a container that are looked at."""
 _OVER_OTHERS = {"zip", "enumerate", "reversed", "sorted", "list", "tuple", "iter", "map", "filter"}
-"""Functions whose result goes through what they are given."""
+"""Functions that iterate over their arguments."""
 _RANDOM = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|seed|exponential|geometric|uniform|save|load|empty")
 _S = TypeVar("_S", bound=ast.AST)
 
@@ -68,7 +68,7 @@ class Stopped(Exception):
         self.line, self.why = line, why
 
 
-class _Again(Exception):
+class _Retry(Exception):
     """Two versions of a name are needed: the statement that makes the later one from the earlier belongs to the slice."""
 
 
@@ -146,7 +146,7 @@ def make_slice(
     while True:
         try:
             return walk.made()
-        except _Again as again:
+        except _Retry as again:
             walk.forced.add(str(again))
         except Stopped:
             if not walk.goes_further:
@@ -195,7 +195,7 @@ class _Walk:
         self._made: set[str] = set()
         """Names that statements of the slice bind."""
         if not self._place.levels:
-            raise Stopped(self._place.line, "it is in a lambda")
+            raise Stopped(self._place.line, "the call is inside a lambda")
         last = self._place.levels[-1]
         self._branched = False
         self._before_call = self._called is not None and holds(last.statements[last.index], self._called)
@@ -400,7 +400,7 @@ class _Walk:
             if value is MISSING or (name not in self._values and not (isinstance(value, (Tensor, list, dict)))):
                 return  # a built-in, or a global variable that the slice reads as any function does
         if name in (self._late if names is self._early else self._early):
-            raise _Again(name)
+            raise _Retry(name)
         if name in self._read_before:
             raise Stopped(self._read_before[name], f"it changes {name}, which the lines before it read")
         if name in self._fresh:
@@ -443,7 +443,7 @@ class _Walk:
         numpy = sys.modules.get("numpy")
         array = (numpy.ndarray,) if numpy is not None else ()
         if value is not MISSING and not isinstance(value, (list, tuple, range, Mapping, set, str, Tensor, nn.Module, *array)):
-            raise Stopped(expression.lineno, f"it reads on in {name}")
+            raise Stopped(expression.lineno, f"it advances the iterator {name}")
 
     def check_calls(self, node: ast.AST) -> None:
         for each in ast.walk(node):
@@ -468,7 +468,7 @@ class _Walk:
         if has_own_random_state(value):
             raise Stopped(self._used(name, used), f"{name} draws random numbers from its own state, which is not recorded")
         if hasattr(type(value), "__next__"):
-            raise Stopped(self._used(name, used), f"it reads on in {name}")
+            raise Stopped(self._used(name, used), f"it advances the iterator {name}")
 
     def _used(self, name: str, line: int) -> int:
         nodes = (n for level in self._place.levels for s in level.statements[: level.index + 1] for n in ast.walk(s))

@@ -7,6 +7,7 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
@@ -76,7 +77,7 @@ def position(code: CodeType, lasti: int) -> tuple[int | None, int | None, int | 
     """Return (first line, last line, first column, last column) of an instruction, as far as this Python knows."""
     if not hasattr(code, "co_positions"):  # Python 3.10
         return None, None, None, None
-    return list(code.co_positions())[lasti // 2]
+    return next(islice(code.co_positions(), lasti // 2, None))
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""What modules keep in plain attributes (a counter, a hidden state): saved before a replay, put back after it."""
+"""What modules and loss objects keep in attributes (a counter, a hidden state): saved before a replay, put back after it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TORCHS = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
 
 
-def saved_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+def saved_attributes(owner: Any) -> dict[str, tuple[Any, Any]]:
     """(the object, a copy of what is in it) of every attribute that is not torch's own."""
-    return {name: (value, _content(value)) for name, value in module.__dict__.items() if name not in _TORCHS}
+    return {name: (value, _content(value)) for name, value in owner.__dict__.items() if name not in _TORCHS}
 
 
 def _content(value: Any) -> Any:
@@ -27,11 +27,11 @@ def _content(value: Any) -> Any:
     return copy.copy(value) if type(value) in _CONTAINERS else None
 
 
-def restore_attributes(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in [n for n in module.__dict__ if n not in _TORCHS and n not in saved]:
-        del module.__dict__[name]
+def restore_attributes(owner: Any, saved: dict[str, tuple[Any, Any]]) -> None:
+    for name in [n for n in owner.__dict__ if n not in _TORCHS and n not in saved]:
+        del owner.__dict__[name]
     for name, (value, content) in saved.items():
-        module.__dict__[name] = value
+        owner.__dict__[name] = value
         if isinstance(value, Tensor):
             if content is not None and value._version != content[0]:
                 with torch.no_grad():

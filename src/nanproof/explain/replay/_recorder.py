@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nanproof.core.support._context import Mode, RandomState
 from nanproof.core.support._tree import tensors_in
 
@@ -41,11 +43,17 @@ class Recorder:
 
     def keep(self, step: int, batches: tuple[Any, ...], random: RandomState, mode: Mode) -> None:
         tensors = [t for batch in batches for _, t in tensors_in(batch)]
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        size = sum(t.numel() * t.element_size() for t in (*tensors, *self._held(batches)))
         versions = tuple(0 if t.is_inference() else t._version for t in tensors)
         self._moments.append(Moment(step, batches, versions, random, mode))
         while len(self._moments) > max(1, LARGEST // max(size, 1)):
             self._moments.popleft()
+
+    def _held(self, batches: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors in objects that a batch refers to, of those that the step before did not refer to."""
+        before = {id(value) for batch in (self._moments[-1].batches if self._moments else ()) for value in _objects(batch)}
+        new = [value for batch in batches for value in _objects(batch) if id(value) not in before]
+        return [t for value in new for _, t in tensors_in(vars(value))]
 
     @property
     def last(self) -> int | None:
@@ -64,6 +72,11 @@ class Recorder:
 
     def clear(self) -> None:
         self._moments.clear()
+
+
+def _objects(batch: Any) -> list[Any]:
+    found: list[Any] = getattr(batch, "objects", [])
+    return found
 
 
 def _versions(batches: tuple[Any, ...]) -> tuple[int, ...]:

@@ -95,6 +95,8 @@ class Outcome:
     gradients_finite: bool
     """Every element of every gradient."""
     seconds: float
+    last: float = math.nan
+    """The loss of the last micro-batch."""
 
     @property
     def total(self) -> float:
@@ -147,6 +149,7 @@ class Replay:
         deadline: Deadline | None = None,
         writes: bool = False,
         beside: Sequence[nn.Module] = (),
+        callables: Sequence[Any] = (),
     ) -> None:
         self.model, self.loss_fn, self.batches = model, loss_fn, tuple(batches)
         self.modules = list(model.modules())
@@ -177,6 +180,8 @@ class Replay:
         mine = {id(module) for module in self.modules}
         self._beside = [m for other in beside for m in other.modules() if id(m) not in mine]
         """Modules that the step runs and that are not part of the model."""
+        self._callables = list(callables)
+        """Other objects that it calls and that may keep something: a loss with a running mean."""
         self._own_batches = writes
         """The loss function writes into its batch: every run gets a copy."""
 
@@ -211,7 +216,7 @@ class Replay:
         self.runs += 1
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
-        loss_value, error = math.nan, None
+        loss_value, last, error = math.nan, math.nan, None
         with rehearsal, self._undisturbed():
             with ExitStack() as stack:
                 (random or self.random).restore()
@@ -234,7 +239,8 @@ class Replay:
                         with self._accumulated(last=i == len(parts) - 1):
                             loss = self.loss_fn(self.model, own_copy(batch))
                             loss = part_of(self.loss_fn, loss.reshape(()), len(parts))
-                            total += float(loss.detach())
+                            last = float(loss.detach())
+                            total += last
                             backward = backward and (backward_of_bad or math.isfinite(total))
                             if before_backward is not None:
                                 before_backward(loss)
@@ -249,7 +255,7 @@ class Replay:
             norms, missing, finite = self._gradients(scale) if backward else ({}, (), True)
             if after is not None and error is None:
                 after()
-        return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start)
+        return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start, last)
 
     def _accumulated(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if self._ranks is None else self._ranks.accumulate(last)
@@ -312,15 +318,16 @@ class Replay:
             p.grad = None
         versions = _versions(leaves)
         written = [(p, p._version, p.detach().clone()) for p in self._written]
-        attributes = [(module, saved_attributes(module)) for module in (*self.modules, *self._beside)]
+        owners = (*self.modules, *self._beside, *self._callables)
+        attributes = [(owner, saved_attributes(owner)) for owner in owners]
         random_now = RandomState.now(self.devices)
         keeper = self._buffers or BufferKeeper(self.model)
         keeper.begin()
         try:
             yield
         finally:
-            for module, saved in attributes:
-                restore_attributes(module, saved)
+            for owner, saved in attributes:
+                restore_attributes(owner, saved)
             for buffer in self.model.buffers():
                 if buffer.grad_fn is not None:
                     buffer.detach_()
