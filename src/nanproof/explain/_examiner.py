@@ -409,9 +409,11 @@ class Examiner(Explainer):
         if control is None:
             return ""
         if not whole:
+            reason = refusal.attempt.why_not
+            if case.spoilt and not case.bad_batch:
+                return reason  # the forward would write a second time
             if control.error is None and not math.isfinite(control.loss):
                 return ""
-            reason = refusal.attempt.why_not
             return reason if control.error is not None else f"{reason}; the model's own output is finite"
         if control.error is not None and case.kind != "exception":
             return f"the lines that make the loss raised when they were run again: {control}"

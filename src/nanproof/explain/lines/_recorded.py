@@ -59,7 +59,7 @@ class Call(dict[str, Any]):
 
     module: weakref.ref[nn.Module]
     written = False
-    """Whether the step writes into its batch: this is a copy from before that."""
+    """Whether the step writes into its batch, so that every rerun needs a copy."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -102,7 +102,7 @@ class RootRecorder:
         several = [models] if isinstance(models, nn.Module) else list(models)
         self._names = weakref.WeakKeyDictionary({model: type(unwrap(model)).__name__ for model in several})
         self._begin = begin
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[Call] = []
         """Since the last backward. Of those in eval mode only the last."""
         self._told = True
         """Whether `begin` knows of the last call."""
@@ -116,7 +116,7 @@ class RootRecorder:
         batches, or the model writes."""
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
         """Tensors of the last call, by id, each with its copy."""
-        self._recognised: list[dict[str, Any]] = []
+        self._recognised: list[Call] = []
         self.recognised = False
         """Whether the loss of the last backward was the model's own output."""
         self._again = False
@@ -178,7 +178,7 @@ class RootRecorder:
         calls = self._recognised
         if self._copies and not copied and len(calls) == 1:
             self.lines.forget()
-            calls[0]["loss"] = [FORWARD]
+            calls[0]["loss"], calls[0].written = [FORWARD], True
             return Again(calls[0], whole=False, why_not=WRITES, written=True)
         if self.recognised and (late or all(math.isfinite(number) and number for _, number in calls[0]["loss"][1:])):
             self.lines.forget()
