@@ -94,21 +94,26 @@ def test_of_several_optimizers_none_is_changed_where_one_cannot_follow():
     assert not held and len(guard.optimizer.state) == 0
 
 
-def test_the_culprit_of_a_loop_that_clips_by_hand_is_the_one_from_before():
-    """Clipping by a NaN makes every gradient NaN; `guard.backward` has read the norms by then."""
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("data", "largest"), [(True, 0.1), (False, 0.1), (False, 1000.0)])
+def test_the_culprit_of_a_loop_that_clips_by_hand_is_the_one_from_before(parts, data, largest):
+    """Clipping by a NaN makes every gradient NaN; `guard.backward` has read the norms by then. Also where the loop accumulates,
+    and where the norms have all been small so far, as long as torch counts the writing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with nanproof.Guard(model, optimizer, policy=nanproof.Policy(diagnose="never")) as guard:
         for i in range(6):
-            loss = model(torch.randn(4, 4)).square().mean()
-            if i == 4:
-                loss = loss + (model[1].bias * 0).sqrt().sum()
             optimizer.zero_grad()
-            guard.backward(loss)
+            for _ in range(parts):
+                loss = model(torch.randn(4, 4)).square().mean()
+                if i == 4:
+                    loss = loss + (model[1].bias * 0).sqrt().sum()
+                guard.backward(loss)
             total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             for p in model.parameters():
-                p.grad.data *= 0.1 / total
+                gradient = p.grad.data if data else p.grad
+                gradient *= (largest / total).clamp(max=1.0)
             guard.step()
     (incident,) = guard.incidents
     assert [name for name, _ in incident.culprits] == ["1.bias"]

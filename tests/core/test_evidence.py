@@ -23,6 +23,7 @@ UNKNOWN = ("unknown", 0.0)
     ("incidents", "last", "best"),
     [
         ([incident(5, "a", 0.5, True), incident(6, "b", 0.99)], incident(7), 5),
+        ([incident(4, "too early", 0.9, True)], incident(7), None),
         ([incident(5, *UNKNOWN), incident(6, "b", 0.4)], incident(7, *UNKNOWN), 6),
         ([incident(5, "a", 0.6), incident(6, "b", 0.8)], incident(7), 6),
         ([incident(5, "a", 0.6)], incident(7, "b", 0.6), 7),
@@ -35,6 +36,7 @@ UNKNOWN = ("unknown", 0.0)
     ],
     ids=[
         "verified comes before sure",
+        "not one from just before",
         "named comes before unknown",
         "the surest",
         "of equals the latest",
@@ -49,6 +51,11 @@ UNKNOWN = ("unknown", 0.0)
 def test_the_best_diagnosis_among_those_that_led_to_the_halt(incidents, last, best):
     chosen = best_explained([*incidents, last], last, steps=3)
     assert (None if chosen is None else chosen.step) == best
+
+
+def test_an_incident_of_another_kind_at_the_same_step_is_not_meant_by_same_as():
+    spike, like, last = incident(1, "other", 0.9, True, kind="spike"), incident(1, "right", 0.5), incident(7, same_as=1)
+    assert best_explained([spike, like, last], last, steps=3) is like
 
 
 def test_the_line_that_halts_a_run_carries_it():

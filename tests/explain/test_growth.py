@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanproof
+from nanproof import StepRecord
+from nanproof.explain._growth import growth
 
 CAUSE = "learning-rate-too-high"
 
@@ -240,3 +244,65 @@ def test_the_trial_fails_if_the_step_is_bad_at_any_size_of_the_weights():
     (refused,) = (i for i in incidents if i.kind == "nonfinite-loss")
     assert refused.diagnosis.cause != CAUSE
     assert CAUSE in refused.diagnosis.alternatives
+
+
+def record(step, rate, norm, action="stepped", clip=1.0):
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        grad_norm=norm,
+        action=action,
+        clip=clip,
+        lr=(rate,),
+        scale=None,
+        spike=False,
+        typical=(0.0, 0.0),
+        spread=(0.0, 0.0),
+        loss_size=1.0,
+        weights_checked=False,
+        names=("weight",),
+        norms=array("d", [norm]),
+    )
+
+
+def grown(records, now, **settings):
+    """What the records of a run say about a weight that was 1 at its start."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(now)
+    case = SimpleNamespace(
+        details={"largest_at_start": {"weight": 1.0}},
+        model=model,
+        history=records,
+        record=None,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1, **settings),
+        weights_broke=False,
+        can_look_at_the_step=False,
+    )
+    return growth(case)
+
+
+LARGE = record(0, 1e3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("records", "now", "settings", "found"),
+    [
+        pytest.param([LARGE], 500.0, {}, True, id="the update explains the weight"),
+        pytest.param([LARGE], 1e9, {}, False, id="something else wrote it"),
+        pytest.param([LARGE], 5.0, {}, False, id="it is not large"),
+        pytest.param([record(0, 1e3, 1.0, "skipped")], 500.0, {}, False, id="the step was refused"),
+        pytest.param([record(0, 1.0, 1e3, "clipped", clip=1e5)], 500.0, {}, False, id="the gradient was clipped"),
+        pytest.param([LARGE], 5e3, {"momentum": 0.9}, True, id="momentum"),
+        pytest.param([LARGE, record(1, 1e3, 1.0)], 1e5, {"weight_decay": 1.0}, True, id="decay"),
+        pytest.param([record(0, 1e-3, 1.0), record(1, 1.0, 1e3)], 500.0, {}, True, id="rate and gradient rose together"),
+    ],
+)
+def test_only_what_the_updates_can_have_made_is_put_down_to_the_rate(records, now, settings, found):
+    assert (grown(records, now, **settings) is not None) is found
+
+
+def test_a_rate_that_only_doubled_was_not_raised():
+    rows = [(1.0, 0.05), (2.0, 0.4), *[(2.0, 10.0)] * 7]
+    found = grown([record(i, *row) for i, row in enumerate(rows)], 50.0)
+    assert found.step == 1 and found.before is None

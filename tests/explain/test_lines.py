@@ -173,3 +173,46 @@ def test_a_loss_made_in_the_loop_is_explained(model, lag):
     found = incident.diagnosis
     assert (incident.step, found.cause, found.samples, found.verified) == (5, "log-of-zero", (2,), True)
     assert found.source.rpartition(":")[0].endswith("test_lines.py")
+
+
+def test_an_output_in_a_dictionary_from_before_the_step_is_not_run_again(model):
+    loop, state = Loop(model), {"w": torch.ones(1)}
+    for _ in range(4):
+        x = torch.randn(6, 4)
+        state["out"] = model(x)
+        loss = (state["out"] * state["w"]).square().mean()
+        loop.backward(loss)
+    assert not loop.last.whole and "was there before this step" in loop.last.why_not
+
+
+def test_the_rows_of_a_data_set_are_the_batch_not_the_data_set(model):
+    loop, data = Loop(model), torch.randn(100, 4)
+    for i in range(4):
+        rows = torch.arange(i, i + 6)
+        x = data[rows] / 2
+        loss = model(x).square().mean()
+        loop.backward(loss)
+    assert set(loop.last.batch) == {"x"}
+
+
+def test_a_generator_in_an_attribute_is_named(model):
+    class Noise:
+        def __init__(self):
+            self.generator = torch.Generator()
+
+    loop, noise = Loop(model), Noise()
+    for _ in range(4):
+        x = torch.randn(6, 4)
+        loss = (model(x) + torch.randn(6, 1, generator=noise.generator)).square().mean()
+        loop.backward(loss)
+    assert not loop.last.whole and "noise.generator draws random numbers" in loop.last.why_not
+
+
+def test_asking_whether_an_output_is_none_is_no_obstacle(model):
+    loop = Loop(model)
+    for _ in range(4):
+        x = torch.randn(6, 4)
+        out = model(x)
+        loss = out.square().mean() if out is not None else out.sum()
+        loop.backward(loss)
+    assert loop.last.whole

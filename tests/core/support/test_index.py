@@ -57,3 +57,10 @@ def test_a_folder_is_used_once(tmp_path):
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     write_index(tmp_path / "gone", [(tmp_path / "gone", "a"), (tmp_path / "gone" / "optimizer-2", "b")])
     assert "optimizers.json cannot be written" in caplog.text
+
+
+def test_names_are_there_and_folders_have_an_end(tmp_path):
+    entries = [{"folder": "." if i == 1 else f"optimizer-{i}", "name": "" if i == 1 else f"{i}"} for i in range(1, 100)]
+    (tmp_path / INDEX).write_text(json.dumps({"v": 1, "optimizers": entries}))
+    names = [name for _, name in read_index(tmp_path)]
+    assert len(names) == 64 and names[:2] == ["(1)", "2"]

@@ -122,3 +122,29 @@ def test_depth_has_an_end(levels):
         batch = [batch]
     assert len(list(tensors_in(batch))) == (levels == 90)
     map_tensors(batch, torch.clone)
+
+
+def test_nested_tensors_are_left_out():
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert list(tensors_in({"a": jagged, "b": 1})) == []
+
+
+def test_items_of_a_list_are_samples_only_where_they_can_be():
+    a, b = torch.ones(3), torch.ones(5)
+    assert positions(([a, b], torch.ones(2))) == {id(a): 0, id(b): 1}
+    assert positions({"pair": Pair(a, a), "weights": torch.ones(2)}) == {}
+    assert positions([torch.ones(2, 3), torch.ones(2)]) == {}
+
+
+@dataclass
+class Late:
+    """Has a field that nobody has set."""
+
+    x: torch.Tensor
+    later: torch.Tensor = field(init=False)
+
+
+def test_a_field_that_was_not_set_is_passed_over():
+    batch = Late(torch.ones(2))
+    assert [name for name, _ in tensors_in(batch)] == ["batch.x"]
+    assert map_tensors(batch, lambda t: t + 1).x.sum() == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanproof.report._findings import recorded
 from nanproof.report.folder._run import Run
 from nanproof.report.folder._troubles import troubles
 from report import made
@@ -27,3 +28,15 @@ def test_the_bundle_is_in_the_folder_of_its_optimizer(tmp_path):
     bundle.mkdir(parents=True)
     (bundle / "manifest.json").write_text("{}")
     assert [trouble.bundle for trouble in troubles(Run(tmp_path).read())] == [None, bundle]
+
+
+def test_a_cause_that_is_not_known_is_shown_as_what_happened(tmp_path):
+    made.write_gan(tmp_path, [made.incident_line(3, diagnosis=made.diagnosis(cause="unknown"))], [])
+    (trouble,) = troubles(Run(tmp_path).read())
+    assert trouble.cause == "nonfinite-loss"
+
+
+def test_a_spike_is_a_note(tmp_path):
+    made.write_gan(tmp_path, [made.incident_line(3, kind="spike", action="recorded")], [])
+    (found,) = recorded(Run(tmp_path).read())
+    assert found.severity == "note"
