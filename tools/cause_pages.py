@@ -171,9 +171,9 @@ def needs(mine: list[Case], said: dict[str, Any], told: dict[str, Any]) -> Itera
     """Which evidence it was named from, measured on the cases."""
     found = [said["cases"][case.name] for case in mine] or [{"told": told, "by_step": None}]
     kinds = sorted({row["told"]["kind"] for row in found})
-    yield f"- Told as {', '.join(f'`{kind}`' for kind in kinds)} ([kinds of incidents](../guard.md#what-is-refused))."
+    yield f"- Reported as {', '.join(f'`{kind}`' for kind in kinds)} ([kinds of incidents](../guard.md#what-is-refused))."
     places = sorted({row["told"]["diagnosis"]["phase"] for row in found})
-    yield f"- Born in: {', '.join(places)}."
+    yield f"- Origin: {', '.join(places)}."
     tried = {}
     for row in found:
         for text in row["told"]["diagnosis"]["evidence"]:

@@ -314,9 +314,8 @@ def heal_line() -> str:
     cases = load("heal")["cases"]
     plain, guard, heal, everything = (sum(case[way]["healthy"] for case in cases) for way in ("plain", "guard", "heal", "all"))
     return (
-        f"Of the {len(cases)} runs of the zoo that go wrong or look as if, {plain} end healthy in a plain loop, "
-        f"{guard} under the guard, "
-        f"{heal} with `heal=True`, {everything} with copies to go back to as well: no person edited anything."
+        f"Of the {len(cases)} zoo runs that fail or appear to, {plain} end healthy in a plain loop, {guard} under the guard, "
+        f"{heal} with `heal=True`, and {everything} with copies to roll back to as well. No code was edited."
     )
 
 

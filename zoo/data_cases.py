@@ -151,7 +151,7 @@ def nan_deep_inside_a_nested_batch(fixed: bool) -> Training:
 
 @case("changed-in-place", step=4, sample=3)
 def batch_normalised_in_place(fixed: bool) -> Training:
-    """Each row of the batch is normalised in place. Of a sensor that was stuck at one value, 0 / 0 stays in the batch."""
+    """Each row of the batch is normalised in place. A sensor that is stuck at one value leaves 0 / 0 in the batch."""
     torch.manual_seed(31)
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
     batches = [(torch.randn(8, 6), torch.randn(8, 1)) for _ in range(9)]

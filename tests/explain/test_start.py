@@ -24,9 +24,9 @@ def test_a_buffer_that_was_infinite_and_got_worse_is_suspected(now):
     model = nn.Linear(2, 1)
     model.register_buffer("bound", torch.tensor([math.inf, 0.0]))
     start = WeightsAtStart(model)
-    assert start.bad_buffers(model) == {"bound"}
+    assert start.unchanged_bounds(model) == {"bound"}
     model.bound[1] = now
-    assert start.bad_buffers(model) == set()
+    assert start.unchanged_bounds(model) == set()
 
 
 def test_a_step_is_whole_only_if_each_of_its_losses_can_be_computed_again():

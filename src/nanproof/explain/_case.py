@@ -173,7 +173,7 @@ class Case:
 
     @cached_property
     def bad_buffers(self) -> list[BadWeight]:
-        as_at_start = self.details.get("bad_buffers_at_start", ())
+        as_at_start = self.details.get("unchanged_bounds", ())
         return [] if self.model is None else [b for b in _bad_tensors(self.model, buffers=True) if b.name not in as_at_start]
 
     @property

@@ -563,7 +563,7 @@ class Examiner(Explainer):
             kind = "loss-scale-collapse"
         norm = stepper.max_norm if isinstance(stepper.max_norm, (int, float)) else None
         details["largest_at_start"] = self._start.largest(stepper.model) if self._start is not None else None
-        details["bad_buffers_at_start"] = self._start.bad_buffers(stepper.model) if self._start is not None else ()
+        details["unchanged_bounds"] = self._start.unchanged_bounds(stepper.model) if self._start is not None else ()
         return Case(
             kind,
             model=stepper.model,

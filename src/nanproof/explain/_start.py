@@ -61,7 +61,7 @@ class WeightsAtStart:
             ):
                 self._buffers[clean_name(name)] = torch.isinf(local(buffer.detach())).sum()
 
-    def bad_buffers(self, model: nn.Module) -> set[str]:
+    def unchanged_bounds(self, model: nn.Module) -> set[str]:
         """Names of buffers that hold as many infinite numbers as at the start, and no NaN: a bound that is Inf on purpose is not
         to blame. Waits: for failures."""
         now = {clean_name(name): local(buffer.detach()) for name, buffer in unwrap(model).named_buffers()}
