@@ -17,7 +17,7 @@ from integrations.tiny import Regression, all_finite, feature_rows, make_trainer
 from nanproof import Observe, Policy, UnsupportedError, UsageError, read_incidents, read_steps
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations.huggingface._attach import TrainerObserver
+from nanproof.integrations.huggingface._observed import TrainerObserver
 from nanproof.integrations.transformers import (
     ActivationMonitorCallback,
     GradientMonitorCallback,

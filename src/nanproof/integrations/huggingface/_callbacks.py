@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from nanproof._errors import UsageError
 from nanproof._records import ABSENT, StepRecord
@@ -48,7 +48,7 @@ class GuardView(TrainerCallback):
         self.guard: ProtectedRun | ObservedRun | None = None
         """The run whose records it reads; set when training begins."""
         self._seen = -1
-        follow_callbacks()
+        follow_callbacks(Trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.guard is None:
