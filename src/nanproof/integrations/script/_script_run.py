@@ -57,6 +57,8 @@ class Tally:
     calls: int = 0
     """Of `optimizer.step()` that were judged."""
     steps: int = 0
+    newest: int | None = None
+    """The newest step on record: where verdicts come late, not the last one."""
     refused: int = 0
     overflows: int = 0
     """Steps that a GradScaler left out while it looked for its scale."""
@@ -70,7 +72,7 @@ class Tally:
     """Seconds in which bad steps and suspicions were looked into."""
     first: float = 0.0
     last: float = 0.0
-    """When the first step ended, and the last."""
+    """When the first step ended, before any trouble with it was looked into, and the last."""
 
     @property
     def title(self) -> str:
@@ -392,9 +394,10 @@ class ScriptRun(Group):
 
     def timed(self, began: float, others: float) -> None:
         """After a step: what of its time was nanproof's."""
-        tally, now = self.tally, time.perf_counter()
-        tally.own = tally.own + now - began - others - self.extraordinary() if tally.first else 0.0
-        tally.first, tally.last = tally.first or now, now
+        tally, now, trouble = self.tally, time.perf_counter(), self._trouble
+        own = now - began - others - self.extraordinary()
+        tally.own = tally.own + own if tally.first else 0.0
+        tally.first, tally.last = tally.first or now - trouble, now
 
     def extraordinary(self) -> float:
         """Return the seconds of nanproof's time since the last call that no healthy step has: looking into trouble, and for the
@@ -517,6 +520,7 @@ class ScriptRun(Group):
     def _note(self) -> None:
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
+            self.tally.newest = self.guard.newest
             self.tally.refused = self.guard.refused_so_far
 
 
