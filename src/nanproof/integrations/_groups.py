@@ -203,11 +203,11 @@ class Group:
         self.pass_by(member)
         return total
 
-    def act(self, engine: Engine, member: Optimizer, clipped: Mapping[int, tuple[Tensor, int, Tensor]]) -> bool:
+    def act(self, engine: Engine, member: Optimizer, clipped: Mapping[int, tuple[weakref.ref[Tensor], int, Tensor]]) -> bool:
         """Let another member act in the step under way. `clipped`: gradients that were clipped since
         it was judged, by parameter. Return False if its gradients are others by now, and bad."""
         if not self.refused:
-            known = self._judged | {key: (id(g), version) for key, (g, version, _) in clipped.items()}
+            known = self._judged | {key: (id(ref()), version) for key, (ref, version, _) in clipped.items()}
             there = [p for p in parameters_of(member) if p.grad is not None]
             unknown = any(known.get(id(p)) != (id(p.grad), p.grad._version) for p in there if p.grad is not None)
             if unknown and not finite_gradients([member]):

@@ -106,7 +106,7 @@ class ScriptRun(Group):
         self.changed = False
         """Whether the guard has still to follow a change of members."""
         self._recorder = RootRecorder([], self._begin)
-        self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._norms: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm
         before."""
         self._max_norm: float | None = None
@@ -348,10 +348,10 @@ class ScriptRun(Group):
             for key in there:
                 gradient, written, norm, after = norms[key]
                 earlier = self._norms.get(key)
-                if earlier is not None and earlier[0] is gradient and earlier[1] == written:
+                if earlier is not None and earlier[0]() is gradient and earlier[1] == written:
                     norm = earlier[2]  # clipped twice
                 if gradient is not None:
-                    self._norms[key] = gradient, after, norm
+                    self._norms[key] = weakref.ref(gradient), after, norm
 
     def take(self, member: Optimizer, backwards: int) -> None:
         """In place of the optimizer's step. `backwards`: so far."""
@@ -478,11 +478,11 @@ class ScriptRun(Group):
         missing: list[tuple[int, Tensor]] = []
         for i in present:
             p = parameters.tensors[i]
-            gradient, version, norm = self._norms.get(id(p), (None, 0, None))
-            if norm is None or p.grad is None:
+            ref, version, norm = self._norms.get(id(p), (None, 0, None))
+            if ref is None or norm is None or p.grad is None:
                 missing.append((len(norms), p.grad))  # type: ignore[arg-type]
                 norms.append(torch.zeros(()))
-            elif p.grad is not gradient or p.grad._version != version:
+            elif p.grad is not ref() or p.grad._version != version:
                 return None
             else:
                 norms.append(norm.to(parameters.device, parameters.dtype, non_blocking=True))
