@@ -116,7 +116,9 @@ def test_tensors_that_nobody_guards_are_clipped_as_by_torch(tmp_path):
     assert stdout(tmp_path, MODEL + UNGUARDED, "-m", "nanproof", "run") == plain
 
 
-@pytest.mark.parametrize("clip", ["get_total_norm([p.grad for p in ps])", "clip_grad_norm_(ps, 0.1)", "clip_grad_value_(ps, 0.1)"])
+@pytest.mark.parametrize(
+    "clip", ["get_total_norm([p.grad for p in ps])", "clip_grad_norm_(ps, 0.1)", "clip_grad_value_(ps, 0.1)"]
+)
 def test_gradients_go_when_the_script_drops_them(tmp_path, clip):
     """A script that looks at the norms, and perhaps leaves the step out."""
     script = f"ps = list(model.parameters())\n{clip}\nrefs = [weakref.ref(p.grad) for p in ps]\noptimizer.zero_grad()\n"

@@ -53,8 +53,8 @@ class GuardView(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.guard is None:
             raise UsageError(
-                f"{type(self).__name__}: this trainer's train() is not the one of transformers, so no guard was attached. "
-                "hint: call nanproof.protect(trainer) before train()"
+                f"{type(self).__name__}: this trainer overrides train() without calling super().train(), so no guard was "
+                "attached. hint: call nanproof.protect(trainer) before train()"
             )
         self._seen = state.global_step - 1
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from nanproof._errors import NanproofError
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._patches import Patches
 from nanproof.integrations._protected import ProtectedRun
@@ -38,23 +37,20 @@ class TrainerObserver(TrainerCallback):
         for view in views_of(trainer):
             view.guard = self.run
         if trainer.is_deepspeed_enabled:
-            log.warning("nanproof: DeepSpeed keeps the gradients to itself, so this run is not observed")
+            log.warning("nanproof: DeepSpeed does not expose gradients, so this run is not observed")
             return
         limit = args.max_grad_norm
         assert trainer.optimizer is not None
-        try:
-            self.run.start(
-                trainer.model_wrapped,
-                trainer.optimizer,
-                max_norm=limit if limit and limit > 0 else None,
-                scaler=getattr(trainer.accelerator, "scaler", None),
-                step=state.global_step,
-            )
-        except NanproofError as error:  # a folder that cannot be written, say
-            log.warning("nanproof: this run is not observed: %s", error)
-            return
-        self._patches.wrap(trainer.accelerator, "backward", self._backward)
-        self._patches.wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
+        observed = self.run.start(
+            trainer.model_wrapped,
+            trainer.optimizer,
+            max_norm=limit if limit and limit > 0 else None,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            step=state.global_step,
+        )
+        if observed:
+            self._patches.wrap(trainer.accelerator, "backward", self._backward)
+            self._patches.wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Where the trainer does not clip."""

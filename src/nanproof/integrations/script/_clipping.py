@@ -117,9 +117,9 @@ class Clipping:
                 norms[id(p)] = version, norm
         whole = total is not None and total is made and len(norms) == len(owned) == len(known)
         unknown = [(p, g) for p, g in owned if id(p) not in norms]
-        gradients: list[list[Any]] = [[g for _, g in unknown]]
-        for [group], places in _group_tensors_by_device_and_dtype(gradients, with_indices=True).values() if unknown else ():
-            for place, norm in zip(places, torch._foreach_norm(group, 2.0), strict=True):
+        grouped: Any = _group_tensors_by_device_and_dtype([[g for _, g in unknown]], with_indices=True) if unknown else {}
+        for [gradients], places in grouped.values():
+            for place, norm in zip(places, torch._foreach_norm(gradients, 2.0), strict=True):
                 p, g = unknown[place]
                 norms[id(p)] = g._version, norm
         return norms, whole
