@@ -345,3 +345,65 @@ def test_a_run_that_went_on_after_a_halt_is_not_called_halted(tmp_path, then, op
     done = forked.python("run.py", cwd=tmp_path)
     halted = str(then == "break")
     assert done.stdout.split() == ["True", *[halted] * 3], done.stderr
+
+
+SAVED = """
+import io, pickle, threading, time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.a(x).square().mean()
+
+class Slow(io.BytesIO):
+    def write(self, data):
+        writing.set()
+        go_on.wait(20)
+        return super().write(data)
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+writing, go_on = threading.Event(), threading.Event()
+calls = []
+for step in range(8):
+    x = torch.randn(4, 8)
+    if step == 5:
+        x[2] = float("nan")
+        own = len(model._forward_pre_hooks), len(model._forward_hooks)
+        file = Slow()
+        saver = threading.Thread(target=torch.save, args=(model, file))
+        saver.start()
+        writing.wait(20)
+        assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == own
+        model.register_forward_hook(lambda *args: calls.append(step))
+    optimizer.zero_grad()
+    eval("model(x)").backward()
+    optimizer.step()
+go_on.set()
+saver.join()
+calls.clear()
+model(x)
+legacy, nested = io.BytesIO(), io.BytesIO()
+assert calls == [7]
+model._forward_hooks.popitem()
+torch.save(model, legacy, _use_new_zipfile_serialization=False)
+torch.save({"model": model}, f=nested, pickle_module=pickle, pickle_protocol=4)
+for saved in file, legacy, nested:
+    assert b"nanproof" not in saved.getvalue()
+    saved.seek(0)
+    twin = torch.load(saved, weights_only=False)
+    assert torch.equal((twin["model"] if saved is nested else twin)(x.nan_to_num()), model(x.nan_to_num()))
+"""
+
+
+def test_a_model_is_saved_without_hooks_while_it_trains(tmp_path):
+    """By another thread, too: the model keeps its hooks, those that the script adds meanwhile included, and the bad step is
+    explained. The files do not need nanproof."""
+    (tmp_path / "script.py").write_text(SAVED)
+    _, (one,) = protected("script.py", cwd=tmp_path)
+    (incident,) = one["incidents"]
+    assert incident["step"] == 5 and incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["verified"]
