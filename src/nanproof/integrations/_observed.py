@@ -94,7 +94,7 @@ class ObservedRun(Face):
         self.next_step, self._bad, self._losses, self._looked = step, False, [], False
         self.account.forget_since(step)
         self._max_norm, self._scaler = max_norm, scaler if scaler is not None and scaler.is_enabled() else None
-        parameters = Parameters(model, optimizer)
+        parameters, trained = Parameters(model, optimizer), parameters_of(optimizer)
         device, dtype = parameters.device, parameters.dtype
         ranks, self._courier, self._watch = Ranks(model, device), Courier(device), SpikeWatch()
         self._stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
@@ -108,10 +108,9 @@ class ObservedRun(Face):
 
         self._journal = Journal(self.run_dir if ranks.rank == 0 else None, facts)
         self._tell = Teller(self.account, self._journal, ranks.rank == 0)
-        # From here on, nothing fails: what refers to the model is let go of by `close`.
+        # Last, so that a start that fails keeps nothing of the model.
         self._model, self._optimizer, self._parameters, self._ranks = model, optimizer, parameters, ranks
-        self._trained = parameters_of(optimizer)
-        self._open = True
+        self._trained, self._open = trained, True
 
     def loss(self, loss: Tensor) -> None:
         """Just before a backward, with the loss it starts from, not scaled."""
@@ -159,8 +158,8 @@ class ObservedRun(Face):
     def _let_go(self) -> None:
         self._open = self._looked = False
         self._pending.clear()
-        self._journal.close()
         del self._model, self._optimizer, self._parameters, self._ranks, self._trained
+        self._journal.close()
 
     @torch.no_grad()
     def _look(self, unscaled: bool) -> None:
