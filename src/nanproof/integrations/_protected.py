@@ -123,11 +123,6 @@ class ProtectedRun(Face):
         return 0 if self._engine is None else self._engine.next_step
 
     @property
-    def newest(self) -> int | None:
-        """The newest step on record."""
-        return self.account.history[-1].step if self.account.history else None
-
-    @property
     def accepted_so_far(self) -> int:
         """Steps that were taken, of those that the host knows of: on CUDA it learns of one two
         steps later."""

@@ -12,7 +12,6 @@ from transformers import Trainer, TrainerCallback
 
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._patches import Patches
-from nanproof.integrations._protected import ProtectedRun
 
 log = logging.getLogger("nanproof")
 
@@ -32,8 +31,6 @@ class TrainerObserver(TrainerCallback):
 
         trainer = self.trainer
         self._patches.undo()  # a run that was begun again with a smaller batch
-        if isinstance(getattr(trainer, "nanproof", None), ProtectedRun):
-            return  # `nanproof run` guards it, and its views read that guard
         for view in views_of(trainer):
             view.guard = self.run
         if trainer.is_deepspeed_enabled:

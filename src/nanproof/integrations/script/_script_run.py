@@ -520,7 +520,8 @@ class ScriptRun(Group):
     def _note(self) -> None:
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
-            self.tally.newest = self.guard.newest
+            records = self.guard.account.history
+            self.tally.newest = records[-1].step if records else None
             self.tally.refused = self.guard.refused_so_far
 
 

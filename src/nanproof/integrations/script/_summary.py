@@ -203,7 +203,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 own_seconds=0.0,
                 trouble_seconds=0.0,
                 span_seconds=0.0,
-                newest=guard.newest,
+                newest=guard.account.history[-1].step if guard.account.history else None,
             )
         )
     halts = [g.halted for g in found if g.halted is not None]  # the script may have caught the exception
