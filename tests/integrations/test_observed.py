@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -94,3 +96,26 @@ def test_parameters_that_join_are_followed():
     run.look()
     run.end()
     assert run.history[-1].by_parameter["param_groups[1].params[0]"] == pytest.approx(18**0.5)
+
+
+@pytest.mark.parametrize("fails", ["RunningStats", "judge", "nothing"])
+def test_a_closed_observer_holds_no_model(monkeypatch, fails):
+    """Also where it failed, at the start or at a step. It must not stop the run."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError
+
+    model, optimizer = built()
+    run = ObservedRun()
+    if fails != "nothing":
+        monkeypatch.setattr(f"nanproof.integrations._observed.{fails}", broken)
+    assert run.start(model, optimizer) == (fails != "RunningStats")
+    loop(run, model, optimizer)
+    run.close()
+    assert len(run.history) == (4 if fails == "nothing" else 0)
+    ref = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert ref() is None
+    run.start(*built())  # and a later run is observed as any other
+    run.close()

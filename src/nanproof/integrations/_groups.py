@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,22 +30,26 @@ from nanproof.core.judge._judge import Norms
 from nanproof.core.judge._parameters import local
 
 
-def leaves_of(tensors: Any) -> set[int]:
-    """Return the ids of the tensors whose gradients a backward from here would add to."""
+def leaf_tensors(tensors: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose gradients a backward from here would add to."""
     several = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
-    found = {id(t) for t in several if t.requires_grad and t.is_leaf}
+    yield from (t for t in several if t.requires_grad and t.is_leaf)
     todo = [t.grad_fn for t in several if t.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()
-        variable = getattr(node, "variable", None)
+        variable: Tensor | None = getattr(node, "variable", None)
         if variable is not None:
-            found.add(id(variable))
+            yield variable
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 todo.append(below)
-    return found
+
+
+def leaves_of(tensors: Any) -> set[int]:
+    """Return the ids of the tensors whose gradients a backward from here would add to."""
+    return {id(leaf) for leaf in leaf_tensors(tensors)}
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -203,11 +207,11 @@ class Group:
         self.pass_by(member)
         return total
 
-    def act(self, engine: Engine, member: Optimizer, clipped: Mapping[int, tuple[Tensor, int, Tensor]]) -> bool:
+    def act(self, engine: Engine, member: Optimizer, clipped: Mapping[int, tuple[weakref.ref[Tensor], int, Tensor]]) -> bool:
         """Let another member act in the step under way. `clipped`: gradients that were clipped since
         it was judged, by parameter. Return False if its gradients are others by now, and bad."""
         if not self.refused:
-            known = self._judged | {key: (id(g), version) for key, (g, version, _) in clipped.items()}
+            known = self._judged | {key: (id(ref()), version) for key, (ref, version, _) in clipped.items()}
             there = [p for p in parameters_of(member) if p.grad is not None]
             unknown = any(known.get(id(p)) != (id(p.grad), p.grad._version) for p in there if p.grad is not None)
             if unknown and not finite_gradients([member]):

@@ -64,8 +64,8 @@ class LoopGroup(Group):
     def begin(self, batch: Any) -> None:
         """The model is called."""
         engine = self.guard.engine
-        if engine.open and self.recorder is not None:
-            self.recorder.random = RandomState.now(engine.under_way.devices)
+        if self.recorder is not None:
+            self.recorder.random = RandomState.now(engine.under_way.devices) if engine.open else None
         engine.begin(batch)
 
     def loss(self, loss: Tensor, noted: Tensor, then: Iterable[Op] = ()) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanproof import _wording as wording
+from nanproof._errors import NanproofError
 from nanproof._policy import Policy
 from nanproof._records import Incident
 from nanproof.core._evidence import Witness, from_finding, make_incident
@@ -31,6 +32,7 @@ from nanproof.core.judge._verdict import Reading, Verdict, judge
 from nanproof.core.support._context import learning_rates
 from nanproof.core.support._environment import about
 from nanproof.core.support._ranks import Ranks
+from nanproof.integrations._groups import parameters_of
 
 log = logging.getLogger("nanproof")
 
@@ -77,28 +79,38 @@ class ObservedRun(Face):
 
     def start(
         self, model: nn.Module, optimizer: Optimizer, *, max_norm: float | None = None, scaler: Any = None, step: int = 0
-    ) -> None:
-        """The loop begins, at this step. `max_norm`: what the trainer clips to."""
-        self.close()
-        optimizer, policy = bare_optimizer(optimizer), Policy()
+    ) -> bool:
+        """The loop begins, at this step. Return whether it is observed. `max_norm`: what the trainer clips to."""
+        try:
+            self.close()
+            self._start(model, bare_optimizer(optimizer), max_norm, scaler, step)
+        except Exception as error:  # a folder that cannot be written, say
+            why = str(error) if isinstance(error, NanproofError) else repr(error)  # text: an exception holds the model
+            log.warning("nanproof: this run is not observed: %s", why)
+        return self._open
+
+    def _start(self, model: nn.Module, optimizer: Optimizer, max_norm: float | None, scaler: Any, step: int) -> None:
+        policy = Policy()
         self.next_step, self._bad, self._losses, self._looked = step, False, [], False
         self.account.forget_since(step)
-        self._model, self._optimizer, self._max_norm = model, optimizer, max_norm
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._parameters, self._trained = Parameters(model, optimizer), _tensors(optimizer)
-        device, dtype = self._parameters.device, self._parameters.dtype
-        self._ranks, self._courier, self._watch = Ranks(model, device), Courier(device), SpikeWatch()
+        self._max_norm, self._scaler = max_norm, scaler if scaler is not None and scaler.is_enabled() else None
+        parameters, trained = Parameters(model, optimizer), parameters_of(optimizer)
+        device, dtype = parameters.device, parameters.dtype
+        ranks, self._courier, self._watch = Ranks(model, device), Courier(device), SpikeWatch()
         self._stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self._lag = 2 if device.type == "cuda" else 0
 
         def facts() -> dict[str, Any]:
-            scaled, ranks = self._scaler is not None, self._ranks.world
-            known = about(unwrap(model), optimizer, policy, path=PATH, max_norm=max_norm, ranks=ranks, scaled=scaled)
+            known = about(
+                unwrap(model), optimizer, policy, path=PATH, max_norm=max_norm, ranks=ranks.world, scaled=self._scaler is not None
+            )
             return {name: value for name, value in known.items() if name != "policy"}
 
-        self._journal = Journal(self.run_dir if self._ranks.rank == 0 else None, facts)
-        self._tell = Teller(self.account, self._journal, self._ranks.rank == 0)
-        self._open = True
+        self._journal = Journal(self.run_dir if ranks.rank == 0 else None, facts)
+        self._tell = Teller(self.account, self._journal, ranks.rank == 0)
+        # Last, so that a start that fails keeps nothing of the model.
+        self._model, self._optimizer, self._parameters, self._ranks = model, optimizer, parameters, ranks
+        self._trained, self._open = trained, True
 
     def loss(self, loss: Tensor) -> None:
         """Just before a backward, with the loss it starts from, not scaled."""
@@ -128,9 +140,7 @@ class ObservedRun(Face):
         """Take in the last records and let go of the model."""
         self.sync()
         if self._open:
-            self._open = False
-            self._journal.close()
-            del self._model, self._optimizer, self._parameters, self._trained
+            self._let_go()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.account.accepted} steps, {len(self.incidents)} incidents>"
@@ -140,14 +150,20 @@ class ObservedRun(Face):
         try:
             act()
         except Exception as error:
-            log.warning("nanproof: step %d could not be observed, and no later one is: %r", self.next_step, error)
-            self._open, self._looked = False, False
-            self._pending.clear()
-            self._journal.close()
+            log.warning(
+                "nanproof: cannot observe step %d: %s. Observation is off for the rest of this run", self.next_step, repr(error)
+            )
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._open = self._looked = False
+        self._pending.clear()
+        del self._model, self._optimizer, self._parameters, self._ranks, self._trained
+        self._journal.close()
 
     @torch.no_grad()
     def _look(self, unscaled: bool) -> None:
-        trained = _tensors(self._optimizer)
+        trained = parameters_of(self._optimizer)
         if [id(p) for p in trained] != [id(p) for p in self._trained]:
             self._parameters, self._trained = Parameters(self._model, self._optimizer), trained
         parameters = self._parameters
@@ -209,7 +225,3 @@ class ObservedRun(Face):
         incident = make_incident(look.step, reading, norms, witness, None, [])
         taken = "" if self._scaler is not None and not math.isfinite(reading.total) else wording.TAKEN
         return replace(incident, action="recorded", message="; ".join(filter(None, (incident.message, taken))))
-
-
-def _tensors(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

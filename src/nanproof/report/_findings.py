@@ -1,5 +1,5 @@
 """A run's folder as `nanproof doctor` shows it: first what the run recorded, each incident with its
-count, cause, fix and bundle; then what the curves of the steps that were taken show besides."""
+count, cause, fix and bundle; then what the curves of the accepted steps show in addition."""
 
 from __future__ import annotations
 

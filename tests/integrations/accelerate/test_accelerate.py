@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from nanproof import TrainingHalted, UnsupportedError, UsageError, call_again, read_incidents
 from nanproof.explain.bundle._bundle import read_bundle
+from nanproof.explain.lines._recorded import RootRecorder
 from nanproof.integrations.accelerate._accelerator import protect_accelerator
 
 STEPS, BAD, SAMPLE = 8, 4, 2
@@ -426,3 +427,12 @@ def test_a_healthy_loop_calls_the_model_as_often_as_it_asks() -> None:
         optimizer.step()
     guard.close()
     assert (len(calls), guard.incidents) == (15, [])
+
+
+def test_no_step_starts_from_random_numbers_of_the_step_before(monkeypatch):
+    """They are noted for a micro-batch behind the first. The first one of the next step starts from that step's own."""
+    seen = []
+    source_of = RootRecorder.source_of
+    monkeypatch.setattr(RootRecorder, "source_of", lambda self, *a, **k: (seen.append(self.random), source_of(self, *a, **k))[1])
+    train(data(6), accumulation=2)
+    assert [random is not None for random in seen] == [False, True] * 3

@@ -17,7 +17,7 @@ from integrations.tiny import Regression, all_finite, feature_rows, make_trainer
 from nanproof import Observe, Policy, UnsupportedError, UsageError, read_incidents, read_steps
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
-from nanproof.integrations.huggingface._attach import TrainerObserver
+from nanproof.integrations.huggingface._observed import TrainerObserver
 from nanproof.integrations.transformers import (
     ActivationMonitorCallback,
     GradientMonitorCallback,
@@ -288,12 +288,17 @@ def test_an_observer_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, cap
     plain = trained(tmp_path / "plain")
     monkeypatch.setattr("nanproof.integrations._observed.judge", lambda *args, **kwargs: 1 / 0)
     trainer = trained(tmp_path / "observed", callbacks=[GradientMonitorCallback(observe_only=True)])
-    assert equal(state(trainer), state(plain)) and caplog.text.count("could not be observed") == 1
+    assert equal(state(trainer), state(plain)) and caplog.text.count("cannot observe step 0: ZeroDivisionError") == 1
+    monkeypatch.undo()
     caplog.clear()
     (tmp_path / "file" / "nanproof").parent.mkdir()
     (tmp_path / "file" / "nanproof").write_text("")
     trained(tmp_path / "file", callbacks=[GradientMonitorCallback(observe_only=True)])
     assert caplog.text.count("not observed") == 1
+    caplog.clear()
+    monkeypatch.setattr("nanproof.integrations._observed.RunningStats", lambda *args: 1 / 0)
+    trainer = trained(tmp_path / "unstarted", callbacks=[GradientMonitorCallback(observe_only=True)])
+    assert equal(state(trainer), state(plain)) and caplog.text.count("not observed: ZeroDivisionError") == 1
 
 
 def test_a_run_that_stays_bad_is_warned_of_once(tmp_path, caplog):

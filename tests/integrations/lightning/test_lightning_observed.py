@@ -27,6 +27,7 @@ from integrations.lightning_toys import (
     weights,
 )
 from nanproof import AlreadyGuarded, Policy, UsageError, read_steps
+from nanproof.core.support._index import read_index
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.lightning import NanproofCallback
@@ -111,6 +112,24 @@ def test_every_optimizer_of_a_manual_fit_is_observed(tmp_path):
     assert all(math.isfinite(r.loss) for r in first.history) and not math.isfinite(second.history[BAD].loss)
     assert [(i.step, i.culprits[0][0]) for i in callback.guard.incidents] == [(BAD, "b.weight")]
     assert len(list(read_steps(tmp_path / "optimizer-2"))) == STEPS
+    assert read_index(tmp_path) == [(tmp_path, "SGD of Pair (1)"), (tmp_path / "optimizer-2", "SGD of Pair (2)")]
+    fitted([NanproofCallback(observe_only=True, run_dir=tmp_path)])
+    assert read_index(tmp_path) == []  # one optimizer only
+
+
+@pytest.mark.parametrize("error", [ValueError, UsageError])
+def test_an_observer_that_cannot_start_does_not_stop_the_fit(monkeypatch, caplog, error):
+    """One warning, and the fit goes on as it would have."""
+
+    def fails(*args):
+        raise error("no statistics")
+
+    plain, plain_module = fitted()
+    monkeypatch.setattr("nanproof.integrations._observed.RunningStats", fails)
+    callback = NanproofCallback(observe_only=True)
+    trainer, module = fitted([callback])
+    assert same(bits(trainer, module), bits(plain, plain_module)) and caplog.text.count("no statistics") == 1
+    assert callback.guard.history == [] and "nanproof/incidents" not in trainer.callback_metrics
 
 
 def test_observing_needs_no_settings_of_a_guard():

@@ -1,4 +1,5 @@
-"""`nanproof run` on scripts of Lightning and DeepSpeed that know nothing of it: their own adapters are used."""
+"""`nanproof run` on scripts of Lightning and DeepSpeed that know nothing of it: their own adapters are used. And on a script
+whose callbacks would attach a guard themselves."""
 
 from __future__ import annotations
 
@@ -81,3 +82,44 @@ def test_the_adapter_is_used(tmp_path, package, script, name):
     (incident,) = one["incidents"]
     assert incident["step"] == 5 and incident["diagnosis"]["cause"] == "nonfinite-batch"
     assert (tmp_path / "records" / "incidents.jsonl").exists()
+
+
+CALLBACK = """
+{imports}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels=None):
+        return {{"loss": (self.net(x) - labels).square().mean()}}
+
+rows = [{{"x": row, "labels": label}} for row, label in zip(x, y)]
+args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=4, report_to="none", use_cpu=True, save_strategy="no",
+                         disable_tqdm=True)
+monitor = GradientMonitorCallback(observe_only={only})
+trainer = Trainer(Model(), args, train_dataset=rows, callbacks=[monitor])
+trainer.train()
+guard = monitor.guard
+print(guard.run_dir, guard.policy.switch_to_fused, guard.observe is not None, guard is trainer.nanproof)
+"""
+IMPORTS = (
+    "from transformers import Trainer, TrainingArguments",
+    "from nanproof.integrations.transformers import GradientMonitorCallback",
+)
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["guards", "observes"])
+@pytest.mark.parametrize("imports", [IMPORTS, IMPORTS[::-1]], ids=["trainer first", "callback first"])
+def test_a_callback_leaves_the_options_of_the_command_in_force(tmp_path, imports, only):
+    """The guard is the one of `nanproof run`, with its folder, policy and observation. The callback reads its records."""
+    pytest.importorskip("transformers")
+    (tmp_path / "script.py").write_text(MODEL + CALLBACK.format(imports="\n".join(imports), only=only))
+    run = ["-m", "nanproof", "run", "--json", "--observe", "--run-dir", "records", "script.py"]
+    done = forked.python(*run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "records False True True"
+    assert (tmp_path / "records" / "steps.jsonl").exists() and not (tmp_path / "out" / "nanproof").exists()
+    (one,) = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
+    assert (one["name"], one["steps"], one["run_dir"]) == ("Trainer", 4, "records")

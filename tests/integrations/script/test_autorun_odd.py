@@ -279,3 +279,131 @@ def test_a_trainer_without_an_adapter_is_named_when_it_begins(capsys):
     session = Session(Options(policy=Policy()))
     assert not _protect(session, object()) and not session.trainers
     assert "object is not guarded as a trainer" in capsys.readouterr().err
+
+
+AFTERWARDS = """
+import torch
+from torch.nn.modules import module
+from nanproof import Policy
+from nanproof.integrations.script._autorun import autorun
+from nanproof.integrations.script._session import Options
+
+autorun("script.py", [], module=False, options=Options(policy=Policy()))
+print(len(module._global_forward_pre_hooks), len(module._global_forward_hooks))
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise RuntimeError"], ids=["no backward", "raises"])
+def test_no_hook_of_torch_outlives_the_run(tmp_path, end):
+    """The script made an optimizer and never called backward."""
+    (tmp_path / "script.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"{end}\nmodel(torch.ones(1, 2))\n"
+    )
+    (tmp_path / "afterwards.py").write_text(AFTERWARDS)
+    assert forked.python("afterwards.py", cwd=tmp_path).stdout.split() == ["0", "0"]
+
+
+CAUGHT = """
+import torch
+from nanproof import TrainingHalted
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+halted = False
+for step in range(40):
+    x = torch.randn(4, 4)
+    if step >= 5 and not halted:
+        x[0] = float("nan")
+    try:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    except TrainingHalted:
+        halted = True
+        {then}
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["own", "fused"])
+@pytest.mark.parametrize("then", ["pass", "break"])
+def test_a_run_that_went_on_after_a_halt_is_not_called_halted(tmp_path, then, optimizer):
+    """The script caught the exception. With `fused`, the halt comes later than its step."""
+    (tmp_path / "script.py").write_text(CAUGHT.format(then=then))
+    (tmp_path / "run.py").write_text(
+        "from nanproof import Policy\n"
+        "from nanproof.integrations.script._autorun import autorun\n"
+        "from nanproof.integrations.script._session import Options\n"
+        f"options = Options(policy=Policy(lag=2, diagnose='never'), optimizer={optimizer!r}, quiet=True)\n"
+        "_, summary = autorun('script.py', [], module=False, options=options)\n"
+        "(one,) = summary.guarded\n"
+        "print(any(i.action == 'halted' for i in one.incidents), one.halted is not None, summary.halted is not None)\n"
+        "print(', halted at step ' in one.lines()[0])\n"
+    )
+    done = forked.python("run.py", cwd=tmp_path)
+    halted = str(then == "break")
+    assert done.stdout.split() == ["True", *[halted] * 3], done.stderr
+
+
+SAVED = """
+import io, pickle, threading, time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.a(x).square().mean()
+
+class Slow(io.BytesIO):
+    def write(self, data):
+        writing.set()
+        go_on.wait(20)
+        return super().write(data)
+
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+writing, go_on = threading.Event(), threading.Event()
+calls = []
+for step in range(8):
+    x = torch.randn(4, 8)
+    if step == 5:
+        x[2] = float("nan")
+        own = len(model._forward_pre_hooks), len(model._forward_hooks)
+        file = Slow()
+        saver = threading.Thread(target=torch.save, args=(model, file))
+        saver.start()
+        writing.wait(20)
+        assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == own
+        model.register_forward_hook(lambda *args: calls.append(step))
+    optimizer.zero_grad()
+    eval("model(x)").backward()
+    optimizer.step()
+go_on.set()
+saver.join()
+calls.clear()
+model(x)
+legacy, nested = io.BytesIO(), io.BytesIO()
+assert calls == [7]
+model._forward_hooks.popitem()
+torch.save(model, legacy, _use_new_zipfile_serialization=False)
+torch.save({"model": model}, f=nested, pickle_module=pickle, pickle_protocol=4)
+for saved in file, legacy, nested:
+    assert b"nanproof" not in saved.getvalue()
+    saved.seek(0)
+    twin = torch.load(saved, weights_only=False)
+    assert torch.equal((twin["model"] if saved is nested else twin)(x.nan_to_num()), model(x.nan_to_num()))
+"""
+
+
+def test_a_model_is_saved_without_hooks_while_it_trains(tmp_path):
+    """By another thread, too: the model keeps its hooks, those that the script adds meanwhile included, and the bad step is
+    explained. The files do not need nanproof."""
+    (tmp_path / "script.py").write_text(SAVED)
+    _, (one,) = protected("script.py", cwd=tmp_path)
+    (incident,) = one["incidents"]
+    assert incident["step"] == 5 and incident["diagnosis"]["cause"] == "nonfinite-batch" and incident["diagnosis"]["verified"]

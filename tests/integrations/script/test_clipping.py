@@ -60,3 +60,85 @@ def test_gradients_that_the_script_replaces_itself_are_stepped_on_and_told_once(
     assert guarded[REPLACES]["refused"] == 0 and guarded[REPLACES]["incidents"] == []
     assert said.count(f"step {BAD}: backward left non-finite gradients ({CULPRIT})") == 1
     assert all(bool(torch.isfinite(value).all()) for value in weights[REPLACES].values())
+
+
+MODEL = """
+import torch, weakref
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def backward():
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+
+for _ in range(3):
+    backward()
+    optimizer.step()
+backward()
+"""
+UNGUARDED = """
+def attempt(clip, parameters, **more):
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.tensor([1.0, float("inf"), 2.0])
+    try:
+        total = clip([*parameters, other], **more)
+    except RuntimeError as error:
+        total = type(error)
+    print(total, other.grad, [p.grad.norm() for p in parameters])
+
+def total(parameters, **more):
+    return get_total_norm([p.grad for p in parameters], **more)
+
+for parameters in [], list(model.parameters()):
+    attempt(clip_grad_norm_, parameters, max_norm=1.0, error_if_nonfinite=True)
+    attempt(total, parameters, error_if_nonfinite=True)
+    attempt(clip_grad_norm_, parameters, max_norm=1.0, norm_type=1.0, error_if_nonfinite=True)
+    attempt(clip_grad_value_, parameters, clip_value=0.01)
+    attempt(clip_grad_norm_, parameters, max_norm=1.0)
+"""
+
+
+def stdout(tmp_path, script, *options):
+    (tmp_path / "script.py").write_text(script)
+    done = forked.python("-W", "error", *options, "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_tensors_that_nobody_guards_are_clipped_as_by_torch(tmp_path):
+    """By themselves and together with gradients of a guarded optimizer: the same numbers, and the same errors."""
+    plain = stdout(tmp_path, MODEL + UNGUARDED)
+    assert plain.count("RuntimeError") == 6
+    assert stdout(tmp_path, MODEL + UNGUARDED, "-m", "nanproof", "run") == plain
+
+
+@pytest.mark.parametrize(
+    "clip", ["get_total_norm([p.grad for p in ps])", "clip_grad_norm_(ps, 0.1)", "clip_grad_value_(ps, 0.1)"]
+)
+def test_gradients_go_when_the_script_drops_them(tmp_path, clip):
+    """A script that looks at the norms, and perhaps leaves the step out."""
+    script = f"ps = list(model.parameters())\n{clip}\nrefs = [weakref.ref(p.grad) for p in ps]\noptimizer.zero_grad()\n"
+    script += "print(sum(ref() is not None for ref in refs))\n"
+    assert stdout(tmp_path, MODEL + script, "-m", "nanproof", "run").split() == ["0"]
+
+
+READS = """
+class Reads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+with Reads() as reads:
+    clip_grad_value_(model.parameters(), 0.01)
+print(reads.count)
+"""
+
+
+def test_clipping_by_value_reads_one_number_on_the_host(tmp_path):
+    assert stdout(tmp_path, MODEL + READS, "-m", "nanproof", "run").split() == ["1"]

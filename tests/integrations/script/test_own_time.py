@@ -33,6 +33,7 @@ for i in range(20):
     model(x).square().mean().backward()
     optimizer.step()
 """
+BAD_FROM_THE_START = BAD_BATCH.replace("i == 10", "i == 0")
 UNUSED_HEAD = """
 class Model(nn.Module):
     def __init__(self):
@@ -62,7 +63,11 @@ for i in range(20):
 AFTERWARDS = "assert made, 'there was nothing to diagnose'\n"
 
 
-@pytest.mark.parametrize("script", [BAD_BATCH, UNUSED_HEAD, TWO], ids=["bad batch", "suspicion", "two optimizers"])
+@pytest.mark.parametrize(
+    "script",
+    [BAD_BATCH, BAD_FROM_THE_START, UNUSED_HEAD, TWO],
+    ids=["bad batch", "bad from the start", "suspicion", "two optimizers"],
+)
 def test_a_slow_diagnosis_is_not_part_of_nanproofs_own_time(script, tmp_path):
     """Nor are looking for the model, and all else that the first step alone needs."""
     (tmp_path / "train.py").write_text(SLOW + script + AFTERWARDS)
@@ -71,6 +76,7 @@ def test_a_slow_diagnosis_is_not_part_of_nanproofs_own_time(script, tmp_path):
     guarded = json.loads(done.stderr.strip().splitlines()[-1])["guarded"]
     assert all(0 <= one["own_seconds"] < 0.3 for one in guarded)
     assert sum(one["trouble_seconds"] for one in guarded) >= 0.4
+    assert all(one["own_seconds"] <= one["span_seconds"] - one["trouble_seconds"] for one in guarded)
 
 
 COUNTED = """

@@ -3,13 +3,12 @@ that was pickled, gets hooks that do nothing, because it is another model."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
-
-from torch import nn
 
 
 class OwnHook:
@@ -31,25 +30,22 @@ class Hook(OwnHook):
         return None if owner is None else self._function(owner, *args)
 
 
-@contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """While open, a model has none of these hooks."""
-    tables = [
-        table
-        for module in model.modules()
-        for table in module.__dict__.values()
-        if isinstance(table, OrderedDict) and any(isinstance(hook, OwnHook) for hook in table.values())
-    ]
-    saved = [(table, list(table.items())) for table in tables]
-    for table in tables:
-        for key in [key for key, hook in table.items() if isinstance(hook, OwnHook)]:
-            del table[key]
-    try:
-        yield
-    finally:
-        for table, items in saved:
-            table.clear()
-            table.update(items)
+@functools.cache
+def without_hooks(pickle_module: Any) -> Any:
+    """Return a module that pickles as this one does, without these hooks. The model that is pickled keeps them: it may be
+    training in another thread meanwhile."""
+
+    class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is OrderedDict and any(isinstance(hook, OwnHook) for hook in list(value.values())):
+                kept = [(key, hook) for key, hook in list(value.items()) if not isinstance(hook, OwnHook)]
+                return OrderedDict(kept).__reduce__()
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(value)
+
+    module = ModuleType(pickle_module.__name__)
+    vars(module).update(vars(pickle_module), Pickler=Pickler)
+    return module
 
 
 def _nothing() -> Callable[..., None]:

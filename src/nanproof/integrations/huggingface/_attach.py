@@ -2,36 +2,28 @@
 
 transformers never gives a callback its trainer, and a guard must be in place before `train` chooses a checkpoint. So the first
 callback that is made wraps `Trainer.train`, which then looks for these callbacks. A trainer without one trains as before.
+
+`nanproof run` calls this while transformers is being imported, so nothing of transformers is imported here.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers import Trainer, TrainerCallback
-
-from nanproof._errors import NanproofError
 from nanproof.integrations import automatic
-from nanproof.integrations._observed import ObservedRun
-from nanproof.integrations._patches import Patches
-from nanproof.integrations._protected import ProtectedRun
-
-log = logging.getLogger("nanproof")
 
 
-def follow_callbacks() -> None:
+def follow_callbacks(trainer_class: Any) -> None:
     """Have `Trainer.train` look for callbacks that attach a guard, unless it does."""
-    plain: Callable[..., Any] = Trainer.train
+    plain: Callable[..., Any] = trainer_class.train
     if hasattr(plain, "nanproof_follows"):
         return
 
     @functools.wraps(plain)
-    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from nanproof.integrations.huggingface._observed import TrainerObserver
         from nanproof.integrations.huggingface._trainer import attach, views_of
 
         views = views_of(self)
@@ -48,68 +40,4 @@ def follow_callbacks() -> None:
         return watch.train(functools.partial(plain, self), *args, **kwargs)
 
     train.nanproof_follows = True  # type: ignore[attr-defined]
-    Trainer.train = train  # type: ignore[method-assign]
-
-
-class TrainerObserver(TrainerCallback):
-    """Records the steps of one trainer, and changes none of them."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        folder = trainer.args.output_dir
-        self.run = ObservedRun(Path(folder) / "nanproof" if folder else None)
-        self._patches = Patches()
-        trainer.callback_handler.callbacks.insert(1, self)  # before those that read the records
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from nanproof.integrations.huggingface._trainer import views_of
-
-        trainer = self.trainer
-        self._patches.undo()  # a run that was begun again with a smaller batch
-        if isinstance(getattr(trainer, "nanproof", None), ProtectedRun):
-            return  # `nanproof run` guards it, and its views read that guard
-        for view in views_of(trainer):
-            view.guard = self.run
-        if trainer.is_deepspeed_enabled:
-            log.warning("nanproof: DeepSpeed keeps the gradients to itself, so this run is not observed")
-            return
-        limit = args.max_grad_norm
-        assert trainer.optimizer is not None
-        try:
-            self.run.start(
-                trainer.model_wrapped,
-                trainer.optimizer,
-                max_norm=limit if limit and limit > 0 else None,
-                scaler=getattr(trainer.accelerator, "scaler", None),
-                step=state.global_step,
-            )
-        except NanproofError as error:  # a folder that cannot be written, say
-            log.warning("nanproof: this run is not observed: %s", error)
-            return
-        self._patches.wrap(trainer.accelerator, "backward", self._backward)
-        self._patches.wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Where the trainer does not clip."""
-        self.run.look()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.run.end()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.run.sync()
-
-    def close(self) -> None:
-        """The training is over, or has raised."""
-        self._patches.undo()
-        self.run.close()
-        callbacks = self.trainer.callback_handler.callbacks
-        callbacks[:] = [callback for callback in callbacks if callback is not self]
-
-    def _backward(self, original: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
-        self.run.loss(loss)
-        original(loss, **kwargs)
-
-    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.run.look()
-        return original(*args, **kwargs)
+    trainer_class.train = train

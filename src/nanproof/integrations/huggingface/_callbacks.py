@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from nanproof._errors import UsageError
 from nanproof._records import ABSENT, StepRecord
@@ -48,13 +48,13 @@ class GuardView(TrainerCallback):
         self.guard: ProtectedRun | ObservedRun | None = None
         """The run whose records it reads; set when training begins."""
         self._seen = -1
-        follow_callbacks()
+        follow_callbacks(Trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.guard is None:
             raise UsageError(
-                f"{type(self).__name__}: this trainer's train() is not the one of transformers, so no guard was attached. "
-                "hint: call nanproof.protect(trainer) before train()"
+                f"{type(self).__name__}: this trainer overrides train() without calling super().train(), so no guard was "
+                "attached. hint: call nanproof.protect(trainer) before train()"
             )
         self._seen = state.global_step - 1
 

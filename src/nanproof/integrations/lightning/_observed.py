@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nanproof.core.support._index import next_folder, write_index
+from nanproof.integrations._groups import name_of
 from nanproof.integrations._observed import ObservedRun
 
 
@@ -23,17 +25,24 @@ class FitObserver:
         """Those that the last step was about."""
         self._optimizers = [getattr(o, "optimizer", o) for o in trainer.optimizers]
         by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
+        folders = [] if run.run_dir is None else [Path(run.run_dir)]
+        self.observes = False
+        """Whether any optimizer is observed."""
         for i, optimizer in enumerate(self._optimizers):
             if i:
-                folder = None if run.run_dir is None else Path(run.run_dir) / f"optimizer-{i + 1}"
-                self.runs.append(ObservedRun(folder, run.incidents))
-            self.runs[i].start(
+                folders += [next_folder(folders[0], folders)] if folders else []
+                self.runs.append(ObservedRun(folders[-1] if folders else None, run.incidents))
+            self.observes |= self.runs[i].start(
                 trainer.strategy.model,
                 optimizer,
                 max_norm=None if by_value else trainer.gradient_clip_val or None,
                 scaler=self._scaler,
                 step=trainer.global_step // len(self._optimizers),
             )
+        if folders and self.observes and trainer.is_global_zero:
+            model = type(trainer.lightning_module).__name__
+            names = [f"{name_of([optimizer])} of {model}" for optimizer in self._optimizers]
+            write_index(folders[0], list(zip(folders, names, strict=True)))
 
     @property
     def _scaler(self) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof._errors import AlreadyGuarded, NanproofError, TrainingHalted, UnsupportedError, UsageError
+from nanproof._errors import AlreadyGuarded, TrainingHalted, UnsupportedError, UsageError
 from nanproof._policy import Policy
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
@@ -247,12 +247,9 @@ class NanproofCallback:
 
     def _start_observing(self, trainer: Any, run: ObservedRun) -> None:
         self._counts = None
-        try:
-            self._observer = FitObserver(trainer, run)
-        except NanproofError as error:  # a folder that cannot be written, say
-            log.warning("nanproof: this fit is not observed: %s", error)
-            return
-        self.guards = [*self._observer.runs]
+        observer = FitObserver(trainer, run)
+        if observer.observes:
+            self._observer, self.guards = observer, [*observer.runs]
 
     def _log(self, trainer: Any, pl_module: Any, norms: Iterable[Tensor | None]) -> None:
         if trainer.barebones:

@@ -2,12 +2,14 @@
 
 `clip_grad_norm_` is `get_total_norm` and `clip_grads_with_norm_` under other names, so following the pair follows all three,
 however a script came by them. A total norm that is not a number clips nothing: the evidence stays, and the step is refused.
-Clipping that a script writes itself is followed by the engine, see `Engine.note_gradients`.
+If a gradient among them belongs to no guarded parameter, no step would be refused for it, so torch clips as always. That, and
+clipping that a script writes itself, is followed by the engine, see `Engine.note_gradients`.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,7 @@ class Clipping:
 
     def __init__(self, session: Session, runs: ScriptRuns) -> None:
         self._session, self._runs = session, runs
-        self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._norms: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """Of the last total norm, by gradient: the gradient, how often it had been written, and its norm."""
         self._total: Tensor | None = None
 
@@ -50,7 +52,7 @@ class Clipping:
         """Keep the norms that the total is made of. A total that is not a number is not an error: the step will be refused."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._norms, self._total = {}, None
-        if not tensors or not self._runs.guarded():
+        if not tensors or not {id(g) for g in tensors} <= {id(p.grad) for p in self._guarded()}:
             return original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
         if float(norm_type) != 2.0 or not all(map(_is_plain, tensors)):
             return original(tensors, norm_type, False, foreach)  # type: ignore[no-any-return]
@@ -66,7 +68,7 @@ class Clipping:
             pairs += zip(gradients, norms, strict=True)
         first = tensors[0].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for _, norm in pairs]), 2.0)
-        self._norms, self._total = {id(g): (g, g._version, norm) for g, norm in pairs}, total
+        self._norms, self._total = {id(g): (weakref.ref(g), g._version, norm) for g, norm in pairs}, total
         return total
 
     def clip_with_norm(
@@ -92,7 +94,7 @@ class Clipping:
         before = [watched.before_clipping() for watched in watching]
         # An Inf must not pass for the largest number allowed. Where the host waits anyway, it leaves the evidence alone.
         late = any(watched.guard is not None and watched.guard.late for watched in watching)
-        if late or all(bool(torch.isfinite(norm)) for _, norm in norms.values()):
+        if late or _all_finite([norm for _, norm in norms.values()]):
             original(parameters, clip_value, foreach)
         self._clipped(parameters, norms, None, before)
 
@@ -101,7 +103,7 @@ class Clipping:
         gradients. None if they are not followed."""
         (known, made), self._norms, self._total = (self._norms, self._total), {}, None
         owned = [(p, p.grad) for p in parameters if p.grad is not None]
-        if not owned or not self._runs.guarded():
+        if not owned or not {id(p) for p, _ in owned} <= {id(p) for p in self._guarded()}:
             return None, False
         if not all(_is_plain(g) for _, g in owned):
             self._session.say_once(
@@ -110,18 +112,21 @@ class Clipping:
             return None, False
         norms: dict[int, tuple[int, Tensor]] = {}
         for p, g in owned:
-            gradient, version, norm = known.get(id(g), (None, 0, None))
-            if norm is not None and gradient is g and version == g._version:
+            ref, version, norm = known.get(id(g), (None, 0, None))
+            if ref is not None and norm is not None and ref() is g and version == g._version:
                 norms[id(p)] = version, norm
         whole = total is not None and total is made and len(norms) == len(owned) == len(known)
-        unknown: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for p, g in owned:
-            if id(p) not in norms:
-                unknown.setdefault((g.device, g.dtype), []).append((p, g))
-        for group in unknown.values():
-            for (p, g), norm in zip(group, torch._foreach_norm([g for _, g in group], 2.0), strict=True):
+        unknown = [(p, g) for p, g in owned if id(p) not in norms]
+        grouped: Any = _group_tensors_by_device_and_dtype([[g for _, g in unknown]], with_indices=True) if unknown else {}
+        for [gradients], places in grouped.values():
+            for place, norm in zip(places, torch._foreach_norm(gradients, 2.0), strict=True):
+                p, g = unknown[place]
                 norms[id(p)] = g._version, norm
         return norms, whole
+
+    def _guarded(self) -> list[Tensor]:
+        """The parameters whose steps are judged."""
+        return [p for watched in self._runs.guarded() for p in watched.parameters]
 
     def _clipped(
         self, parameters: list[Tensor], norms: dict[int, tuple[int, Tensor]], max_norm: float | None, before: list[Any]
@@ -138,6 +143,11 @@ def _following(original: Callable[..., Any], follow: Callable[..., Any]) -> Call
             return follow(original, *args, **kwargs)
 
     return function
+
+
+def _all_finite(norms: list[Tensor]) -> bool:
+    """Waits for the device, once."""
+    return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 
 
 def _is_plain(gradient: Tensor) -> bool:

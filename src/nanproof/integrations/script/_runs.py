@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from nanproof.core.judge._parameters import is_dtensor
 from nanproof.core.support._index import next_folder, write_index
-from nanproof.integrations._groups import RECENT, Groups
+from nanproof.integrations._groups import RECENT, Groups, leaf_tensors
 from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._script_run import ScriptRun
 from nanproof.integrations.script._session import Session
@@ -38,7 +39,7 @@ class UnguardedSteps:
         weight = None if self._weight is None else self._weight()
         if weight is None:
             self._before = None
-            leaves = _leaves(tensors)
+            leaves = [leaf for leaf in islice(leaf_tensors(tensors), RECENT) if not is_dtensor(leaf)]
             # Inputs that get a gradient change with every batch.
             leaves = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
             if not leaves:
@@ -54,21 +55,6 @@ class UnguardedSteps:
         """An optimizer of torch steps without a gradient. Return whether that happened often enough."""
         self._steps += 1
         return self._steps > self.CERTAIN
-
-
-def _leaves(tensors: Any) -> list[Tensor]:
-    """Tensors whose gradients a backward from here adds to; not all of a large graph."""
-    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    todo = [t.grad_fn for t in several if isinstance(t, Tensor) and t.grad_fn is not None]
-    leaves: list[Tensor] = []
-    seen = set(todo)
-    while todo and len(leaves) < RECENT:
-        node = todo.pop()
-        leaves += [node.variable] if hasattr(node, "variable") else []
-        fresh = {below for below, _ in node.next_functions if below is not None} - seen
-        seen |= fresh
-        todo += fresh
-    return [leaf for leaf in leaves if not is_dtensor(leaf)]
 
 
 class ScriptRuns(Groups[ScriptRun]):

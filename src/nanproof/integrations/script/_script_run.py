@@ -57,6 +57,8 @@ class Tally:
     calls: int = 0
     """Of `optimizer.step()` that were judged."""
     steps: int = 0
+    newest: int | None = None
+    """The newest step on record: where verdicts come late, not the last one."""
     refused: int = 0
     overflows: int = 0
     """Steps that a GradScaler left out while it looked for its scale."""
@@ -70,7 +72,7 @@ class Tally:
     """Seconds in which bad steps and suspicions were looked into."""
     first: float = 0.0
     last: float = 0.0
-    """When the first step ended, and the last."""
+    """When the first step ended, before any trouble with it was looked into, and the last."""
 
     @property
     def title(self) -> str:
@@ -104,7 +106,7 @@ class ScriptRun(Group):
         self.changed = False
         """Whether the guard has still to follow a change of members."""
         self._recorder = RootRecorder([], self._begin)
-        self._norms: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._norms: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm
         before."""
         self._max_norm: float | None = None
@@ -346,10 +348,10 @@ class ScriptRun(Group):
             for key in there:
                 gradient, written, norm, after = norms[key]
                 earlier = self._norms.get(key)
-                if earlier is not None and earlier[0] is gradient and earlier[1] == written:
+                if earlier is not None and earlier[0]() is gradient and earlier[1] == written:
                     norm = earlier[2]  # clipped twice
                 if gradient is not None:
-                    self._norms[key] = gradient, after, norm
+                    self._norms[key] = weakref.ref(gradient), after, norm
 
     def take(self, member: Optimizer, backwards: int) -> None:
         """In place of the optimizer's step. `backwards`: so far."""
@@ -392,9 +394,10 @@ class ScriptRun(Group):
 
     def timed(self, began: float, others: float) -> None:
         """After a step: what of its time was nanproof's."""
-        tally, now = self.tally, time.perf_counter()
-        tally.own = tally.own + now - began - others - self.extraordinary() if tally.first else 0.0
-        tally.first, tally.last = tally.first or now, now
+        tally, now, trouble = self.tally, time.perf_counter(), self._trouble
+        own = now - began - others - self.extraordinary()
+        tally.own = tally.own + own if tally.first else 0.0
+        tally.first, tally.last = tally.first or now - trouble, now
 
     def extraordinary(self) -> float:
         """Return the seconds of nanproof's time since the last call that no healthy step has: looking into trouble, and for the
@@ -475,11 +478,11 @@ class ScriptRun(Group):
         missing: list[tuple[int, Tensor]] = []
         for i in present:
             p = parameters.tensors[i]
-            gradient, version, norm = self._norms.get(id(p), (None, 0, None))
-            if norm is None or p.grad is None:
+            ref, version, norm = self._norms.get(id(p), (None, 0, None))
+            if ref is None or norm is None or p.grad is None:
                 missing.append((len(norms), p.grad))  # type: ignore[arg-type]
                 norms.append(torch.zeros(()))
-            elif p.grad is not gradient or p.grad._version != version:
+            elif p.grad is not ref() or p.grad._version != version:
                 return None
             else:
                 norms.append(norm.to(parameters.device, parameters.dtype, non_blocking=True))
@@ -517,6 +520,8 @@ class ScriptRun(Group):
     def _note(self) -> None:
         if self.guard is not None:
             self.tally.steps = self.guard.next_step - self.guard.open
+            records = self.guard.account.history
+            self.tally.newest = records[-1].step if records else None
             self.tally.refused = self.guard.refused_so_far
 
 

@@ -119,6 +119,7 @@ class Session:
                 self.say(f"while closing the guard of {name}: {failure!r}")
         if self.runs is not None:
             self.runs.write_index()  # members may have changed since
+            self.runs.first_calls.stop()
         self._open = False
 
     def say(self, text: str) -> None:

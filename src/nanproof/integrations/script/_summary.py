@@ -42,12 +42,14 @@ class Guarded:
     trouble_seconds: float
     """Looking into bad steps: finding out what they were, and diagnosis."""
     span_seconds: float
-    """From the end of the first step to the end of the last."""
+    """From the end of the first step, before any trouble with it was looked into, to the end of the last."""
+    newest: int | None = None
+    """The newest step on record."""
 
     @property
     def halted(self) -> Incident | None:
         """The incident after which it took no further step."""
-        return halt(self.incidents, None)
+        return halt(self.incidents, self.newest)
 
     def lines(self) -> list[str]:
         """Each is a sentence or two; what belongs under another is indented by two spaces more."""
@@ -180,6 +182,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
             own_seconds=t.own,
             trouble_seconds=t.trouble,
             span_seconds=t.last - t.first,
+            newest=t.newest,
         )
         for t in session.tallies
     ]
@@ -200,6 +203,7 @@ def summary_of(session: Session, command: str, seconds: float, error: BaseExcept
                 own_seconds=0.0,
                 trouble_seconds=0.0,
                 span_seconds=0.0,
+                newest=guard.account.history[-1].step if guard.account.history else None,
             )
         )
     halts = [g.halted for g in found if g.halted is not None]  # the script may have caught the exception

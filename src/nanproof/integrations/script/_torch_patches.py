@@ -8,6 +8,7 @@ on unscaling, looking and adjusting its scale itself; the guard judges what it l
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -228,13 +229,9 @@ def _compile(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -
 
 def _save(session: Session, runs: ScriptRuns, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
+    def save(obj: Any, f: Any, pickle_module: Any = pickle, *args: Any, **kwargs: Any) -> Any:
         # A model that is saved whole must load where nanproof is not installed, and under torch's list of safe classes.
-        with ExitStack() as stack:
-            for run in runs.guarded():
-                if run.guard is not None:
-                    stack.enter_context(without_hooks(run.guard.model))
-            return original(*args, **kwargs)
+        return original(obj, f, without_hooks(pickle_module), *args, **kwargs)
 
     return save
 

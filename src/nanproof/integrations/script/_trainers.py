@@ -15,6 +15,7 @@ from typing import Any
 
 from nanproof._errors import AlreadyGuarded, NanproofError
 from nanproof.integrations import automatic
+from nanproof.integrations.huggingface._attach import follow_callbacks
 from nanproof.integrations.script._session import Session
 
 TRAINERS = {
@@ -70,6 +71,9 @@ def follow(session: Session, name: str) -> Callable[[ModuleType], None]:
 
     def change(module: ModuleType) -> None:
         kind = getattr(module, kind_name, None)
+        if kind is not None and name == "transformers.trainer":
+            # Now, so that it is inside the function below: a callback must find the trainer guarded with the user's options.
+            follow_callbacks(kind)
         original = getattr(kind, method, None)
         if kind is None or original is None:
             return
