@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from nanproof import _wording as wording
 from nanproof import read_steps
 from nanproof.integrations._observed import ObservedRun
 
@@ -81,6 +82,7 @@ def test_a_loss_scale_that_finds_its_level_is_not_an_incident():
     actions = [record.action for record in run.history]
     assert actions == ["skipped", *["stepped"] * 4, "skipped"]
     assert [(i.step, i.kind) for i in run.incidents] == [(5, "nonfinite-loss")]
+    assert run.account.accepted == 4 and wording.TAKEN not in run.incidents[0].message
     assert run.history[1].grad_norm < 1e3 and run.history[1].scale == 2.0**37
 
 
@@ -119,3 +121,43 @@ def test_a_closed_observer_holds_no_model(monkeypatch, fails):
     assert ref() is None
     run.start(*built())  # and a later run is observed as any other
     run.close()
+
+
+def test_a_finite_loss_with_a_scale_below_one_is_not_the_scales_doing():
+    model, optimizer = built()
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+    run = ObservedRun()
+    run.start(model, optimizer, scaler=scaler)
+    loss = model(torch.randn(4, 3)).square().mean()
+    run.loss(loss)
+    scaler.scale(loss).backward()
+    model.weight.grad[0, 0] = math.inf
+    run.look()
+    scaler.step(optimizer)
+    scaler.update()
+    run.end()
+    assert [incident.kind for incident in run.incidents] == ["nonfinite-gradient"]
+
+
+def test_a_run_that_goes_back_forgets_what_came_after():
+    model, optimizer = built()
+    run = ObservedRun()
+    run.start(model, optimizer)
+    loop(run, model, optimizer, steps=4)
+    run.start(model, optimizer, step=2)
+    loop(run, model, optimizer, steps=1)
+    assert [record.step for record in run.history] == [0, 1, 2]
+
+
+def test_the_bad_micro_batch_is_named():
+    model, optimizer = built()
+    run = ObservedRun()
+    run.start(model, optimizer)
+    for value in (1.0, math.nan):
+        loss = model(torch.full((4, 3), value)).mean()
+        run.loss(loss)
+        loss.backward()
+    run.look()
+    run.end()
+    (incident,) = run.incidents
+    assert "micro-batch" in incident.message

@@ -341,3 +341,25 @@ def test_deepspeed_is_refused_before_training_and_not_observed(tmp_path, caplog)
     observer.on_train_begin(trainer.args, trainer.state, trainer.control)
     observer.close()
     assert "not observed" in caplog.text and not observer.run.history
+
+
+def test_a_limit_of_zero_clips_nothing(tmp_path):
+    monitor = GradientMonitorCallback(observe_only=True)
+    trained(tmp_path, callbacks=[monitor], max_grad_norm=0.0)
+    assert {(record.action, record.clip) for record in monitor.guard.history} == {("stepped", 1.0)}
+
+
+def test_a_training_that_begins_again_is_observed_once(tmp_path, monkeypatch):
+    """As with a batch size that is found by trying."""
+    plain = GradientMonitorCallback(observe_only=True)
+    trained(tmp_path / "a", callbacks=[plain])
+    begin = TrainerObserver.on_train_begin
+
+    def twice(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(TrainerObserver, "on_train_begin", twice)
+    again = GradientMonitorCallback(observe_only=True)
+    trained(tmp_path / "b", callbacks=[again])
+    assert [record.loss for record in again.guard.history] == [record.loss for record in plain.guard.history]

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from types import SimpleNamespace
 
+import lightning.pytorch  # noqa: F401  a callback is made for the packages that are imported
 import pytest
 import torch
 from torch.nn import functional as F
@@ -31,6 +33,7 @@ from nanproof.core.support._index import read_index
 from nanproof.integrations._observed import ObservedRun
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.lightning import NanproofCallback
+from nanproof.integrations.lightning._observed import FitObserver
 
 pytestmark = LIGHTNINGS_OWN_WARNINGS
 
@@ -188,3 +191,52 @@ def test_a_second_fit_and_a_copied_trainer(observe_only):
     twin.fit(toy("lightning.pytorch"), DataLoader(samples(True), batch_size=BATCH))
     own = next(c for c in twin.callbacks if isinstance(c, NanproofCallback))
     assert own is not callback and len(own.guard.incidents) == 3 and len(callback.guard.incidents) == 2
+
+
+def observed(model, optimizers, scaler=None, **settings):
+    """An observer of a fit that is not Lightning's, so that each of its settings can be set."""
+    given = {"gradient_clip_algorithm": None, "gradient_clip_val": None, "global_step": 0, "is_global_zero": True} | settings
+    strategy, precision = SimpleNamespace(model=model), SimpleNamespace(scaler=scaler)
+    trainer = SimpleNamespace(
+        optimizers=optimizers, strategy=strategy, precision_plugin=precision, lightning_module=model, **given
+    )
+    return FitObserver(trainer, ObservedRun())
+
+
+def one_step(observer, model, *optimizers, scale=1.0):
+    loss = model(torch.ones(4, 3)).square().mean()
+    observer.before_backward(loss * scale)
+    loss.backward()
+    for optimizer in optimizers:
+        observer.before_step(optimizer)
+    observer.batch_ended()
+    return loss.item()
+
+
+def linear():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_clipping_by_value_is_not_taken_for_clipping_by_norm():
+    model, optimizer = linear()
+    observer = observed(model, [optimizer], gradient_clip_algorithm="value", gradient_clip_val=1e-6)
+    one_step(observer, model, optimizer)
+    assert observer.runs[0].history[0].clip == 1.0
+
+
+def test_several_optimizers_share_a_loss_and_a_step():
+    """Lightning counts the steps of each."""
+    model, optimizer = linear()
+    other = torch.optim.SGD([model.bias], 0.1)
+    observer = observed(model, [optimizer, other], global_step=6)
+    loss = one_step(observer, model, optimizer, other)
+    assert [(r.step, r.loss) for run in observer.runs for r in run.history] == [(3, pytest.approx(loss))] * 2
+
+
+def test_the_loss_is_recorded_without_its_scale():
+    model, optimizer = linear()
+    observer = observed(model, [optimizer], torch.amp.GradScaler("cpu", init_scale=1024.0))
+    loss = one_step(observer, model, optimizer, scale=1024.0)
+    assert observer.runs[0].history[0].loss == pytest.approx(loss)

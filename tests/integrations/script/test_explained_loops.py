@@ -212,3 +212,39 @@ def test_what_a_model_is_called_with_never_fails_the_loop(tmp_path, kind):
     (incident,), summary = incidents(tmp_path, STRANGE.replace("KIND", repr(kind)))
     assert (incident["step"], incident["kind"], incident["action"]) == (4, "nonfinite-loss", "skipped")
     assert incident["diagnosis"]["cause"] == "nonfinite-batch" and summary["guarded"][0]["steps"] == 6
+
+
+PARTS_OF_A_LIST = """
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 1)])
+        self.average = nn.Linear(4, 8)
+holder = Holder()
+parts = holder.parts
+opt = torch.optim.Adam(parts.parameters())
+for i in range(4):
+    loss = parts[1](parts[0](torch.randn(8, 4)).relu()).square().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+"""
+LOOKED_AT_FIRST = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False)
+    def forward(self, x): return self.head(self.body(x))
+net = Net()
+opt = torch.optim.Adam(net.body.parameters())
+with torch.no_grad(): net.body(torch.zeros(1, 4))
+for i in range(4):
+    loss = net(torch.randn(8, 4)).square().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "model"), [(PARTS_OF_A_LIST, "ModuleList"), (LOOKED_AT_FIRST, "Net")], ids=["parts", "looked"]
+)
+def test_the_model_is_the_smallest_that_holds_the_parts_and_not_what_was_only_looked_at(tmp_path, script, model):
+    _, summary = incidents(tmp_path, script)
+    assert [one["model"] for one in summary["guarded"]] == [model]
