@@ -36,7 +36,7 @@ from nanproof.core._under_way import UNKNOWN, WRITES, Again
 from nanproof.core.judge._parameters import unwrap
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
-from nanproof.core.support._tree import map_tensors, tensors_in, writes_to_batch
+from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
 from nanproof.explain.lines._slice import carries_graph
 
@@ -108,8 +108,8 @@ class RootRecorder:
         """Whether `begin` knows of the last call."""
         self._losses: list[tuple[Any, Tensor]] = []
         """What the last call returned that could be its loss, and how to get at it."""
-        self._found: list[int] = []
-        """How often the tensors of the last call had been written before it."""
+        self._given: list[tuple[Tensor, int]] = []
+        """The tensors of the last call, and how often each had been written before it."""
         self._recent: deque[list[tuple[weakref.ref[Tensor], int]]] = deque(maxlen=8)
         self._copies = False
         """Whether a copy of the arguments is kept: where the loop uses one buffer for all its
@@ -219,9 +219,10 @@ class RootRecorder:
         self._recognised = calls
         losses, self._losses = self._losses, []
         told, self._told = self._told, True
+        given, self._given = self._given, []
         if len(calls) != 1:
             return False
-        if writes_to_batch(calls[0]) != self._found:
+        if any(t._version != count for t, count in given):
             self._copies = True
             return False
         for where, found in losses:
@@ -253,13 +254,14 @@ class RootRecorder:
 
     def forget(self) -> None:
         """The step is over: what was called for it is of no interest any more."""
-        self._calls, self._losses, self._told, self._first, self._inside = [], [], True, None, None
+        self._calls, self._losses, self._given = [], [], []
+        self._told, self._first, self._inside = True, None, None
         self.lines.forget()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._calls, self._recognised, self._losses = [], [], []
+        self._calls, self._recognised, self._losses, self._given = [], [], [], []
         self.lines = Lines()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -288,16 +290,18 @@ class RootRecorder:
         """A model is called."""
         self.lines.model_called(frame)
         given: Any = (args, dict(kwargs))
-        self._copies |= any(t is not None and t._version != count for call in self._recent for t, count in _alive(call))
-        self._recent.append([(weakref.ref(t), t._version) for _, t in tensors_in(given) if not t.is_inference()])
+        tensors = [(t, t._version) for _, t in tensors_in(given) if not t.is_inference()]
+        self._copies = self._copies or any(_is_written(t, count) for call in self._recent for t, count in call)
+        self._recent.append([(weakref.ref(t), count) for t, count in tensors])
         if self._copies:
             self._copied = {}
             given = map_tensors(given, self._copy)
+            tensors = [(t, t._version) for _, t in tensors_in(given) if not t.is_inference()]
         batch = Call({"args": given[0], "kwargs": given[1], "loss": None})
         batch.module, batch.written = weakref.ref(module), self._copies
         if len(self._names) > 1:
             batch["of"] = self._names[module]
-        self._found = writes_to_batch(batch)
+        self._given = tensors
         if not self._told:
             self._calls.pop()
         first = not self._calls
@@ -323,8 +327,9 @@ def _above(frame: FrameType) -> Iterator[FrameType]:
         above = above.f_back
 
 
-def _alive(call: list[tuple[weakref.ref[Tensor], int]]) -> Iterator[tuple[Tensor | None, int]]:
-    return ((tensor(), count) for tensor, count in call)
+def _is_written(reference: weakref.ref[Tensor], count: int) -> bool:
+    tensor = reference()
+    return tensor is not None and tensor._version != count
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:
