@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import nanproof
-from nanproof.explain._silent import moves_again, targets_of
+from nanproof.explain._graph import targets_of
+from nanproof.explain._silent import moves_again
 
 
 def train(model, optimizer, loss_fn, steps, batch, **kwargs):

@@ -31,7 +31,7 @@ log = logging.getLogger("nanproof")
 
 UNLIKELY = 0.35
 """What a match is worth whose fix did not hold."""
-TRIED = 3
+TRIED = 4
 """Fixes that are tried at the most."""
 
 
@@ -45,14 +45,16 @@ def explain(case: Case) -> Diagnosis:
         tried += _tried(more, troubles)
     if not tried:
         return _checked(_unknown(case, troubles), case)
-    best = max(tried, key=lambda t: t.worth)
+    best = max(tried, key=lambda t: t.rank)
     match, cause, verified, sentence = best.match, best.cause, best.held, best.sentence
     case.remedies = best.remedies
+    others = [t for t in tried if t.held and t is not best]
     evidence = [*match.evidence]
     if match.source and (text := source_line(match.source)):
         evidence.append(f"{match.source}: {text}")
     if sentence:
         evidence.append(sentence)
+    evidence += [f"{t.cause.slug} is possible too, but less specific: {t.sentence}" for t in others]
     samples = match.samples if match.samples is not None else ()
     if not samples and match.samples is not None and _worth_searching(case, match):
         samples = _search(case, troubles)
@@ -69,7 +71,9 @@ def explain(case: Case) -> Diagnosis:
             evidence=(*evidence, *_context(case), *troubles),
             fix=match.fix or cause.fix,
             verified=verified,
-            alternatives=tuple(dict.fromkeys(c.slug for _, c in ranked if c is not cause)),
+            alternatives=tuple(
+                dict.fromkeys(c.slug for c in (*(t.cause for t in others), *(c for _, c in ranked)) if c is not cause)
+            ),
         ),
         case,
     )
@@ -86,10 +90,11 @@ class _Tried:
     remedies: tuple[Prescription, ...] = ()
 
     @property
-    def worth(self) -> float:
-        if self.match.trial is None:
-            return self.match.confidence
-        return 1 + self.match.confidence if self.held else UNLIKELY * self.match.confidence
+    def rank(self) -> tuple[int, float]:
+        """Of the fixes that held, that of the most specific cause; then how well the evidence fits."""
+        if self.held:
+            return 1 + self.cause.specific, self.match.confidence
+        return 0, self.match.confidence * (1.0 if self.match.trial is None else UNLIKELY)
 
 
 def _matches(case: Case, troubles: list[str], costly: bool) -> list[tuple[Match, Cause]]:
@@ -118,11 +123,12 @@ def _note(troubles: list[str], why: CannotReplay) -> None:
 
 
 def _tried(ranked: list[tuple[Match, Cause]], troubles: list[str]) -> list[_Tried]:
-    """Try the fixes in turn until one holds."""
+    """Try the fixes in turn. Once one holds, only causes at least as specific could still win."""
     done: list[_Tried] = []
     for i, (match, cause) in enumerate(ranked):
-        tried = _try(match, troubles) if i < TRIED and not any(t.held for t in done) else (False, "", ())
-        done.append(_Tried(match, cause, *tried))
+        least = max((t.cause.specific for t in done if t.held), default=0)
+        due = i < TRIED and match.trial is not None and cause.specific >= least
+        done.append(_Tried(match, cause, *(_try(match, troubles) if due else (False, "", ()))))
     return done
 
 
@@ -174,9 +180,13 @@ def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
     tokens: tuple[int, ...] = ()
     phase = "unknown"
     try:
-        if case.control is not None:
+        if case.signal not in ("", "zero-gradients"):
+            birth = None  # only suspected: a healthy run may look the same, and is not run again for nothing
+        elif case.control is not None:
             evidence.append(f"run again: {case.control}")
-        birth = case.birth
+            birth = case.birth
+        else:
+            birth = None
         if birth is not None:
             where, op, source = birth.op.path, birth.op.name.strip("_"), birth.op.source or None
             phase = "backward" if birth.in_backward else "forward"

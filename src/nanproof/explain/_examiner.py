@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ from nanproof.core.support._context import Schedule, change_settings
 from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, bad_in_batch
+from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of, outputs_of, targets_of
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
-from nanproof.explain._silent import Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs, targets_of
-from nanproof.explain._start import WeightsAtStart
+from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs
+from nanproof.explain._start import WeightsAtStart, garbage_buffers
 from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import Moment, Recorder
@@ -45,16 +46,50 @@ from nanproof.explain.replay._replay import ActivationGradients, CannotReplay, D
 
 log = logging.getLogger("nanproof")
 
-_LABELS_AT = 2
-"""The step whose labels are compared with its inputs."""
+_GRAPH_AT = 2
+"""The step whose graph is read: what goes into the loss, and whether its labels are the inputs."""
 DRAWS_ANEW = "the lines draw random numbers before they call the model; the replay drew others than the step"
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
 _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
+_KNOWN_WITHOUT_A_REPLAY = ("foreign-parameters", "zero-learning-rate", "uncleared-gradients", "activation-twice", "broadcast")
+_ONLY_VERIFIED = (
+    *("huge-gradients", "dead-parameters", "stuck", "collapsed", "constant-loss", "loss-at-ln2", "heavy-clipping"),
+    "garbage-buffers",
+)
+"""Signals that healthy runs show too."""
 Reader = Callable[[], list[float]]
 _WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What one step showed, some of it still on its way to the host."""
+
+    step: int = -1
+    weights: Reader | None = None
+    labels: tuple[list[tuple[str, str]], Reader] | None = None
+    outputs: Reader | None = None
+    activated: Activated | None = None
+    broadcast: Broadcast | None = None
+    uncleared: bool = False
+
+    def read(self, record: StepRecord) -> Look:
+        sample = outputs = None
+        if self.weights is not None:
+            share, size, kept = self.weights()
+            sample = share, size, kept * record.clip * (record.scale or 1.0) if kept >= 0 else kept
+        if self.outputs is not None:
+            spread, size, loss, trivial = self.outputs()
+            outputs = spread, size, loss, trivial
+        shifted = None if self.labels is None else _shifted_twice(self.labels[0], self.labels[1]())
+        return Look(sample, shifted, outputs, self.activated, self.broadcast, self.uncleared)
+
+
+def _outputs_due(step: int) -> bool:
+    return step >= 20 and step % (20 if step <= 200 else 100) == 0
 
 
 class Examiner(Explainer):
@@ -91,14 +126,15 @@ class Examiner(Explainer):
         self._courier = Courier(stepper.parameters.device)
         self._kinds: set[str] = set()
         """Kinds of incidents that were diagnosed, or looked into."""
-        self._looks: dict[int, tuple[Reader | None, tuple[list[tuple[str, str]], Reader] | None]] = {}
-        self._labels: tuple[list[tuple[str, str]], Reader] | None = None
-        """What the labels of a step showed, until it is taken."""
+        self._looks: dict[int, _Pending] = {}
+        self._seen = _Pending()
+        """What the step under way has shown so far."""
         self._taking = False
         self._before_forward: list[tuple[Tensor, int]] = []
         self._written: list[Tensor] = []
         """Parameters that the forward itself writes, as a momentum encoder's."""
         self._bad_at_start = stepper.buffers.broken() if self.on else []
+        self._garbage = [found.name for found in garbage_buffers(stepper.model)] if self.on else []
         self._start = WeightsAtStart(stepper.model) if self.on else None
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
@@ -147,15 +183,30 @@ class Examiner(Explainer):
 
     @harmless("silent failures are not looked for")
     def noted(self, attempt: Attempt, loss: Tensor) -> None:
-        """Compare labels with inputs, and with what the loss makes of them: once, from the graph of the loss."""
-        if not self.on or attempt.step != _LABELS_AT or not attempt.batches:
+        """Read the graph of the loss: of one early step how it is made, now and then what the model gives."""
+        if not self.on or loss.grad_fn is None or self._seen.step == attempt.step:
             return
-        pairs = shifted_pairs(attempt.batches)
+        whole, outputs = attempt.step == _GRAPH_AT, _outputs_due(attempt.step)
+        if not (whole or outputs):
+            return
+        self._seen = seen = _Pending(attempt.step)
+        nodes = nodes_of(loss)
+        if outputs and (found := outputs_of(nodes)) is not None:
+            seen.outputs = self._courier.send(found)
+        if whole:
+            seen.activated = next((activated for activated, _ in applied_twice(nodes)), None)
+            seen.broadcast = broadcast_in(nodes)
+            seen.labels = self._compared(attempt, loss)
+
+    def _compared(self, attempt: Attempt, loss: Tensor) -> tuple[list[tuple[str, str]], Reader] | None:
+        """Compare labels with inputs, and with what the loss makes of them."""
+        pairs = shifted_pairs(attempt.batches) if attempt.batches else None
         targets = targets_of(loss) if pairs is not None else []
-        if pairs is not None and targets:
-            tensors = dict(tensors_in(attempt.batches[0]))
-            moved = [moves_again(tensors[labels], targets) for _, labels in pairs[0]]
-            self._labels = pairs[0], self._courier.send(torch.cat((pairs[1], *moved)))
+        if pairs is None or not targets or not attempt.batches:
+            return None
+        tensors = dict(tensors_in(attempt.batches[0]))
+        moved = [moves_again(tensors[labels], targets) for _, labels in pairs[0]]
+        return pairs[0], self._courier.send(torch.cat((pairs[1], *moved)))
 
     @harmless("silent failures are not looked for")
     def before(self, attempt: Attempt) -> None:
@@ -179,32 +230,31 @@ class Examiner(Explainer):
         """Send what was seen on its way to the host."""
         if not self.on:
             return
-        weights = self._sample.after() if self._taking else None
-        labels, self._labels = self._labels, None
-        if weights is not None or labels is not None:
-            self._looks[attempt.step] = weights, labels
+        seen = self._seen if self._seen.step == attempt.step else _Pending(attempt.step)
+        self._seen = _Pending()
+        seen.weights = self._sample.after() if self._taking else None
+        seen.uncleared = self._stepper.uncleared
+        self._looks[attempt.step] = seen
 
     def dropped(self) -> None:
-        self._taking, self._labels = False, None
+        self._taking, self._seen = False, _Pending()
 
     @harmless("silent failures are not looked for")
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """An accepted step, in order: is something silently wrong?"""
         if not self.on:
             return None
-        weights, labels = self._looks.pop(record.step, (None, None))
-        sample = None
-        if weights is not None:
-            share, size, kept = weights()
-            sample = share, size, kept * record.clip * (record.scale or 1.0) if kept >= 0 else kept
-        shifted = None if labels is None else _shifted_twice(labels[0], labels[1]())
+        look = self._looks.pop(record.step, _Pending()).read(record)
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
-        signal = self._watch.see(record, sample, shifted)
+        signal = self._watch.see(record, look)
         if self._bad_at_start and signal is None:
             seen = f"buffers were non-finite before the first step: {listed(self._bad_at_start)}"
             signal = Signal("nonfinite-buffers", seen, {}, record.step)
             self._bad_at_start = []
+        elif self._garbage and signal is None:
+            seen = f"buffers held numbers before the first step that nobody wrote: {listed(self._garbage)}"
+            signal, self._garbage = Signal("garbage-buffers", seen, {}, record.step), []
         incident = self._suspect(signal, record, history) if signal is not None else None
         if incident is None:
             self._last = None  # its replay holds a batch
@@ -217,11 +267,12 @@ class Examiner(Explainer):
         kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
             signal.name, "no-learning"
         )
+        uncleared = self._stepper.uncleared  # a replay does backward passes too
         if signal.name == "early-jump" and "divergence" in self._kinds:
             return None
-        if signal.name == "zero-learning-rate" and self._rises_again(record.step):
+        if signal.name == "zero-learning-rate" and self._rises_again(record.step, max(record.lr)):
             return None
-        if moment is None and signal.name not in ("foreign-parameters", "zero-learning-rate"):
+        if moment is None and signal.name not in _KNOWN_WITHOUT_A_REPLAY:
             return None
         with self._known.timed():
             diagnosis, _ = self._diagnosed(
@@ -231,6 +282,7 @@ class Examiner(Explainer):
                     record=signal.details.get("record", record),
                     history=history,
                     signal=signal.name,
+                    uncleared=uncleared,
                     details=dict(signal.details),
                 )
             )
@@ -239,8 +291,8 @@ class Examiner(Explainer):
         found = diagnosis.named and (diagnosis.verified or diagnosis.confidence >= 0.9)
         if signal.details.get("solved"):
             found = diagnosis.cause == "zero-advantage" and diagnosis.verified
-        elif signal.name in ("huge-gradients", "dead-parameters"):
-            found = diagnosis.verified
+        elif signal.name in _ONLY_VERIFIED:
+            found = diagnosis.named and diagnosis.verified
         elif signal.name == "missing-gradients":
             found = diagnosis.cause == "no-gradient-path"
         elif signal.name == "early-jump":
@@ -260,9 +312,9 @@ class Examiner(Explainer):
             diagnosis=diagnosis,
         )
 
-    def _rises_again(self, steps: int) -> bool:
-        """The schedule's learning rate is above 0 again within as many steps as there were, or
-        200."""
+    def _rises_again(self, steps: int, rate: float) -> bool:
+        """The schedule's learning rate is well above `rate` again within as many steps as there
+        were, or 200."""
         if self._scheduler is None:
             return False
         optimizer = self._stepper.optimizer
@@ -272,7 +324,7 @@ class Examiner(Explainer):
                 warnings.simplefilter("ignore")
                 for _ in range(max(200, steps)):
                     self._scheduler.step()
-                    if any(float(group["lr"]) > 0 for group in optimizer.param_groups):
+                    if any(float(group["lr"]) > 100 * rate for group in optimizer.param_groups):
                         return True
         except Exception:
             return False
@@ -460,11 +512,12 @@ class Examiner(Explainer):
         moments = list(self.recorder)
         moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
         near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
-        details = {"update": max(near)} if near else {}
+        details: dict[str, Any] = {"update": max(near)} if near else {}
+        uncleared = self._stepper.uncleared  # a replay does backward passes too
         return self._diagnosed_if_new(
             incident,
             fingerprint(incident),
-            lambda: self._case(incident.kind, moment, record=record, history=history, details=details),
+            lambda: self._case(incident.kind, moment, record=record, history=history, uncleared=uncleared, details=details),
         )
 
     def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:

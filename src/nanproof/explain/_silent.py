@@ -13,13 +13,19 @@ any: each replay calls the model, and its forwards belong to the loop.
 | shifted-labels | 3 steps |
 | dead-parameters | 12 steps |
 | unchanged-weights, tiny-updates | two samples in a row: step 10, later every 50 steps |
-| huge-gradients, nonfinite-buffers | 1 step |
+| huge-gradients, nonfinite-buffers, garbage-buffers | 1 step |
 | early-jump | 15 steps after it, within the first 20 |
+| activation-twice, broadcast | 3 steps |
+| uncleared-gradients | 5 steps |
+| constant-loss | 8 steps |
+| loss-at-ln2, heavy-clipping | 10 steps |
+| stuck, collapsed | 40 steps, then every 20 to step 200 |
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +39,7 @@ from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import Parameters, local
 from nanproof.core.support._members import optimizers_in
 from nanproof.core.support._tree import tensors_in
+from nanproof.explain._graph import Activated, Broadcast
 
 FIRST_STEPS = 3
 NEVER = 4
@@ -48,6 +55,22 @@ FAINT = 1e-3
 """A gradient norm below this share of the loss may be off by a factor. Updates that are tiny without it are a small rate."""
 HUGE = 1e6
 """A gradient norm this many times the loss, or 1, is looked at once."""
+NO_RATE_SHARE = 1e-6
+"""A learning rate that has fallen to this share of the largest one counts as 0."""
+UNCLEARED = 5
+"""Steps in a row that add to the gradients of the step before."""
+CONSTANT = 8
+"""Steps in a row with the same loss."""
+LN2 = 10
+"""Steps in a row with a loss of ln 2, as of a pair whose members cannot be told apart."""
+HEAVY = 20.0
+"""Times the limit that gradients are before clipping, in 10 steps in a row, to be looked at once."""
+RECENT = 20
+"""Steps whose mean loss is compared with that of a constant prediction."""
+NEAR = 0.97
+"""Share of the loss of a constant prediction, or of the first losses, from which a loss has not fallen."""
+SAME = 1e-3
+"""Predictions of different samples that are closer than this are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +82,22 @@ class Signal:
     details: dict[str, Any] = field(default_factory=dict)
     since: int | None = None
     """The step at which it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one step showed beyond its record."""
+
+    sample: tuple[float, float, float] | None = None
+    """What its update did to the sampled weights."""
+    shifted: tuple[str, str] | None = None
+    """Two tensors of the batch of which one is the other moved by one, where the loss moved it again."""
+    outputs: tuple[float, float, float, float] | None = None
+    """See `outputs_of`."""
+    activated: Activated | None = None
+    broadcast: Broadcast | None = None
+    uncleared: bool = False
+    """Its gradients were added to those of the step before."""
 
 
 class SilentWatch:
@@ -79,6 +118,11 @@ class SilentWatch:
         self._jumped: StepRecord | None = None
         self._samples: list[tuple[float, float, float, float]] = []
         """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
+        self._largest_rate = 0.0
+        self._uncleared = self._clipped = self._collapsed = 0
+        self._early: list[float] = []
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        """(loss, learning rate) of the last steps."""
 
     def renewed(self, parameters: Parameters, optimizer: torch.optim.Optimizer, dealt_with: str) -> SilentWatch:
         """A watch that counts from here, and does not say again what was said, but for what was dealt with."""
@@ -87,27 +131,85 @@ class SilentWatch:
         new._learned = self._learned
         return new
 
-    def see(
-        self, record: StepRecord, sample: tuple[float, float, float] | None, shifted: tuple[str, str] | None
-    ) -> Signal | None:
-        """The next accepted step, what its update did to the sampled weights, and two batch tensors of which one is the other
-        moved by one, where the loss moved it again."""
+    def see(self, record: StepRecord, look: Look) -> Signal | None:
+        """The next accepted step, and what it showed."""
         self._steps += 1
         rate = max(record.lr, default=0.0)
-        if sample is not None:
-            self._samples.append((*sample, rate))
-        looks = (self._foreign, self._missing, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge, self._jump)
-        for look in looks:
-            signal = look(record)
+        self._largest_rate = max(self._largest_rate, rate)
+        self._recent.append((record.loss, rate))
+        if len(self._early) < 5:
+            self._early.append(record.loss)
+        if look.sample is not None:
+            self._samples.append((*look.sample, rate))
+        of_record = (self._foreign, self._missing, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge)
+        signals = [watch(record) for watch in (*of_record, self._jump, self._constant, self._heavy)]
+        signals += [self._cleared(record, look), *self._of_loss(record, look)]
+        for signal in signals:
             if signal is not None and signal.name not in self._said:
                 self._said.add(signal.name)
                 return signal
-        if shifted is not None and "shifted-labels" not in self._said:
-            self._said.add("shifted-labels")
-            inputs, labels = shifted
-            message = f"{labels} is {inputs} moved by one, and the loss moves it again"
-            return Signal("shifted-labels", message, {"inputs": inputs, "labels": labels})
         return None
+
+    def _of_loss(self, record: StepRecord, look: Look) -> list[Signal | None]:
+        """What the graph of the loss shows."""
+        found: list[Signal | None] = []
+        if look.activated is not None:
+            inner, outer = look.activated.inner, look.activated.outer
+            details = {"inner": inner, "outer": outer}
+            found.append(Signal("activation-twice", f"the output of {inner} goes into {outer} as logits", details, 0))
+        if look.broadcast is not None:
+            few, many = list(look.broadcast.prediction), list(look.broadcast.result)
+            message = f"predictions of shape {few} are compared with targets in {many} pairs"
+            found.append(Signal("broadcast", message, {"prediction": few, "result": many}, 0))
+        if look.shifted is not None:
+            inputs, labels = look.shifted
+            message = f"{labels} is {inputs} moved by one, and the loss moves it again"
+            found.append(Signal("shifted-labels", message, {"inputs": inputs, "labels": labels}))
+        if look.outputs is not None:
+            found += [self._level(record, *look.outputs)]
+        return found
+
+    def _cleared(self, record: StepRecord, look: Look) -> Signal | None:
+        self._uncleared = self._uncleared + 1 if look.uncleared else 0
+        if self._uncleared < UNCLEARED:
+            return None
+        message = f"the gradients of {UNCLEARED} steps in a row were added to those of the step before"
+        return Signal("uncleared-gradients", message, {}, record.step - UNCLEARED + 1)
+
+    def _constant(self, record: StepRecord) -> Signal | None:
+        losses = [loss for loss, _ in self._recent]
+        last = losses[-CONSTANT:]
+        if len(last) == CONSTANT and record.loss != 0 and max(last) - min(last) <= 1e-6 * abs(record.loss):
+            message = f"the loss has been {record.loss:.6g} for {CONSTANT} steps"
+            return Signal("constant-loss", message, {}, record.step - CONSTANT + 1)
+        near = losses[-LN2:]
+        if len(near) == LN2 and all(abs(loss - math.log(2)) < 0.01 for loss in near):
+            return Signal("loss-at-ln2", f"the loss has been ln 2 for {LN2} steps", {}, record.step - LN2 + 1)
+        return None
+
+    def _heavy(self, record: StepRecord) -> Signal | None:
+        self._clipped = self._clipped + 1 if record.clip >= HEAVY else 0
+        if self._clipped < 10:
+            return None
+        message = f"the gradients have been over {HEAVY:g} times the limit for 10 steps; they are clipped to 1/{record.clip:.3g}"
+        return Signal("heavy-clipping", message, {}, record.step - 9)
+
+    def _level(self, record: StepRecord, spread: float, size: float, loss: float, trivial: float) -> Signal | None:
+        """A loss that is no lower than that of a constant prediction, and has not fallen."""
+        losses, rates = [x for x, _ in self._recent], [r for _, r in self._recent]
+        if len(losses) < RECENT or self._steps < 2 * RECENT or rates[-1] > 1.02 * rates[0] or not trivial > 0:
+            return None  # too early, or still warming up
+        usual, first = math.fsum(losses) / len(losses), math.fsum(self._early) / len(self._early)
+        self._collapsed = self._collapsed + 1 if spread < SAME and loss > 0.5 * trivial else 0
+        moved = max((size for _, size, _, _ in self._samples), default=0.0)
+        details = {"trivial": trivial, "usual": usual, "first": first, "spread": spread, "moved": moved}
+        if self._collapsed >= 2:
+            message = f"the model gives every sample the same output; the loss is {usual:.4g}"
+            return Signal("collapsed", message, details, record.step)
+        if usual < NEAR * max(trivial, first) or not 0.5 * loss < usual < 2 * loss:
+            return None
+        message = f"the loss is {usual:.4g} after {self._steps} steps; a constant prediction gives {trivial:.4g}"
+        return Signal("stuck", message, details, record.step)
 
     def _foreign(self, record: StepRecord) -> Signal | None:
         foreign, left_out = self._parameters.foreign, self._parameters.left_out
@@ -173,13 +275,16 @@ class SilentWatch:
         return Signal("early-jump", message, {"record": self._jumped, "first": self._first}, self._jumped.step)
 
     def _rate(self, record: StepRecord) -> Signal | None:
-        still = bool(record.lr) and all(x == 0 for x in record.lr) and record.grad_norm > 0
+        least = NO_RATE_SHARE * self._largest_rate
+        still = bool(record.lr) and all(x <= least for x in record.lr) and record.grad_norm > 0
         self._no_rate = self._no_rate + 1 if still else 0
         # A schedule may well end at 0 a few steps before the loop does.
         if self._no_rate < max(NO_RATE, (self._steps - self._no_rate) // 5):
             return None
-        message = f"the learning rate has been 0 for {self._no_rate} steps"
-        return Signal("zero-learning-rate", message, {"steps": self._no_rate}, record.step - self._no_rate + 1)
+        shown = "0" if not any(record.lr) else f"{max(record.lr):.2g} or less"
+        message = f"the learning rate has been {shown} for {self._no_rate} steps"
+        details = {"steps": self._no_rate, "rate": max(record.lr), "largest": self._largest_rate}
+        return Signal("zero-learning-rate", message, details, record.step - self._no_rate + 1)
 
     def _unchanged(self, record: StepRecord) -> Signal | None:
         if len(self._samples) < 2 or not record.grad_norm > 0:
@@ -296,26 +401,6 @@ def is_shifted(names: list[tuple[str, str]], shares: list[float]) -> tuple[str, 
         if moved > 0.9 and equal < 0.9 and varied > 0.05:
             return pair
     return None
-
-
-NEAR_THE_LOSS = 256
-"""Operations that are looked through for the targets of a loss."""
-
-
-def targets_of(loss: Tensor) -> list[Tensor]:
-    """Return the labels that a loss compares its logits with, from its graph: what cross_entropy and nll_loss keep for backward.
-    None are found behind torch.compile or in a loss that computes them in another way."""
-    todo, targets = [loss.grad_fn], []
-    seen: set[Any] = set()
-    while todo and len(seen) < NEAR_THE_LOSS:
-        node = todo.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith("NllLoss"):
-            targets.append(node._saved_target)  # type: ignore[attr-defined]
-        todo += [below for below, _ in node.next_functions]
-    return targets
 
 
 def moves_again(labels: Tensor, targets: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
-"""How large each weight was when the run began, and which buffers were non-finite: measured once on the device, read only if
-something goes wrong.
+"""What weights and buffers were when the run began: how large each weight was, which buffers were non-finite, and which hold
+numbers that nobody wrote. Weights are measured once on the device, and read only if something goes wrong.
 
 A weight that is NaN at step 900 may have been NaN in the checkpoint, in a layer that no batch used, or may have been broken
 since. A weight that is 1e18 may have been so all along. The fixes differ.
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.judge._parameters import clean_name, local, unwrap
+from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
 
 log = logging.getLogger("nanproof")
 
@@ -84,3 +85,83 @@ class WeightsAtStart:
             for (name, reference), value in zip(members, values.tolist(), strict=True)
             if reference() is now.get(name)
         }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Garbage:
+    """A buffer that holds what nobody wrote."""
+
+    name: str
+    buffer: Tensor
+    seen: str
+    fresh: Tensor | None
+    """As a module of the same class and config has it."""
+    ordinary: float = 0.0
+
+    def compared(self) -> str:
+        assert self.fresh is not None
+        low, high = torch.aminmax(self.fresh.float())
+        return f"a new {self.name.rpartition('.')[2]} from the same config lies within {float(low):.3g} and {float(high):.3g}"
+
+
+def garbage_buffers(model: nn.Module) -> list[Garbage]:
+    """Return the buffers that hold numbers which only unwritten memory has. Waits for the device."""
+    found, seen = [], set()
+    for path, module in unwrap(model).named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in seen or not _readable(buffer):
+                continue
+            seen.add(id(buffer))
+            what = _unwritten(key, buffer.detach().float())
+            if what:
+                ordinary = 1.0 if "var" in key or "scale" in key else 0.0
+                found.append(Garbage(clean_name(f"{path}.{key}" if path else key), buffer, what, _fresh(module, key), ordinary))
+    return found
+
+
+def _readable(buffer: Tensor) -> bool:
+    small = 1 < buffer.numel() <= 1 << 20
+    return (
+        buffer.is_floating_point() and small and buffer.layout is torch.strided and not buffer.is_meta and not is_dtensor(buffer)
+    )
+
+
+def _unwritten(key: str, value: Tensor) -> str:
+    """Why these numbers cannot be meant; empty where they can."""
+    if not bool(torch.isfinite(value).all()):
+        return ""  # a cause of its own
+    size = value.abs()
+    huge = value[size > 1e15]
+    if huge.numel() and huge.numel() < value.numel() and float(huge.min()) != float(huge.max()) and not _is_mask(value):
+        return f"numbers up to {float(size.max()):.3g} beside {float(size.min()):.3g}"
+    if huge.numel() == value.numel() and float(huge.min()) != float(huge.max()):
+        return f"numbers from {float(size.min()):.3g} to {float(size.max()):.3g}"
+    tiny = (size > 0) & (size < 1e-37)
+    if bool(tiny.any()) and value.numel() > 2:
+        return f"a number of {float(value[tiny][0]):.3g}, which no computation leaves"
+    if "var" in key and float(value.min()) < 0:
+        return f"a variance of {float(value.min()):.3g}"
+    if key.endswith("inv_freq") and value.dim() == 1:
+        falls = bool((value[1:] <= value[:-1]).all())
+        if not falls or float(value.min()) <= 0 or float(value.max()) > 1.01:
+            return f"frequencies from {float(value.min()):.3g} to {float(value.max()):.3g}, which do not fall from 1 towards 0"
+    return ""
+
+
+def _is_mask(value: Tensor) -> bool:
+    """Two numbers only, one of them far below 0."""
+    low, high = value.min(), value.max()
+    return bool(((value == low) | (value == high)).all())
+
+
+def _fresh(module: nn.Module, key: str) -> Tensor | None:
+    """The buffer of a module that is made anew from the same config; None where that cannot be done."""
+    config = getattr(module, "config", None)
+    buffer = module._buffers[key]
+    if config is None or buffer is None:
+        return None
+    try:
+        made = type(module)(config)._buffers[key]
+    except Exception:
+        return None
+    return made.to(buffer) if made is not None and made.shape == buffer.shape else None

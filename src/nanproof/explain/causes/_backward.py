@@ -296,6 +296,7 @@ class ExplodingGradient(Cause):
     )
 
     costly = True
+    specific = 0
 
     def match(self, case: Case) -> Match | None:
         finite = case.signal == "huge-gradients" or case.kind == "spike"

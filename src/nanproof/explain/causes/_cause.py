@@ -46,6 +46,9 @@ class Cause:
     """One or two sentences that a practitioner can act on."""
     costly: ClassVar[bool] = False
     """Matching takes runs of its own: looked at only where no other cause fits well."""
+    specific: ClassVar[int] = 1
+    """How little its trial changes. Where the fixes of two causes hold, the more specific cause is named: 0 for a change that
+    would cure many things (every weight scaled down), 1 for one kind of operation, 2 for one mistake at one place."""
     catalogue: ClassVar[list[Cause]] = []
 
     def __init_subclass__(cls) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from nanproof._wording import few
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial, bad_in_batch
 from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain.causes._objective import compared, rounds
+from nanproof.explain.locate._calls import CallStack, tensors_of
 from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
 from nanproof.explain.locate._trace import Operand
 from nanproof.explain.locate._writes import write_into_batch
 from nanproof.explain.replay._interventions import NoEmptyMean, SafeDivision, ZeroInfinity
+from nanproof.explain.replay._rehearse import rehearse
 
 FAR = 1e6
 """A sample that is so many times larger than the others of its batch is no sample of the same kind."""
@@ -184,6 +188,94 @@ def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
         ]
         lists = small[-2:]
     return f"input lengths {lists[0]}, target lengths {lists[1]}" if len(lists) >= 2 else "lengths not at hand"
+
+
+class InputsNotNormalised(Cause):
+    """Pixels of 0 to 255, or features of very different scale: at ordinary rates the run diverges, or learns nothing."""
+
+    slug = "inputs-not-normalised"
+    specific = 2
+    fix = (
+        "Bring the inputs to a mean of 0 and a deviation of 1 (images: divide by 255 and subtract the mean; features: "
+        "standardise each, or take the logarithm of the large ones). A lower rate hides this and makes the rest learn slowly."
+    )
+
+    LARGE = 10.0
+    """Size of inputs, as the root of their mean square, from which they count as not normalised."""
+
+    def match(self, case: Case) -> Match | None:
+        failed = case.kind == "divergence" or case.signal in ("stuck", "collapsed", "heavy-clipping", "dead-parameters")
+        failed = failed or case.signal in ("early-jump", "zero-gradients") or (case.nonfinite and not case.weights_broke)
+        if not failed or case.replay is None or not case.moments or case.bad_batch or case.bad_weights:
+            return None
+        large = self._large(case)
+        if not large:
+            return None
+        name, t, size = large[0]
+        columns = _feature_sizes(t)
+        spread = f"; its features have deviations from {columns[0]:.3g} to {columns[1]:.3g}" if columns else ""
+        return Match(
+            confidence=0.8,
+            evidence=(f"{name} goes into the model with numbers of {size:.4g} on average{spread}",),
+            phase="data",
+            where=name,
+            samples=(),
+            trial=lambda: self._standardised(case, [n for n, _, _ in large]),
+            tried="inputs of mean 0 and deviation 1, from fresh weights over the recent batches",
+        )
+
+    def _large(self, case: Case) -> list[tuple[str, Tensor, float]]:
+        """Floating-point tensors of the batch that are large and go into the model."""
+        assert case.replay is not None
+        if len(case.replay.batches) != 1:
+            return []
+        floats = [(n, t) for n, t in tensors_in(case.replay.batches[0]) if t.dim() > 1 and t.numel() > 8 and _plain_numbers(t)]
+        sized = [(n, t, float(t.detach().float().square().mean().sqrt())) for n, t in floats]
+        large = [(n, t, size) for n, t, size in sized if size > self.LARGE]
+        if not large:
+            return []
+        given: set[tuple[int, float]] = set()
+
+        def note(_call: Any, args: Any, kwargs: Any, _output: Any) -> None:
+            given.update(_mark(x) for x in tensors_of((args, kwargs)) if _plain_numbers(x))
+
+        case.replay.run(CallStack(case.replay.model).following(on_leave=note), backward=False)
+        return [(n, t, size) for n, t, size in large if _mark(t) in given]
+
+    def _standardised(self, case: Case, names: list[str]) -> Trial:
+        assert case.replay is not None
+        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": True}
+        whole = {id(t) for m in case.moments for b in m.batches for n, t in tensors_in(b) if n in names}
+        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
+        change = partial(_standard, whole)
+        return compared(as_is, rehearse(case.replay, case.optimizer, case.moments, change=change, **how))
+
+
+def _standard(which: set[int], t: Tensor) -> Tensor:
+    """Mean 0 and deviation 1: of each feature of a table, of a picture or a signal as a whole."""
+    if id(t) not in which:
+        return t
+    x = t.detach().float()
+    axes = tuple(range(x.dim() - 1)) if x.dim() == 2 else tuple(range(x.dim()))
+    deviation, mean = torch.std_mean(x, axes, correction=0, keepdim=True)
+    return ((x - mean) / deviation.clamp(min=1e-6)).to(t.dtype if t.is_floating_point() else torch.float32)
+
+
+def _feature_sizes(t: Tensor) -> tuple[float, float] | None:
+    """The least and largest deviation of the columns of a table."""
+    if t.dim() != 2 or len(t) < 2:
+        return None
+    deviations = t.detach().float().std(0)
+    return float(deviations.min()), float(deviations.max())
+
+
+def _plain_numbers(t: Tensor) -> bool:
+    return t.is_floating_point() and t.layout is torch.strided and t.numel() > 0
+
+
+def _mark(t: Tensor) -> tuple[int, float]:
+    """What a tensor has in common with a copy of it."""
+    return t.numel(), float(t.detach().float().abs().max())
 
 
 class OutlierBatch(Cause):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.explain._case import Case, Trial
+from nanproof.explain._case import Case, Trial, living
 from nanproof.explain.causes._cause import Cause, Match, at_birth
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op, is_users, short
@@ -140,6 +140,8 @@ class Fp16ActivationOverflow(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
+        if case.signal == "zero-gradients":
+            return self._hidden(case)
         if not case.nonfinite or case.birth is None or case.birth.in_backward:
             return None
         birth, op = case.birth, case.birth.at
@@ -153,6 +155,36 @@ class Fp16ActivationOverflow(Cause):
             f"{size:.4g}{birth.place()}; fp16 ends at 65504"
         )
         return at_birth(birth, 0.4 if special else 0.92, said, lambda: self._wider(case), "every fp16 argument in fp32")
+
+    def _hidden(self, case: Case) -> Match | None:
+        """An Inf that the next operations turn into 0, as 1 / sqrt(mean square) does: nothing is NaN, and no gradient is left."""
+        for op in case.trace.ops if case.trace is not None else ():
+            out = next((o for o in op.outputs if o.range.inf and o.dtype == torch.float16), None)
+            if out is None or op.backward or any(i.range.bad for i in op.inputs) or op.name in ("masked_fill", "full", "where"):
+                continue
+            size = max((i.range.size for i in op.inputs if math.isfinite(i.range.size)), default=math.nan)
+            said = (
+                f"{op.name} in {op.path} gives Inf in fp16 from inputs up to {size:.4g}, and 1 / Inf is 0: nothing gets through"
+            )
+            return Match(
+                confidence=0.9,
+                evidence=(said,),
+                phase="forward",
+                where=op.path,
+                op=op.name.strip("_"),
+                source=op.source or None,
+                samples=(),
+                trial=lambda: self._gets_through(case),
+                tried="every fp16 argument in fp32",
+            )
+        return None
+
+    def _gets_through(self, case: Case) -> Trial:
+        """Gradients where there were none."""
+        assert case.replay is not None
+        before, after = case.replay.run(), case.replay.run(change := Fp32())
+        held = before.total == 0 and after.finite and after.total > 0
+        return Trial(held, f"gradient norm {after.total:.4g} instead of {before.total:.4g}", living(change) if held else ())
 
     def _wider(self, case: Case) -> Trial:
         """bf16 costs a run less than fp32, so it is asked as well: where it holds, it is the first remedy."""

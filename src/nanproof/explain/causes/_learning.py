@@ -12,12 +12,13 @@ from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain._case import Case, Prescription, Trial, living
+from nanproof.explain._silent import TINY
 from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.replay._copies import HALVES, changed_share, step_on_copies
 from nanproof.explain.replay._interventions import Leaky
 from nanproof.explain.replay._rehearse import rehearse, slope_ratio
-from nanproof.explain.replay._surroundings import Attached, NonReentrant, weights_as
+from nanproof.explain.replay._surroundings import Attached, GradEnabled, NonReentrant, weights_as
 
 
 class OptimizerForeignParameters(Cause):
@@ -107,7 +108,7 @@ class NoGradientPath(Cause):
             where=names[0],
             samples=(),
             trial=lambda: self._attached(case, names),
-            tried="detach, .data and reentrant checkpointing left out",
+            tried="detach, .data, no_grad and reentrant checkpointing left out",
         )
 
     def _depends(self, case: Case, names: list[str], loss: float | None) -> tuple[float, float] | None:
@@ -131,8 +132,13 @@ class NoGradientPath(Cause):
         return None
 
     def _on_purpose(self, case: Case, names: list[str]) -> bool:
-        """They run under no_grad even with checkpointing left out: a target network, a frozen encoder."""
+        """They run under no_grad even with checkpointing left out, and the optimizer does not hold them, or the forward writes
+        them itself: a target network, a frozen encoder."""
         assert case.replay is not None
+        held = {id(p) for g in groups_of(case.optimizer) for p in g["params"]} if case.optimizer is not None else set()
+        named = case.replay.parameters
+        if any(id(named[n]) in held and not case.replay.is_written(named[n]) for n in names):
+            return False
         modules = dict(case.replay.model.named_modules())
         owners = {id(m): m for n in names if (m := modules.get(n.rsplit(".", 1)[0] if "." in n else "")) is not None}
         seen: list[bool] = []
@@ -146,7 +152,7 @@ class NoGradientPath(Cause):
 
     def _attached(self, case: Case, names: list[str]) -> Trial:
         assert case.replay is not None
-        outcome = case.replay.run(Attached())
+        outcome = case.replay.run(Attached(), GradEnabled())
         reached = [n for n in names if outcome.norms.get(n, 0.0) > 0]
         said = f"{len(reached)} of {len(names)} get a gradient"
         if not case.healing:
@@ -214,19 +220,27 @@ class DeadUnits(Cause):
 
 
 class LearningRateZero(Cause):
-    """The learning rate is 0 while the gradients are not."""
+    """The learning rate is 0, or so small that no weight changes, while the gradients are not."""
 
     slug = "learning-rate-zero"
+    specific = 2
     fix = (
-        "Check the schedule: its total number of steps, its warm-up, its last value. The learning rate is 0 while the "
-        "gradients are not."
+        "Check the schedule: its total number of steps, its warm-up, its last value, and that it is stepped once an epoch or "
+        "once a step, as it expects. The learning rate is 0 while the gradients are not."
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.signal != "zero-learning-rate":
-            return None
         norm = case.record.grad_norm if case.record is not None else math.nan
-        said = f"the learning rate has been 0 for {case.details['steps']} steps; the gradient norm is {norm:.4g}"
+        rate = max(case.record.lr, default=math.nan) if case.record is not None else math.nan
+        if case.signal == "zero-learning-rate":
+            shown = f"{rate:.2g}" if rate else "0"
+            said = f"the learning rate has been {shown} for {case.details['steps']} steps; the gradient norm is {norm:.4g}"
+            if rate:
+                said += f"; it was {case.details['largest']:.2g}"
+        elif case.signal == "unchanged-weights" and rate < 1e-7:
+            said = f"a step changes {case.details['share']:.1%} of the weights at a learning rate of {rate:.2g}"
+        else:
+            return None
         return Match(
             confidence=0.98,
             evidence=(said,),
@@ -242,7 +256,7 @@ class LearningRateZero(Cause):
         now = changed_share(step_on_copies(case.optimizer, gradients))
         then = changed_share(step_on_copies(case.optimizer, gradients, settings={"lr": 1e-3}))
         said = f"{then:.0%} of the elements change in a step instead of {now:.0%}"
-        return Trial(now == 0 and then > 0, said, self._floors(case) if case.healing else ())
+        return Trial(now < 0.05 and then > 0.5, said, self._floors(case) if case.healing else ())
 
     def _floors(self, case: Case) -> tuple[Prescription, ...]:
         """Rates at which the loss does not rise over the last batches: the mean of those the run had, else a tenth of it."""
@@ -323,7 +337,10 @@ class GradientScaleMismatch(Cause):
                 trial=(lambda: self._plain_step(case, kept)) if case.replay is not None else None,
                 tried="a plain step of learning rate times gradient",
             )
-        if case.replay is None or not (case.signal == "tiny-updates" or case.kind in ("divergence", "nonfinite-loss")):
+        signals = ("tiny-updates", "heavy-clipping", "stuck")
+        if case.replay is None or not (case.signal in signals or case.kind in ("divergence", "nonfinite-loss")):
+            return None
+        if case.signal == "stuck" and not case.details["moved"] < TINY:
             return None
         if (
             case.kind in ("divergence", "nonfinite-loss")

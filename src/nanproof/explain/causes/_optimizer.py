@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from nanproof.core.support._members import groups_of, name_of, optimizers_in, st
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.causes._objective import compared, rounds
 from nanproof.explain.causes._update import gradients_of
-from nanproof.explain.replay._copies import all_finite, step_on_copies
+from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies
 from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio
 from nanproof.explain.replay._surroundings import weights_as
 
@@ -74,26 +76,107 @@ class Fp16WeightsWithGradScaler(Cause):
 
 
 class GradientsNotCleared(Cause):
-    """One Inf stays in .grad for ever."""
+    """Every backward adds to the gradients of the steps before: the updates grow, and one Inf stays in .grad for ever."""
 
     slug = "gradients-not-cleared"
+    specific = 2
     fix = "Call optimizer.zero_grad() before every backward, also after a skipped step: one Inf in .grad stays there for ever."
 
     def match(self, case: Case) -> Match | None:
-        if not case.uncleared or not case.nonfinite:
+        bad = case.nonfinite or case.kind == "divergence"
+        if not case.uncleared or not (bad or case.signal in ("uncleared-gradients", "stuck", "collapsed")):
             return None
         return Match(
-            confidence=0.9,
+            confidence=0.96 if case.signal == "uncleared-gradients" else 0.9,
             evidence=("the gradients of the step before were still in .grad when this step's backward added to them",),
             phase="backward",
             where="optimizer.zero_grad",
+            samples=(),
+            trial=(lambda: self._cleared(case)) if case.replay is not None and self._sums(case) else None,
+            tried="this step's own gradients",
         )
+
+    def _sums(self, case: Case) -> dict[Tensor, Tensor]:
+        held = (p for group in groups_of(case.optimizer) for p in group["params"]) if case.optimizer is not None else ()
+        return {p: p.grad for p in held if p.grad is not None and p.grad.layout is torch.strided}
+
+    def _cleared(self, case: Case) -> Trial:
+        """What the optimizer was given, next to the gradients of the step alone. The two are the same where .grad was cleared."""
+        assert case.replay is not None
+        sums = {p: g.detach().clone() for p, g in self._sums(case).items()}
+        own = {case.replay.parameters[n]: g for n, g in case.replay.gradients().items()}
+        both = [(sums[p].float(), own[p].float()) for p in sums if p in own and own[p].layout is torch.strided]
+        size = math.sqrt(sum(float(g.square().sum()) for _, g in both))
+        apart = math.sqrt(sum(float((s / case.replay.scale - g).square().sum()) for s, g in both))
+        held = math.isfinite(size) and size > 0 and not apart < 0.5 * size
+        given = math.sqrt(sum(float(s.square().sum()) for s, _ in both))
+        return Trial(held, f"gradient norm {size:.4g}; the optimizer was given the sum, {given:.4g}")
+
+
+class ClippingStarves(Cause):
+    """One parameter's huge gradient makes clipping by the global norm scale all the others to nothing."""
+
+    slug = "clipping-starves"
+    specific = 2
+    fix = (
+        "Clip this parameter's gradient by itself (a group of its own, clip by value, or a smaller weight of its loss term): "
+        "with one global norm it takes the whole of the limit, and the other parameters stop learning."
+    )
+
+    OWNS = 0.98
+    """Share of the norm that one parameter has."""
+    STARVED = 10.0
+    """How many times smaller the clipping makes the updates of the others."""
+
+    def match(self, case: Case) -> Match | None:
+        if case.signal != "heavy-clipping" or case.record is None or case.replay is None or case.max_norm is None:
+            return None
+        norms = case.record.by_parameter
+        name = max(norms, key=lambda n: norms[n], default="")
+        others = math.hypot(*(norm for n, norm in norms.items() if n != name))
+        if not name or norms[name] < self.OWNS * case.record.grad_norm or others == 0:
+            return None
+        said = (
+            f"{name} has a gradient norm of {norms[name]:.4g}, all others together {others:.4g}: clipped to {case.max_norm:g}, "
+            f"the others are divided by {case.record.clip:.4g}"
+        )
+        return Match(
+            confidence=0.93,
+            evidence=(said,),
+            phase="optimizer",
+            where=name,
+            samples=(),
+            trial=lambda: self._alone(case, name),
+            tried=f"{name} clipped by itself",
+        )
+
+    def _alone(self, case: Case, name: str) -> Trial:
+        """A step on copies, clipped as it is and with this parameter clipped by itself. Fails where the optimizer evens the
+        difference out, as Adam does."""
+        assert case.replay is not None and case.max_norm is not None and case.record is not None
+        named, found = case.replay.parameters, case.replay.gradients()
+        sizes = {n: float(g.float().norm()) for n, g in found.items()}
+        total = math.hypot(*sizes.values())
+        others = math.hypot(*(size for n, size in sizes.items() if n != name))
+        if name not in found or not total > 0 < others:
+            return Trial(False, "no gradient")
+        as_is = {named[n]: g * min(1.0, case.max_norm / total) for n, g in found.items()}
+        alone = {named[n]: g * min(1.0, case.max_norm / (sizes[n] if n == name else others)) for n, g in found.items()}
+        moved = [self._moved(step_on_copies(case.optimizer, gradients), named[name]) for gradients in (as_is, alone)]
+        said = f"a step moves the other weights by {moved[1]:.3g} of their size instead of {moved[0]:.3g}"
+        return Trial(moved[1] > self.STARVED * moved[0] and moved[1] > 0, said)
+
+    def _moved(self, copied: list[Copied] | None, but: Tensor) -> float:
+        others = [each for each in copied or () if each.parameter is not but]
+        moved = math.sqrt(sum(float((c.after.float() - c.before.float()).square().sum()) for c in others))
+        return moved / max(math.sqrt(sum(float(c.before.float().square().sum()) for c in others)), 1e-30)
 
 
 class GradientNormOverflow(Cause):
     """Every gradient is finite, their norm is not, and clipping would set all to 0."""
 
     slug = "gradient-norm-overflow"
+    specific = 0
     fix = (
         "Scale the loss down (a sum where a mean was meant, a huge weight of a term): every gradient is finite, the sum of "
         "their squares is not."
@@ -146,9 +229,12 @@ class LearningRateTooHigh(Cause):
     """The updates are so large that the weights blow up, or loss and norms rise over many steps."""
 
     slug = "learning-rate-too-high"
+    specific = 0
     fix = "Lower the learning rate (a tenth is a good first try) and warm it up over the first steps."
 
     def match(self, case: Case) -> Match | None:
+        if case.signal in ("stuck", "collapsed"):
+            return self._stuck(case)
         if case.signal or not (case.nonfinite or case.kind == "divergence"):
             return None
         if any(not bad.only_negative for bad in (*case.bad_batch, *case.bad_inputs)):
@@ -229,6 +315,42 @@ class LearningRateTooHigh(Cause):
         held = outcome.finite and not outcome.loss > 0.1 * control.loss
         return Trial(held, f"the loss is {outcome.loss:.4g} instead of {control.loss:.4g}")
 
+    LARGE = 0.02
+    """Size of an update, next to the weights, from which a loss that does not fall may be the rate's fault."""
+
+    def _stuck(self, case: Case) -> Match | None:
+        """Nothing is learned, and the updates are large: from fresh weights a lower rate learns the recent batches."""
+        moved = case.details["moved"]
+        if case.replay is None or not case.moments or case.record is None or moved < self.LARGE:
+            return None
+        rate = max(case.record.lr, default=math.nan)
+        same = "; every sample gets the same output" if case.signal == "collapsed" else ""
+        said = (
+            f"the loss is {case.details['usual']:.4g}, where a constant prediction gives {case.details['trivial']:.4g}{same}; "
+            f"the learning rate is {rate:g}, and one step moved the weights by {moved:.2g} of their size"
+        )
+        return Match(
+            confidence=0.85,
+            evidence=(said,),
+            phase="optimizer",
+            where="learning rate",
+            samples=(),
+            trial=lambda: self._learns(case),
+            tried="a lower learning rate, from fresh weights over the recent batches",
+        )
+
+    def _learns(self, case: Case) -> Trial:
+        assert case.replay is not None
+        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": True}
+        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
+        trial = Trial(False, CANNOT_REHEARSE)
+        for factor in (0.1, 0.01):
+            slower = rehearse(case.replay, case.optimizer, case.moments, factor=factor, **how)
+            trial = compared(as_is, slower)
+            if trial.held:
+                return replace(trial, remedies=(Prescription("learning-rate", {"factor": factor}),))
+        return trial
+
     def _rising(self, case: Case) -> Match:
         assert case.record is not None
         recent = [r for r in case.history if r.step >= case.record.step - 3 and math.isfinite(r.loss)][:12]
@@ -261,6 +383,7 @@ class StaleSecondMoment(Cause):
     """Adam's second moment lags behind gradients that grew: updates of several times the learning rate."""
 
     slug = "stale-second-moment"
+    specific = 2
     fix = "Use a smaller beta2 (0.95) or update clipping: Adam's second moment still remembers the small gradients of before."
 
     HIGH = 1.2
@@ -325,6 +448,7 @@ class OptimizerStateReset(Cause):
     """Trained weights, new optimizer state: the first updates are the learning rate times a sign."""
 
     slug = "optimizer-state-reset"
+    specific = 2
     fix = (
         "Restore the optimizer's state with the weights when resuming (optimizer.load_state_dict), or warm the learning rate "
         "up again."

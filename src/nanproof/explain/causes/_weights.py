@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from nanproof._wording import listed
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import BadWeight, Case, Prescription, Trial
+from nanproof.explain._start import Garbage, garbage_buffers
 from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._locate import batch_shape, extreme, where_in_batch
 from nanproof.explain.replay._surroundings import weights_as
@@ -33,8 +35,13 @@ class NonfiniteWeightsAtStart(Cause):
         "(torch.empty is not an initialisation)."
     )
 
+    GARBAGE = 1e8
+    """A weight larger than this, and as many times larger than those of other parameters, is memory that nobody wrote."""
+
     def match(self, case: Case) -> Match | None:
         bad = case.bad_weights
+        if not bad and (garbage := self._garbage(case)):
+            return garbage
         if case.signal or not (_of_weights(case) and case.bad_since_start(b.name for b in bad)):
             return self._state(case)
         frozen = "" if bad[0].tensor.requires_grad else ", which is frozen"
@@ -50,6 +57,44 @@ class NonfiniteWeightsAtStart(Cause):
             trial=lambda: _repaired(case, bad),
             tried="the non-finite weights set to 0",
         )
+
+    def _garbage(self, case: Case) -> Match | None:
+        """Weights that are finite, and far larger than any initialisation would make them."""
+        extreme = case.nonfinite or case.kind == "divergence" or case.signal in ("huge-gradients", "heavy-clipping", "stuck")
+        if not extreme or case.replay is None or case.weights_broke:
+            return None
+        at_start = case.details.get("largest_at_start")
+        if at_start is None and not case.last_taken:
+            at_start = {n: float(p.detach().abs().max()) for n, p in case.replay.parameters.items() if p.numel()}
+        sizes = {n: size for n, size in (at_start or {}).items() if math.isfinite(size)}
+        usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0.0
+        names = [n for n, size in sizes.items() if size > self.GARBAGE * max(usual, 1e-3) and n in case.replay.parameters]
+        if not names or len(names) > len(sizes) // 2:
+            names = [n for n, size in sizes.items() if size > 1e15 and n in case.replay.parameters]
+        if not names:
+            return None
+        frozen = "" if case.replay.parameters[names[0]].requires_grad else ", which is frozen"
+        said = f"{listed(names)} held numbers up to {sizes[names[0]]:.3g} when the run began{frozen}; {usual:.3g} is usual here"
+        return Match(
+            confidence=0.97,
+            evidence=(said,),
+            phase="weights",
+            where=names[0],
+            samples=(),
+            trial=lambda: self._initialised(case, names),
+            tried="these weights drawn anew at an ordinary size",
+        )
+
+    def _initialised(self, case: Case, names: list[str]) -> Trial:
+        """Only these are changed. Fails where the step is as bad with them at an ordinary size."""
+        assert case.replay is not None
+        generator = torch.Generator().manual_seed(0)
+        named, before = case.replay.parameters, case.replay.run()
+        values = {named[n]: 0.02 * torch.randn(named[n].shape, generator=generator).to(named[n]) for n in names}
+        with weights_as(values):
+            after = case.replay.run()
+        held = after.finite and not after.total > 1e-4 * (before.total if before.finite else math.inf)
+        return Trial(held, f"{after} instead of {before}")
 
     def _state(self, case: Case) -> Match | None:
         """Moments that were loaded non-finite."""
@@ -224,6 +269,44 @@ def _span(rows: list[int]) -> str:
     if len(rows) > 1 and rows == list(range(rows[0], rows[-1] + 1)):
         return f"rows {rows[0]} to {rows[-1]}"
     return "row " + ", ".join(map(str, rows[:4])) + (" and more" if len(rows) > 4 else "")
+
+
+class UninitializedBuffer(Cause):
+    """A buffer that is finite and was never written: rotary frequencies, say, after loading through the meta device."""
+
+    slug = "uninitialized-buffer"
+    specific = 2
+    fix = (
+        "Compute the buffer again after the model was made on the meta device or with to_empty (non-persistent buffers are in no "
+        "checkpoint), or register it as persistent."
+    )
+
+    def match(self, case: Case) -> Match | None:
+        if case.model is None or not (case.nonfinite or case.kind == "divergence" or case.signal in ("garbage-buffers", "stuck")):
+            return None
+        found = garbage_buffers(case.model)
+        if not found:
+            return None
+        first = found[0]
+        return Match(
+            confidence=0.95 if first.fresh is not None else 0.88,
+            evidence=(f"{first.name} holds {first.seen}", *((first.compared(),) if first.fresh is not None else ())),
+            phase="buffer",
+            where=first.name,
+            samples=(),
+            trial=(lambda: self._written(case, found)) if case.replay is not None else None,
+            tried="the buffer as a new module of this class has it" if first.fresh is not None else "an ordinary value in it",
+        )
+
+    def _written(self, case: Case, found: list[Garbage]) -> Trial:
+        """Fails where the buffer has no part in the loss, or where the step is as bad without the garbage."""
+        assert case.replay is not None
+        values = {g.buffer: g.fresh if g.fresh is not None else torch.full_like(g.buffer, g.ordinary) for g in found}
+        before = case.replay.run()
+        with weights_as(values):
+            after = case.replay.run()
+        apart = abs(after.loss - before.loss) > 1e-6 * max(abs(before.loss), 1e-12) if before.finite else True
+        return Trial(after.finite and apart, f"{after} instead of {before}")
 
 
 class PoisonedBuffer(Cause):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nanproof.core.support._members import groups_of, optimizers_in
+from nanproof.core.support._tree import map_tensors
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import Replay
 from nanproof.explain.replay._surroundings import weights_as
@@ -104,20 +105,34 @@ def rehearse(
     factor: float = 1.0,
     rates: Sequence[float] | None = None,
     fresh: bool = False,
+    from_start: bool = False,
+    change: Callable[[Tensor], Tensor] | None = None,
+    under: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    loss_factor: float = 1.0,
     max_norm: float | None = None,
     rounds: int = 1,
 ) -> list[float] | None:
-    """The losses of a few steps over recent batches, with the learning rate times `factor`, with other `rates` (one for each
-    group of the optimizer), or with a fresh optimizer state; everything is undone afterwards.
+    """The losses of a few steps over recent batches, and of one more forward; everything is undone afterwards.
 
     None where it would take too much memory, or the optimizer cannot take a step here (one that needs a closure).
+
+    Args:
+        factor: what the learning rate is multiplied by.
+        rates: other learning rates, one for each group of the optimizer.
+        fresh: start without the optimizer's state.
+        from_start: start from weights that are initialised anew, and without the optimizer's state.
+        change: applied to each tensor of the batches.
+        under: makes a context for each run of a step.
+        loss_factor: what gradients are multiplied by.
     """
     if sum(p.numel() for p in replay.parameters.values()) > LARGEST_REHEARSAL or not moments:
         return None
     named: dict[str, Tensor] = dict(replay.parameters)
     losses = []
     with undone(replay.model, optimizer):
-        for each in optimizers_in(optimizer) if fresh else ():
+        if from_start:
+            initialise(replay.model)
+        for each in optimizers_in(optimizer) if fresh or from_start else ():
             each.state.clear()
         for group in groups_of(optimizer) if rates is None else ():
             if "lr" in group:
@@ -131,18 +146,33 @@ def rehearse(
                 def take(found: dict[str, Tensor] = found) -> None:
                     found.update({name: p.grad for name, p in named.items() if p.grad is not None})
 
-                outcome = replay.run(batches=moment.batches, random=moment.random, after=take)
+                batches = moment.batches if change is None else [map_tensors(batch, change) for batch in moment.batches]
+                outcome = replay.run(under(), batches=batches, random=moment.random, after=take)
                 losses.append(outcome.loss)
                 if not outcome.finite:
                     return losses
-                if max_norm is not None and outcome.total > max_norm:
-                    for gradient in found.values():
-                        gradient.mul_(max_norm / (outcome.total + 1e-6))
+                total = outcome.total * loss_factor
+                share = loss_factor * (max_norm / (total + 1e-6) if max_norm is not None and total > max_norm else 1.0)
+                for gradient in found.values() if share != 1 else ():
+                    gradient.mul_(share)
                 if not _step(optimizer, named, found):
                     return None
-        last = replay.run(batches=moments[-1].batches, random=moments[-1].random, backward=False)
-        losses.append(last.loss)
+        batches = moments[-1].batches if change is None else [map_tensors(batch, change) for batch in moments[-1].batches]
+        losses.append(replay.run(under(), batches=batches, random=moments[-1].random, backward=False).loss)
     return losses
+
+
+def initialise(model: nn.Module) -> None:
+    """Initialise weights anew, as torch's modules do it. Frozen weights, and those of other modules, stay as they are."""
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset) and type(module).__module__.startswith("torch.nn."):
+                reset()
+        for p, value in frozen:
+            p.copy_(value)
 
 
 def _step(optimizer: Any, named: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> bool:

@@ -172,6 +172,7 @@ class Replay:
         self._eagerly = eagerly
         self._living = living
         """What the run itself is under by now: remedies that were applied."""
+        self._learned_writes = written is not None
         if written is None:
             small = sum(p.numel() for p in model.parameters()) <= _COPIED
             written = list(model.parameters()) if small else [p for p in model.parameters() if not p.requires_grad]
@@ -193,6 +194,10 @@ class Replay:
     @property
     def compiled(self) -> bool:
         return has_compiled(self.model)
+
+    def is_written(self, parameter: Tensor) -> bool:
+        """Whether the forward was seen to write this parameter: a momentum encoder's."""
+        return self._learned_writes and any(p is parameter for p in self._written)
 
     def run(
         self,

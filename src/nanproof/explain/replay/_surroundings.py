@@ -48,6 +48,24 @@ class Attached(Intervention):
         return function(*args)
 
 
+class GradEnabled(Intervention):
+    """torch.no_grad does nothing. Looks at no operation."""
+
+    def __enter__(self) -> Any:
+        no_grad: Any = torch.no_grad
+        self._enter = no_grad.__enter__
+
+        def enter(opened: Any) -> None:
+            self.acted += 1
+            opened.prev = torch.is_grad_enabled()
+
+        no_grad.__enter__ = enter
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.no_grad.__enter__ = self._enter  # type: ignore[method-assign]
+
+
 class NonReentrant(Intervention):
     """Reentrant checkpointing replaced by the other kind, which needs no input with a gradient. Looks at no operation."""
 
