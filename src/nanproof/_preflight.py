@@ -24,10 +24,13 @@ from nanproof.core.support._signals import shielded
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case
 from nanproof.explain._diagnose import explain
+from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of
 from nanproof.explain._silent import HUGE, TINY, UNCHANGED, is_shifted, shifted_pairs
+from nanproof.explain._start import garbage_buffers
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.locate._locate import batch_shape, where_in_batch
 from nanproof.explain.replay._copies import all_finite, changed_share, step_on_copies
+from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Outcome, Replay
 
 HEADROOM = 8.0
@@ -100,6 +103,7 @@ class _Flight:
             outcome = self._forward_and_backward()
             if outcome is not None and outcome.finite:
                 self._learning(outcome)
+                self._objective(outcome)
                 self._first_update(outcome)
                 self._headroom()
         except CannotReplay as why:
@@ -223,6 +227,32 @@ class _Flight:
         if outcome.total > HUGE * max(1.0, abs(outcome.loss)):
             self._suspect("spike", signal="huge-gradients", record=_record(outcome))
 
+    def _objective(self, outcome: Outcome) -> None:
+        """What the loss is made of, from its graph and from the batch."""
+        activated: list[Activated] = []
+        broadcast: list[Broadcast] = []
+
+        def read(loss: Tensor) -> None:
+            nodes = nodes_of(loss)
+            activated.extend(found for found, _ in applied_twice(nodes))
+            broadcast.extend([found] if (found := broadcast_in(nodes)) is not None else [])
+
+        self.replay.run(before_backward=read, backward=False)
+        details: dict[str, Any]
+        if activated:
+            details = {"inner": activated[0].inner, "outer": activated[0].outer}
+            self._suspect("no-learning", signal="activation-twice", details=details, moments=[self._moment()])
+        if broadcast:
+            details = {"prediction": list(broadcast[0].prediction), "result": list(broadcast[0].result)}
+            self._suspect("no-learning", signal="broadcast", details=details)
+        if abs(outcome.loss - math.log(2)) < 0.01 or outcome.total == 0:
+            self._suspect("no-learning", signal="loss-at-ln2", record=_record(outcome))
+        if garbage_buffers(self.model):
+            self._suspect("no-learning", signal="garbage-buffers")
+
+    def _moment(self) -> Moment:
+        return Moment(0, (self.batch,), (), self.replay.random, self.replay.mode)
+
     def _suspect(self, kind: str, **facts: Any) -> None:
         """A suspicion counts only if the catalogue has a cause for it that holds on the replay."""
         diagnosis = explain(self._case(kind, **facts))
@@ -250,6 +280,14 @@ class _Flight:
             size = math.sqrt(sum(float(each.before.float().square().sum()) for each in copied))
             if moved < TINY * size:
                 self._suspect("no-learning", signal="tiny-updates", record=_record(outcome))
+            elif not any("initial_lr" in group for group in self.optimizer.param_groups):  # a schedule may warm it up
+                details = {
+                    "moved": moved / max(size, 1e-30),
+                    "usual": outcome.loss,
+                    "trivial": outcome.loss,
+                    "before_the_run": True,
+                }
+                self._suspect("no-learning", signal="stuck", record=_record(outcome), details=details, moments=[self._moment()])
 
     def _headroom(self) -> None:
         largest = _fp16_outputs(self.replay)
@@ -266,7 +304,7 @@ def _as_training(model: nn.Module, device: torch.device) -> Mode:
     return mode if any(mode.training) else replace(mode, training=[True] * len(modules))
 
 
-def _record(outcome: Outcome) -> StepRecord:
+def _record(outcome: Outcome, rates: tuple[float, ...] = ()) -> StepRecord:
     names = tuple(outcome.norms)
     norms = array("d", [outcome.norms[n] for n in names] or [ABSENT])
     return StepRecord(
@@ -275,7 +313,7 @@ def _record(outcome: Outcome) -> StepRecord:
         grad_norm=outcome.total,
         action="stepped",
         clip=1.0,
-        lr=(),
+        lr=rates,
         scale=None,
         spike=False,
         typical=(0.0, 0.0),

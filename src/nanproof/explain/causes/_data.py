@@ -244,7 +244,8 @@ class InputsNotNormalised(Cause):
 
     def _standardised(self, case: Case, names: list[str]) -> Trial:
         assert case.replay is not None
-        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": True}
+        fresh = not case.details.get("before_the_run")
+        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": fresh}
         whole = {id(t) for m in case.moments for b in m.batches for n, t in tensors_in(b) if n in names}
         as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
         change = partial(_standard, whole)

@@ -87,7 +87,7 @@ class GradientsNotCleared(Cause):
         if not case.uncleared or not (bad or case.signal in ("uncleared-gradients", "stuck", "collapsed")):
             return None
         return Match(
-            confidence=0.96 if case.signal == "uncleared-gradients" else 0.9,
+            confidence=0.9 if case.nonfinite else 0.98,  # an Inf has a cause of its own
             evidence=("the gradients of the step before were still in .grad when this step's backward added to them",),
             phase="backward",
             where="optimizer.zero_grad",
@@ -341,7 +341,8 @@ class LearningRateTooHigh(Cause):
 
     def _learns(self, case: Case) -> Trial:
         assert case.replay is not None
-        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": True}
+        fresh = not case.details.get("before_the_run")
+        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": fresh}
         as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
         trial = Trial(False, CANNOT_REHEARSE)
         for factor in (0.1, 0.01):
