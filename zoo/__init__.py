@@ -1,6 +1,6 @@
 """The cases: trainings that fail in a known way, each with a healthy twin. Tests and benchmarks share them.
 
-- `registry` is the list; the six files `*_cases` fill it, one family each.
+- `registry` is the list; the nine files `*_cases` fill it, one family each.
 - `plain` runs a case in a plain loop, `guarded` under the guard; `healing` judges whether a run ends healthy.
 - `healthy`: trainings that must stay quiet. `faults`: random faults in random places, with an independent oracle.
 - `forecast/`: runs that fail slowly. `kills/`: a training that is killed, and whose checkpoints are damaged.

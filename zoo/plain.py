@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zoo.registry import CASES, Training
 
-FAMILIES = ("data", "forward", "backward", "optimizer", "rl", "system")
+FAMILIES = ("data", "forward", "backward", "optimizer", "rl", "system", "raised", "quiet", "algebra")
 
 
 def load() -> None:
