@@ -532,7 +532,7 @@ def classifier_that_settles_at_chance(fixed: bool) -> Training:
     return train(model, classify, batches, lr=3e-3 if fixed else 0.3)
 
 
-# optimizer-state-reset, tiny-std-amplification, gradient-scale-mismatch, gradients-not-cleared
+# optimizer-state-reset, tiny-std-amplification, gradients-not-cleared
 
 
 class WithCallback(torch.optim.lr_scheduler.LambdaLR):
@@ -596,28 +596,6 @@ def nearly_equal_rewards_far_from_the_baseline(fixed: bool) -> Training:
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return Training(model=model, optimizer=optimizer, loss_fn=loss_fn, batches=batches, max_norm=20.0)
-
-
-class UnscaleAgain(torch.amp.GradScaler):
-    """A GradScaler whose step divides the gradients by the scale, although unscale_ has done so before clipping."""
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(self.get_scale())
-        return super().step(optimizer, *args, **kwargs)
-
-
-@case("gradient-scale-mismatch", sources=("THUDM/slime#1842",))
-def trainer_divides_by_the_scale_again(fixed: bool) -> Training:
-    """A trainer unscales for clipping and its own scaler divides once more: SGD moves the weights 4096 times too little."""
-    torch.manual_seed(22)
-    model = Writer()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0) if fixed else UnscaleAgain("cpu", init_scale=4096.0)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    batches = [alphabet(8) for _ in range(60)]
-    return Training(model=model, optimizer=optimizer, loss_fn=next_letter, batches=batches, scaler=scaler, max_norm=5.0)
 
 
 @case("gradients-not-cleared", sources=("pytorch/pytorch#47175", "IDEA-Research/DN-DETR#19"))

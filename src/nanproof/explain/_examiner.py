@@ -40,8 +40,8 @@ from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is
 from nanproof.explain._start import WeightsAtStart, garbage_buffers
 from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.lines._lines import Inputs
-from nanproof.explain.replay._recorder import Moment, Recorder
-from nanproof.explain.replay._rehearse import adam_update
+from nanproof.explain.replay._recorder import KEPT, Moment, Recorder
+from nanproof.explain.replay._rehearse import adam_update, steps_seen
 from nanproof.explain.replay._replay import ActivationGradients, CannotReplay, Deadline, Replay
 
 log = logging.getLogger("nanproof")
@@ -53,6 +53,13 @@ _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
 _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
+_KIND = {
+    "huge-gradients": "spike",
+    "early-jump": "spike",
+    "lost-state": "spike",
+    "nonfinite-buffers": "nonfinite-weight",
+}
+"""Kinds of incidents that signals become, but for no-learning."""
 _KNOWN_WITHOUT_A_REPLAY = ("foreign-parameters", "zero-learning-rate", "uncleared-gradients", "activation-twice", "broadcast")
 _ONLY_VERIFIED = (
     *("huge-gradients", "dead-parameters", "stuck", "collapsed", "constant-loss", "loss-at-ln2", "heavy-clipping"),
@@ -77,19 +84,23 @@ class _Pending:
     uncleared: bool = False
 
     def read(self, record: StepRecord) -> Look:
-        sample = outputs = None
+        sample = None
         if self.weights is not None:
             share, size, kept = self.weights()
             sample = share, size, kept * record.clip * (record.scale or 1.0) if kept >= 0 else kept
-        if self.outputs is not None:
-            spread, size, loss, trivial = self.outputs()
-            outputs = spread, size, loss, trivial
         shifted = None if self.labels is None else _shifted_twice(self.labels[0], self.labels[1]())
-        return Look(sample, shifted, outputs, self.activated, self.broadcast, self.uncleared)
+        return Look(
+            sample,
+            shifted,
+            tuple(self.outputs()) if self.outputs is not None else None,
+            self.activated,
+            self.broadcast,
+            self.uncleared,
+        )
 
 
 def _outputs_due(step: int) -> bool:
-    return step >= 20 and step % (20 if step <= 200 else 100) == 0
+    return step >= 20 and step % (10 if step <= 60 else 20 if step <= 200 else 100) == 0
 
 
 class Examiner(Explainer):
@@ -248,11 +259,13 @@ class Examiner(Explainer):
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
         signal = self._watch.see(record, look)
+        if record.spike and signal is None and (done := steps_seen(self._stepper.optimizer)) is not None:
+            signal = self._watch.lost_state(record, done)
         if self._bad_at_start and signal is None:
             seen = f"buffers were non-finite before the first step: {listed(self._bad_at_start)}"
             signal = Signal("nonfinite-buffers", seen, {}, record.step)
             self._bad_at_start = []
-        elif self._garbage and signal is None:
+        elif self._garbage and signal is None and record.step >= KEPT - 1:
             seen = f"buffers held numbers before the first step that nobody wrote: {listed(self._garbage)}"
             signal, self._garbage = Signal("garbage-buffers", seen, {}, record.step), []
         incident = self._suspect(signal, record, history) if signal is not None else None
@@ -264,9 +277,7 @@ class Examiner(Explainer):
         """An incident only if a replay and the catalogue agree: a suspicion alone would be a false
         alarm."""
         moment = self.recorder.at(record.step)
-        kind = {"huge-gradients": "spike", "early-jump": "spike", "nonfinite-buffers": "nonfinite-weight"}.get(
-            signal.name, "no-learning"
-        )
+        kind = _KIND.get(signal.name, "no-learning")
         uncleared = self._stepper.uncleared  # a replay does backward passes too
         if signal.name == "early-jump" and "divergence" in self._kinds:
             return None
@@ -295,7 +306,7 @@ class Examiner(Explainer):
             found = diagnosis.named and diagnosis.verified
         elif signal.name == "missing-gradients":
             found = diagnosis.cause == "no-gradient-path"
-        elif signal.name == "early-jump":
+        elif signal.name in ("early-jump", "lost-state"):
             found = diagnosis.cause == "optimizer-state-reset"
         elif signal.name == "zero-gradients":
             found = diagnosis.cause == "zero-advantage" or (record.loss != 0)
@@ -513,6 +524,7 @@ class Examiner(Explainer):
         moment = self.recorder.at(incident.step) or (moments[-1] if moments and incident.kind == "divergence" else None)
         near = [u for step, u in self._updates.items() if u is not None and 0 <= step - incident.step <= 20]
         details: dict[str, Any] = {"update": max(near)} if near else {}
+        details["every_step"] = self._watch.moves_every_step
         uncleared = self._stepper.uncleared  # a replay does backward passes too
         return self._diagnosed_if_new(
             incident,

@@ -111,9 +111,9 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
 
 
 def outputs_of(nodes: Sequence[Any]) -> Tensor | None:
-    """Return, on the device, four numbers about the loss nearest to the end: how far apart the predictions of different samples
-    are, how large they are (of a regression, in deviations of its targets), the loss, and the loss of the best constant
-    prediction. None where no such loss is known."""
+    """Return, on the device, five numbers about the loss nearest to the end: how far apart the predictions of different samples
+    are, how large they are (of a regression, in deviations of its targets), the loss, the loss of the best constant prediction,
+    and from how many targets for each class that is known. None where no such loss is known."""
     for node in nodes:
         name = name_of(node)
         if name in ("NllLoss", "NllLoss2D"):
@@ -135,9 +135,11 @@ def _classes(log_probabilities: Tensor, target: Tensor) -> Tensor | None:
     share.scatter_add_(0, flat.clamp(0, rows.shape[1] - 1), counted.float())
     share = share / share.sum().clamp(min=1)
     trivial = -torch.special.xlogy(share, share).sum()
+    rows_counted, present = counted.sum().clamp(min=1), (share > 0).sum()
+    trivial = trivial + (present - 1) / (2 * rows_counted)  # of few samples the entropy comes out too low
     own = rows.gather(1, flat.clamp(0, rows.shape[1] - 1)[:, None])[:, 0].float()
-    loss = -torch.where(counted, own, 0).sum() / counted.sum().clamp(min=1)
-    return torch.stack((*_spread(rows), loss, trivial))
+    loss = -torch.where(counted, own, 0).sum() / rows_counted
+    return torch.stack((*_spread(rows), loss, trivial, rows_counted / present.clamp(min=1)))
 
 
 def _binary(logits: Tensor, target: Tensor) -> Tensor | None:
@@ -147,7 +149,7 @@ def _binary(logits: Tensor, target: Tensor) -> Tensor | None:
     share = target.mean()
     trivial = -(torch.special.xlogy(share, share) + torch.special.xlogy(1 - share, 1 - share))
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, target)
-    return torch.stack((*_spread(logits.reshape(len(logits), -1)), loss, trivial))
+    return torch.stack((*_spread(logits.reshape(len(logits), -1)), loss, trivial, torch.full_like(loss, logits.numel() / 2)))
 
 
 def _regression(prediction: Tensor, target: Tensor) -> Tensor | None:
@@ -157,7 +159,8 @@ def _regression(prediction: Tensor, target: Tensor) -> Tensor | None:
     trivial = target.reshape(len(target), -1).var(0, correction=0).mean()
     spread, size = _spread(prediction.reshape(len(target), -1))
     usual = trivial.sqrt().clamp(min=1e-30)
-    return torch.stack((spread / usual, size / usual, (prediction - target).square().mean(), trivial))
+    loss = (prediction - target).square().mean()
+    return torch.stack((spread / usual, size / usual, loss, trivial, torch.full_like(loss, len(target) / 2)))
 
 
 def _spread(rows: Tensor) -> Iterator[Tensor]:

@@ -16,10 +16,10 @@ any: each replay calls the model, and its forwards belong to the loop.
 | huge-gradients, nonfinite-buffers, garbage-buffers | 1 step |
 | early-jump | 15 steps after it, within the first 20 |
 | activation-twice, broadcast | 3 steps |
-| uncleared-gradients | 5 steps |
+| uncleared-gradients | 10 steps |
 | constant-loss | 8 steps |
 | loss-at-ln2, heavy-clipping | 10 steps |
-| stuck, collapsed | 40 steps, then every 20 to step 200 |
+| stuck, collapsed | 30 steps; once more after 100 |
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HUGE = 1e6
 """A gradient norm this many times the loss, or 1, is looked at once."""
 NO_RATE_SHARE = 1e-6
 """A learning rate that has fallen to this share of the largest one counts as 0."""
-UNCLEARED = 5
+UNCLEARED = 10
 """Steps in a row that add to the gradients of the step before."""
 CONSTANT = 8
 """Steps in a row with the same loss."""
@@ -69,6 +69,12 @@ RECENT = 20
 """Steps whose mean loss is compared with that of a constant prediction."""
 NEAR = 0.97
 """Share of the loss of a constant prediction, or of the first losses, from which a loss has not fallen."""
+AGAIN_STUCK = 100
+"""Steps after which a loss that does not fall is looked at a second time."""
+ENOUGH = 4.0
+"""Targets for each class that say what a constant prediction costs."""
+FAR_ABOVE = 10.0
+"""Times the loss of a constant prediction, from which a loss is looked at although it falls."""
 SAME = 1e-3
 """Predictions of different samples that are closer than this are the same."""
 
@@ -92,7 +98,7 @@ class Look:
     """What its update did to the sampled weights."""
     shifted: tuple[str, str] | None = None
     """Two tensors of the batch of which one is the other moved by one, where the loss moved it again."""
-    outputs: tuple[float, float, float, float] | None = None
+    outputs: tuple[float, ...] | None = None
     """See `outputs_of`."""
     activated: Activated | None = None
     broadcast: Broadcast | None = None
@@ -120,6 +126,7 @@ class SilentWatch:
         """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
         self._largest_rate = 0.0
         self._uncleared = self._clipped = self._collapsed = 0
+        self._stuck_again = False
         self._early: list[float] = []
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         """(loss, learning rate) of the last steps."""
@@ -150,6 +157,11 @@ class SilentWatch:
                 return signal
         return None
 
+    @property
+    def moves_every_step(self) -> bool:
+        """Whether the sampled steps changed the weights; an optimizer that steps every k-th time accumulates in between."""
+        return all(share > 0 for share, *_ in self._samples)
+
     def _of_loss(self, record: StepRecord, look: Look) -> list[Signal | None]:
         """What the graph of the loss shows."""
         found: list[Signal | None] = []
@@ -171,7 +183,7 @@ class SilentWatch:
 
     def _cleared(self, record: StepRecord, look: Look) -> Signal | None:
         self._uncleared = self._uncleared + 1 if look.uncleared else 0
-        if self._uncleared < UNCLEARED:
+        if self._uncleared < UNCLEARED or len(self._samples) < 2 or not self.moves_every_step:
             return None
         message = f"the gradients of {UNCLEARED} steps in a row were added to those of the step before"
         return Signal("uncleared-gradients", message, {}, record.step - UNCLEARED + 1)
@@ -194,20 +206,28 @@ class SilentWatch:
         message = f"the gradients have been over {HEAVY:g} times the limit for 10 steps; they are clipped to 1/{record.clip:.3g}"
         return Signal("heavy-clipping", message, {}, record.step - 9)
 
-    def _level(self, record: StepRecord, spread: float, size: float, loss: float, trivial: float) -> Signal | None:
-        """A loss that is no lower than that of a constant prediction, and has not fallen."""
+    def _level(
+        self, record: StepRecord, spread: float, size: float, loss: float, trivial: float, samples: float
+    ) -> Signal | None:
+        """A loss that is no lower than that of a constant prediction. Where few targets say what that is, it must not have fallen
+        either."""
         losses, rates = [x for x, _ in self._recent], [r for _, r in self._recent]
-        if len(losses) < RECENT or self._steps < 2 * RECENT or rates[-1] > 1.02 * rates[0] or not trivial > 0:
+        if len(losses) < RECENT or rates[-1] > 1.02 * rates[0] or not trivial > 0:
             return None  # too early, or still warming up
-        usual, first = math.fsum(losses) / len(losses), math.fsum(self._early) / len(self._early)
+        usual, first = math.fsum(losses) / len(losses), min(self._early)
         self._collapsed = self._collapsed + 1 if spread < SAME and loss > 0.5 * trivial else 0
-        moved = max((size for _, size, _, _ in self._samples), default=0.0)
+        moved = self._samples[-1][1] if self._samples else 0.0
         details = {"trivial": trivial, "usual": usual, "first": first, "spread": spread, "moved": moved}
         if self._collapsed >= 2:
             message = f"the model gives every sample the same output; the loss is {usual:.4g}"
             return Signal("collapsed", message, details, record.step)
-        if usual < NEAR * max(trivial, first) or not 0.5 * loss < usual < 2 * loss:
+        loss *= usual / record.loss if record.loss > 0 else 1.0  # of the last steps, in the unit of this one
+        fallen = usual < NEAR * first and samples < ENOUGH
+        if (fallen or loss < NEAR * trivial) and not loss > FAR_ABOVE * trivial:
             return None
+        if self._steps >= AGAIN_STUCK and not self._stuck_again:  # the first look came before much could be learned
+            self._said.discard("stuck")
+            self._stuck_again = True
         message = f"the loss is {usual:.4g} after {self._steps} steps; a constant prediction gives {trivial:.4g}"
         return Signal("stuck", message, details, record.step)
 
@@ -273,6 +293,14 @@ class SilentWatch:
             return None
         message = f"the loss jumped from {self._first.loss:.4g} to {self._jumped.loss:.4g} within the first steps"
         return Signal("early-jump", message, {"record": self._jumped, "first": self._first}, self._jumped.step)
+
+    def lost_state(self, record: StepRecord, done: int) -> Signal | None:
+        """At a spike: the optimizer's state has seen far fewer steps than this watch."""
+        if "lost-state" in self._said or done + RECENT > self._steps:
+            return None
+        self._said.add("lost-state")
+        message = f"loss {record.loss:.4g} {done} steps after the optimizer's state began anew"
+        return Signal("lost-state", message, {"done": done}, record.step)
 
     def _rate(self, record: StepRecord) -> Signal | None:
         least = NO_RATE_SHARE * self._largest_rate

@@ -22,6 +22,8 @@ LARGEST_ON_CPU = 1 << 28
 """Elements of weights on the CPU; larger models are not measured there, because it takes time."""
 
 
+WILD = 3.0
+"""Powers of ten between neighbours in a buffer, in the middle, that no computation gives."""
 LARGEST_BUFFER = 1 << 22
 """Elements of a buffer; larger ones are not checked."""
 
@@ -96,7 +98,7 @@ class Garbage:
     seen: str
     fresh: Tensor | None
     """As a module of the same class and config has it."""
-    ordinary: float = 0.0
+    ordinary: Tensor
 
     def compared(self) -> str:
         assert self.fresh is not None
@@ -114,8 +116,11 @@ def garbage_buffers(model: nn.Module) -> list[Garbage]:
             seen.add(id(buffer))
             what = _unwritten(key, buffer.detach().float())
             if what:
-                ordinary = 1.0 if "var" in key or "scale" in key else 0.0
-                found.append(Garbage(clean_name(f"{path}.{key}" if path else key), buffer, what, _fresh(module, key), ordinary))
+                fresh = _fresh(module, key)
+                if fresh is not None and bool((fresh == buffer).all()):
+                    continue  # odd, and meant
+                name = clean_name(f"{path}.{key}" if path else key)
+                found.append(Garbage(name, buffer, what, fresh, _ordinary(key, buffer)))
     return found
 
 
@@ -132,13 +137,11 @@ def _unwritten(key: str, value: Tensor) -> str:
         return ""  # a cause of its own
     size = value.abs()
     huge = value[size > 1e15]
-    if huge.numel() and huge.numel() < value.numel() and float(huge.min()) != float(huge.max()) and not _is_mask(value):
-        return f"numbers up to {float(size.max()):.3g} beside {float(size.min()):.3g}"
-    if huge.numel() == value.numel() and float(huge.min()) != float(huge.max()):
+    if huge.numel() and float(huge.min()) != float(huge.max()):
         return f"numbers from {float(size.min()):.3g} to {float(size.max()):.3g}"
-    tiny = (size > 0) & (size < 1e-37)
-    if bool(tiny.any()) and value.numel() > 2:
-        return f"a number of {float(value[tiny][0]):.3g}, which no computation leaves"
+    magnitudes = size[size > 0].log10()
+    if magnitudes.numel() >= 4 and float(magnitudes.diff().abs().median()) > WILD:
+        return f"numbers of any size side by side, from {float(size[size > 0].min()):.3g} to {float(size.max()):.3g}"
     if "var" in key and float(value.min()) < 0:
         return f"a variance of {float(value.min()):.3g}"
     if key.endswith("inv_freq") and value.dim() == 1:
@@ -148,10 +151,11 @@ def _unwritten(key: str, value: Tensor) -> str:
     return ""
 
 
-def _is_mask(value: Tensor) -> bool:
-    """Two numbers only, one of them far below 0."""
-    low, high = value.min(), value.max()
-    return bool(((value == low) | (value == high)).all())
+def _ordinary(key: str, buffer: Tensor) -> Tensor:
+    """What such a buffer usually holds: frequencies of a rotation, variances of 1, means of 0."""
+    if key.endswith("inv_freq") and buffer.dim() == 1:
+        return (1e4 ** -(torch.arange(len(buffer)) / len(buffer))).to(buffer)
+    return torch.full_like(buffer, 1.0 if "var" in key or "scale" in key else 0.0)
 
 
 def _fresh(module: nn.Module, key: str) -> Tensor | None:

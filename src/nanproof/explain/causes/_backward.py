@@ -384,8 +384,8 @@ class Fp16GradientOverflow(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
-        birth: Birth | None = case.birth
-        if not case.nonfinite or birth is None or not birth.in_backward:
+        birth: Birth | None = case.birth if case.nonfinite else None
+        if birth is None or not birth.in_backward:
             return None
         out = next((o for o in birth.at.outputs if o.range.bad), None)
         if out is None or out.dtype != torch.float16 or any(i.range.bad for i in birth.at.inputs):

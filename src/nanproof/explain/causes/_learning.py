@@ -12,7 +12,7 @@ from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain._case import Case, Prescription, Trial, living
-from nanproof.explain._silent import TINY
+from nanproof.explain._silent import FAINT, TINY
 from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.replay._copies import HALVES, changed_share, step_on_copies
@@ -340,7 +340,7 @@ class GradientScaleMismatch(Cause):
         signals = ("tiny-updates", "heavy-clipping", "stuck")
         if case.replay is None or not (case.signal in signals or case.kind in ("divergence", "nonfinite-loss")):
             return None
-        if case.signal == "stuck" and not case.details["moved"] < TINY:
+        if case.signal == "stuck" and not (case.details["moved"] < TINY and _faint(case)):
             return None
         if (
             case.kind in ("divergence", "nonfinite-loss")
@@ -398,6 +398,10 @@ class GradientScaleMismatch(Cause):
         named = case.replay.parameters
         with weights_as({named[n]: named[n].detach() - rate * g for n, g in gradients.items()}):
             return _loss(case)
+
+
+def _faint(case: Case) -> bool:
+    return case.record is not None and case.record.grad_norm < FAINT * abs(case.record.loss)
 
 
 def _factor(ratio: float, share: float) -> tuple[Prescription, ...]:

@@ -21,6 +21,8 @@ from nanproof.explain.locate._trace import Op, source_of_operation
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._rehearse import rehearse
 
+LARGE_UPDATE = 0.02
+"""Size of an update, next to the weights, from which a loss that does not fall may be the fault of too large steps."""
 REHEARSED = 24
 """Steps over which two ways to train are compared."""
 
@@ -302,6 +304,8 @@ class AccumulationNotAveraged(Cause):
     def match(self, case: Case) -> Match | None:
         if case.replay is None or not (case.kind == "divergence" or case.nonfinite or case.signal in ("stuck", "collapsed")):
             return None
+        if case.signal and case.details["moved"] < LARGE_UPDATE:
+            return None
         terms = _terms(case)
         if len(terms) < 2 or not case.moments:
             return None
@@ -333,9 +337,19 @@ def compared(as_is: list[float] | None, changed: list[float] | None) -> Trial:
         return Trial(False, "whole steps cannot be rehearsed here")
     ends = [_end(losses) for losses in (as_is, changed)]
     start = changed[0]
-    held = math.isfinite(ends[1]) and ends[1] < 0.9 * start and ends[1] < 0.8 * ends[0] and not ends[0] < 0.9 * as_is[0]
+    fails = not ends[0] < 0.9 * as_is[0] or ends[0] > 10 * abs(start)
+    held = math.isfinite(ends[1]) and ends[1] < 0.9 * start and ends[1] < 0.8 * ends[0] and fails
     said = f"in {len(changed) - 1} steps from fresh weights the loss goes from {start:.4g} to {ends[1]:.4g}"
     return Trial(held, f"{said}; as it is, to {ends[0]:.4g}")
+
+
+def better(as_is: list[float] | None, changed: list[float] | None) -> Trial:
+    """Whether the loss falls further with the change than without."""
+    if as_is is None or changed is None:
+        return Trial(False, "whole steps cannot be rehearsed here")
+    ends = [_end(losses) for losses in (as_is, changed)]
+    said = f"in {len(changed) - 1} steps the loss goes from {changed[0]:.4g} to {ends[1]:.4g}; as it is, to {ends[0]:.4g}"
+    return Trial(math.isfinite(ends[1]) and ends[1] < 0.95 * ends[0], said)
 
 
 def _end(losses: list[float]) -> float:

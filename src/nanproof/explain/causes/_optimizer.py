@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanproof.core.support._members import groups_of, name_of, optimizers_in, states_of
+from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._cause import Cause, Match
-from nanproof.explain.causes._objective import compared, rounds
+from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
 from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies
-from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio
+from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio, steps_seen
 from nanproof.explain.replay._surroundings import weights_as
 
 CANNOT_REHEARSE = "whole steps cannot be rehearsed here: the model is too large, or the optimizer needs a closure"
@@ -84,7 +84,11 @@ class GradientsNotCleared(Cause):
 
     def match(self, case: Case) -> Match | None:
         bad = case.nonfinite or case.kind == "divergence"
-        if not case.uncleared or not (bad or case.signal in ("uncleared-gradients", "stuck", "collapsed")):
+        if (
+            not case.uncleared
+            or not case.details.get("every_step", True)
+            or not (bad or case.signal in ("uncleared-gradients", "stuck", "collapsed"))
+        ):
             return None
         return Match(
             confidence=0.9 if case.nonfinite else 0.98,  # an Inf has a cause of its own
@@ -315,13 +319,10 @@ class LearningRateTooHigh(Cause):
         held = outcome.finite and not outcome.loss > 0.1 * control.loss
         return Trial(held, f"the loss is {outcome.loss:.4g} instead of {control.loss:.4g}")
 
-    LARGE = 0.02
-    """Size of an update, next to the weights, from which a loss that does not fall may be the rate's fault."""
-
     def _stuck(self, case: Case) -> Match | None:
         """Nothing is learned, and the updates are large: from fresh weights a lower rate learns the recent batches."""
         moved = case.details["moved"]
-        if case.replay is None or not case.moments or case.record is None or moved < self.LARGE:
+        if case.replay is None or not case.moments or case.record is None or moved < LARGE_UPDATE:
             return None
         rate = max(case.record.lr, default=math.nan)
         same = "; every sample gets the same output" if case.signal == "collapsed" else ""
@@ -458,10 +459,9 @@ class OptimizerStateReset(Cause):
     def match(self, case: Case) -> Match | None:
         if case.kind not in ("spike", "divergence") or case.optimizer is None or case.record is None:
             return None
-        steps = [float(s["step"]) for _, s in states_of(case.optimizer) if isinstance(s, dict) and "step" in s]
-        if not steps or max(steps) > 100:
+        done = steps_seen(case.optimizer)
+        if done is None or done > 100:
             return None
-        done = int(max(steps))
         position = getattr(case.scheduler, "last_epoch", None)
         if isinstance(position, int) and position > done + 20:
             said = f"the schedule is at step {position}, the optimizer's state has seen {done} steps"
@@ -490,7 +490,9 @@ class OptimizerStateReset(Cause):
             phase="optimizer",
             where="optimizer state",
             samples=(),
-            trial=(lambda: self._kept(case)) if case.moments and case.replay is not None else None,
+            trial=(lambda: self._kept(case))
+            if case.moments and case.replay is not None and case.signal == "early-jump"
+            else None,
             tried="the optimizer's state kept instead of a fresh one, over the last batches",
         )
 

@@ -204,7 +204,7 @@ class TemperatureOverflow(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.birth is None or not (feeds_sampling(case.birth) or case.error_is_about_sampling):
+        if not case.nonfinite or case.birth is None or not (feeds_sampling(case.birth) or case.error_is_about_sampling):
             return None
         birth, op = case.birth, case.birth.at
         if op.name not in ("div", "div_", "mul", "mul_") or not op.inputs or not op.outputs[0].range.inf:
@@ -233,7 +233,7 @@ class AllTokensBanned(Cause):
     fix = "Make sure that the processors leave at least one token: fall back to EOS when every logit is -inf."
 
     def match(self, case: Case) -> Match | None:
-        if case.birth is None or not (feeds_sampling(case.birth) or case.error_is_about_sampling):
+        if not case.nonfinite or case.birth is None or not (feeds_sampling(case.birth) or case.error_is_about_sampling):
             return None
         birth, op = case.birth, case.birth.at
         value = op.inputs[0].value if op.inputs else None

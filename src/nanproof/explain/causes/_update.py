@@ -79,7 +79,10 @@ class Fp16OptimizerUnderflow(Cause):
         gradients = gradients_of(case) or {}
         as_is = step_on_copies(case.optimizer, gradients)
         wide = step_on_copies(case.optimizer, gradients, dtype=torch.float32)
-        broke = as_is is not None and not all_finite(as_is)
+        slow = step_on_copies(
+            case.optimizer, gradients, settings={"lr": 1e-12}
+        )  # 0/0 stays NaN at any rate, too large a step not
+        broke = as_is is not None and not all_finite(as_is) and slow is not None and not all_finite(slow)
         remedies = [Prescription("fp32-weights"), Prescription("fp32-weights", {"autocast": False})]
         groups = groups_of(case.optimizer)
         half = [i for i, g in enumerate(groups) if any(p.dtype in HALVES for p in g["params"])]
@@ -218,6 +221,8 @@ class OptimizerMadeNonfinite(Cause):
             )
         held = self._search(case, gradients, broken, origin)
         as_is = f"of {len(broken)} parameters"
+        if all_finite(step_on_copies(case.optimizer, gradients, settings={"lr": 1e-12})):
+            held = replace(held, held=False, result="the step is finite at a tiny rate: it is too large, not undefined")
         return Match(
             confidence=0.9,
             evidence=tuple(evidence),

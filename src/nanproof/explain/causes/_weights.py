@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import BadWeight, Case, Prescription, Trial
 from nanproof.explain._start import Garbage, garbage_buffers
 from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain.causes._objective import better, rounds
 from nanproof.explain.locate._locate import batch_shape, extreme, where_in_batch
+from nanproof.explain.replay._rehearse import rehearse
 from nanproof.explain.replay._surroundings import weights_as
 
 
@@ -299,14 +302,21 @@ class UninitializedBuffer(Cause):
         )
 
     def _written(self, case: Case, found: list[Garbage]) -> Trial:
-        """Fails where the buffer has no part in the loss, or where the step is as bad without the garbage."""
+        """Fails where the buffer has no part in the loss, where the step is as bad without the garbage, and, where nothing is
+        known about what belongs there, where the run learns as well with it."""
         assert case.replay is not None
-        values = {g.buffer: g.fresh if g.fresh is not None else torch.full_like(g.buffer, g.ordinary) for g in found}
+        values = {g.buffer: g.fresh if g.fresh is not None else g.ordinary for g in found}
         before = case.replay.run()
         with weights_as(values):
             after = case.replay.run()
-        apart = abs(after.loss - before.loss) > 1e-6 * max(abs(before.loss), 1e-12) if before.finite else True
-        return Trial(after.finite and apart, f"{after} instead of {before}")
+        apart = not before.finite or abs(after.loss - before.loss) > 1e-6 * max(abs(before.loss), 1e-12)
+        trial = Trial(after.finite and apart, f"{after} instead of {before}")
+        if not trial.held or not before.finite or all(g.fresh is not None for g in found):
+            return trial
+        how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 80)}
+        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
+        written = rehearse(case.replay, case.optimizer, case.moments, under=lambda: weights_as(values), **how)
+        return better(as_is, written)
 
 
 class PoisonedBuffer(Cause):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.support._members import groups_of, optimizers_in
+from nanproof.core.support._members import groups_of, optimizers_in, states_of
 from nanproof.core.support._tree import map_tensors
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import Replay
@@ -210,6 +210,12 @@ def slope_ratio(replay: Replay) -> float | None:
     if not all(math.isfinite(f) and f > 0 for f in found) or not 0.7 < found[0] / found[1] < 1.4:
         return None
     return found[1]
+
+
+def steps_seen(optimizer: Any) -> int | None:
+    """How many steps the optimizer's state has seen, where it counts them."""
+    counts = [float(s["step"]) for _, s in states_of(optimizer) if isinstance(s, dict) and "step" in s]
+    return int(max(counts)) if counts else None
 
 
 def adam_update(optimizer: Any) -> float | None:
