@@ -180,7 +180,11 @@ class EveryEighth(torch.optim.SGD):
         pass
 
 
-@case("accumulation-not-averaged", sources=("ApolloResearch/e2e_sae#70", "hirofumi0810/neural_sp#168"))
+@case(
+    "accumulation-not-averaged",
+    also=("learning-rate-too-high",),
+    sources=("ApolloResearch/e2e_sae#70", "hirofumi0810/neural_sp#168"),
+)
 def loop_accumulates_eight_whole_losses(fixed: bool) -> Training:
     """The optimizer steps at every eighth micro-batch; the losses are not divided by 8, and the regression diverges."""
     torch.manual_seed(5)

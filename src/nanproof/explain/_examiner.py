@@ -294,7 +294,7 @@ class Examiner(Explainer):
                     history=history,
                     signal=signal.name,
                     uncleared=uncleared,
-                    details=dict(signal.details),
+                    details={**signal.details, "every_step": self._watch.moves_every_step},
                 )
             )
         if diagnosis is None:

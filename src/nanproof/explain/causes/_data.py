@@ -253,7 +253,7 @@ class InputsNotNormalised(Cause):
         whole = {id(t) for m in case.moments for b in m.batches for n, t in tensors_in(b) if n in names}
         as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
         change = partial(_standard, whole)
-        return compared(as_is, rehearse(case.replay, case.optimizer, case.moments, change=change, **how))
+        return compared(as_is, rehearse(case.replay, case.optimizer, case.moments, change=change, **how), fresh)
 
 
 def _standard(which: set[int], t: Tensor) -> Tensor:

@@ -348,7 +348,7 @@ class LearningRateTooHigh(Cause):
         trial = Trial(False, CANNOT_REHEARSE)
         for factor in (0.1, 0.01):
             slower = rehearse(case.replay, case.optimizer, case.moments, factor=factor, **how)
-            trial = compared(as_is, slower)
+            trial = compared(as_is, slower, fresh)
             if trial.held:
                 return replace(trial, remedies=(Prescription("learning-rate", {"factor": factor}),))
         return trial
