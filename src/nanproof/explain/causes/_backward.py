@@ -19,7 +19,19 @@ from nanproof.explain.replay._interventions import EXP, LOG, Fp32, InsideTrig, I
 from nanproof.explain.replay._surroundings import weights_as
 
 ROOTS = frozenset(
-    {"sqrt", "sqrt_", "pow", "linalg_vector_norm", "norm", "_cdist_forward", "cdist", "_euclidean_dist", "std", "rsqrt"}
+    {
+        "sqrt",
+        "sqrt_",
+        "pow",
+        "linalg_vector_norm",
+        "norm",
+        "_cdist_forward",
+        "cdist",
+        "_euclidean_dist",
+        "std",
+        "std_mean",
+        "rsqrt",
+    }
 )
 TRIG = frozenset({"acos", "asin", "atanh", "acosh"})
 DANGEROUS = ROOTS | TRIG | EXP | LOG | {"log1p", "div", "div_", "reciprocal", "xlogy", "atan2", "logit", "exp_", "log_"}
@@ -261,14 +273,22 @@ class NormalizeZeroVector(Cause):
 
 class _UnitLength(Intervention):
     lived = "a vector of length 0 is divided by 1 where it is normalised"
-    names = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sqrt"})
+    names = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sqrt", "cosine_similarity"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "cosine_similarity":
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
+            a, b = (x / self._length(x, dim) for x in args[:2])
+            return (a * b).sum(dim)
         if name == "sqrt":
             x = args[0]
             return torch.sqrt(self.where(x.detach() <= 1e-20, 1.0, x))
         out = func(*args, **kwargs)
         return self.where(out.detach() <= 1e-8, 1.0, out) if isinstance(out, Tensor) and out.dim() else out
+
+    def _length(self, x: Tensor, dim: int) -> Tensor:
+        out = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        return self.where(out.detach() <= 1e-8, 1.0, out)
 
 
 def _divides(op: Op) -> bool:

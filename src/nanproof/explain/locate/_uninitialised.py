@@ -1,0 +1,80 @@
+"""Memory that is allocated and not written: fill it with a known number, and see whether that reaches the loss."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanproof.explain.locate._calls import CallStack
+from nanproof.explain.locate._trace import source_of_operation
+
+_ALLOCATE = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A tensor that was allocated without being filled."""
+
+    tensor: Tensor
+    source: str
+    where: str
+    function: str | None
+    """The custom autograd.Function that allocated it."""
+    backward: bool
+
+    @property
+    def unwritten(self) -> int:
+        """How many elements still hold the NaN they were filled with."""
+        return int(torch.isnan(self.tensor.detach()).sum())
+
+
+class FilledMemory(TorchDispatchMode):
+    """While open, tensors from torch.empty and its relatives hold `value`, where `wanted` says so."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, value: float, stack: CallStack | None = None, wanted: Callable[[str], bool] | None = None) -> None:
+        super().__init__()
+        self._value, self._stack, self._wanted = value, stack, wanted
+        self.made: list[Allocation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name.removeprefix("aten::") not in _ALLOCATE or not isinstance(out, Tensor):
+            return out
+        if not out.is_floating_point() or out.is_meta or out.layout is not torch.strided:
+            return out
+        source = source_of_operation()
+        if self._wanted is not None and not self._wanted(source):
+            return out
+        out.fill_(self._value)
+        call = self._stack.current if self._stack is not None else None
+        name, backward = _custom_function()
+        self.made.append(Allocation(out, source, call.path if call is not None else "loss_fn", name, backward))
+        return out
+
+    def watching(self) -> tuple[AbstractContextManager[Any], ...]:
+        """The contexts to run a replay under."""
+        return (self,) if self._stack is None else (self._stack.following(), self)
+
+
+def _custom_function() -> tuple[str | None, bool]:
+    """The custom autograd.Function whose code is running, and whether that is its backward."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        ctx = frame.f_locals.get("ctx")
+        if isinstance(ctx, FunctionCtx):
+            name = type(ctx).__name__.removesuffix("Backward")
+            return name, isinstance(ctx, BackwardCFunction) and frame.f_code.co_name == "backward"
+        frame = frame.f_back
+    return None, torch._C._current_autograd_node() is not None
