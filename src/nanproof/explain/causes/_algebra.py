@@ -356,7 +356,9 @@ class CustomKernelUninitialisedOutput(Cause):
     def match(self, case: Case) -> Match | None:
         if not case.nonfinite or case.replay is None or case.control is None or case.error is not None:
             return None
-        if case.signal or case.weights_broke or case.bad_buffer or case.bad_batch or case.bad_weights or case.bad_buffers:
+        if case.signal or case.weights_broke or case.bad_buffer or case.bad_weights or case.bad_buffers:
+            return None
+        if any(not bad.only_negative for bad in case.bad_batch):
             return None
         if not case.control.finite and case.birth is not None and not _from_nowhere(case.birth.at):
             return None

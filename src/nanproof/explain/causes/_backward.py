@@ -81,6 +81,8 @@ class SqrtAtZero(Cause):
                 said = f"input of sqrt was {low:.4g}{birth.place()}: below 0"
                 return at_birth(birth, 0.7, said, lambda: case.cured_by(SafeRoot()), "the input of sqrt clamped above 0")
             return None
+        if op.name == "pow" and op.inputs[0].value is not None and not bool((op.inputs[0].value == 0).any()):
+            return None
         what = {"linalg_vector_norm": "norm", "_cdist_forward": "distance", "_euclidean_dist": "distance"}.get(op.name, op.name)
         said = f"input of {what} was 0{birth.place()}: the loss is finite, but the slope of the root at 0 is Inf"
         return at_birth(birth, 0.9, said, lambda: case.cured_by(SafeRoot()), "an epsilon under the root", op=what)

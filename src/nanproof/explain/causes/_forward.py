@@ -187,7 +187,31 @@ class LogOfZero(Cause):
         if birth.at.name in ("mul", "mul_") and birth.at.nan_out and any(i.range.inf for i in birth.at.inputs):
             said = f"0 is multiplied by an infinite logarithm{birth.place()}: 0 * -inf is NaN"
             return at_birth(birth, 0.85, said, lambda: case.cured_by(_ZeroTimesInf()), "0 * -inf taken as 0", op="mul")
+        if _divergence_of_impossible(birth.at):
+            said = f"log-probabilities of -inf are subtracted from each other{birth.place()}, and weighted with a probability of 0"
+            changes = (_ZeroTimesInf(), _SameInfinity())
+            return at_birth(birth, 0.85, said, lambda: case.cured_by(*changes), "0 * -inf taken as 0", op="mul")
         return None
+
+
+def _divergence_of_impossible(op: Op) -> bool:
+    """p * (log p - log q), as in kl_div, where both logarithms are -inf."""
+    if op.name != "sub" or not op.nan_out or not all(i.range.low == -math.inf for i in op.inputs):
+        return False
+    products = [c for c in op.consumers if c.name in ("mul", "mul_")]
+    return any(i.producer is not None and i.producer.name == "exp" for c in products for i in c.inputs)
+
+
+class _SameInfinity(Intervention):
+    names = frozenset({"sub", "subtract", "__sub__"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        a, b = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point():
+            a, b = torch.broadcast_tensors(a, b)
+            same = torch.isneginf(a.detach()) & torch.isneginf(b.detach())
+            a, b = self.where(same, 0.0, a), self.where(same, 0.0, b)
+        return torch.sub(a, b)
 
 
 class _ZeroTimesInf(Intervention):
@@ -200,7 +224,7 @@ class _ZeroTimesInf(Intervention):
             least = math.log(1e-30)
             return func(*(self.where(torch.isneginf(x.detach()), least, x) for x in args[:logs]), *args[logs:], **kwargs)
         a, b = args[0], args[1] if len(args) > 1 else kwargs.pop("other")
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point():
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):
             a, b = torch.broadcast_tensors(a, b)
             a = self.where(torch.isinf(a.detach()) & (b.detach() == 0), 0.0, a)
             b = self.where(torch.isinf(b.detach()) & (a.detach() == 0), 0.0, b)

@@ -7,7 +7,7 @@ outside its table ends the process's device context, so `IdCheck` can refuse the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -210,19 +210,35 @@ class IdPlace:
 
 
 def place_in_batch(lookup: Lookup, batches: Sequence[Any]) -> IdPlace:
-    """Find the ids in the batch: the same tensor, or one that holds the same id outside of the table."""
+    """Find the ids in the batch: the same tensor, perhaps without its first or last token, or one with the same ids outside."""
     outside = lookup.outside
     first = _first(outside)
     value = int(lookup.ids[first])
     known = [(name, t, batch) for batch in batches for name, t in tensors_in(batch) if _are_ids(t) and t.dim()]
-    same = [each for each in known if each[1].shape == lookup.ids.shape and torch.equal(each[1].to(lookup.ids), lookup.ids)]
-    similar = [each for each in known if bool((each[1] == value).any())]
+    same = [each for each in known if any(_equal(part, lookup.ids) for part in _parts(each[1]))]
+    similar = [each for each in known if _equal(each[1][_again(lookup, each[1])].sort().values, lookup.ids[outside].sort().values)]
     for name, t, batch in (*same, *similar)[:1]:
-        bad = Lookup(lookup.name, t, lookup.size, lookup.place, lookup.ignored, lookup.wraps).outside
+        bad = _again(lookup, t)
         samples, tokens = places(bad, batch)
         return IdPlace(name, _first(bad), int(t[_first(bad)]), samples, tokens)
     samples, tokens = places(outside, batches[0]) if len(batches) == 1 and outside.dim() else ((), ())
     return IdPlace(None, first, value, samples, tokens)
+
+
+def _again(lookup: Lookup, t: Tensor) -> Tensor:
+    """Mark the ids of another tensor that are outside of the same table."""
+    return replace(lookup, ids=t).outside
+
+
+def _parts(t: Tensor) -> Iterator[Tensor]:
+    """A tensor as a loss may use it: whole, or moved by one token."""
+    yield t
+    if t.dim() > 1:
+        yield from (t[:, 1:], t[:, :-1], t.transpose(0, 1))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() and torch.equal(a.flatten().to(b.device, torch.int64), b.flatten().to(torch.int64))
 
 
 def places(bad: Tensor, batch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

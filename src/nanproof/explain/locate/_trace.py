@@ -62,7 +62,9 @@ class Operand:
         """Taken at once for what comes out, and for what goes into an operation that turns bad; for the rest only if its
         numbers were kept. Nothing bad went into an operation of which nothing bad came out, as far as anyone cares."""
         if self.known is None:
-            self.known = GOOD if self.value is None else _range(self.value)
+            if self.value is None:
+                return GOOD  # not for good: its numbers may be kept later
+            self.known = _range(self.value)
         return self.known
 
 

@@ -60,7 +60,8 @@ class FilledMemory(TorchDispatchMode):
         out.fill_(self._value)
         call = self._stack.current if self._stack is not None else None
         name, backward = _custom_function()
-        self.made.append(Allocation(out, source, call.path if call is not None else "loss_fn", name, backward))
+        where = call.path if call is not None else name if backward and name else "loss_fn"
+        self.made.append(Allocation(out, source, where, name, backward))
         return out
 
     def watching(self) -> tuple[AbstractContextManager[Any], ...]:
