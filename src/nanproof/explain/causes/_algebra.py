@@ -4,6 +4,7 @@ weight of 0 on an infinite term, memory that was never written."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nanproof.explain.locate._matrices import ChangedMatrix, values_apart
 from nanproof.explain.locate._trace import Op, Operand
 from nanproof.explain.locate._uninitialised import Allocation, FilledMemory
 from nanproof.explain.replay._interventions import LOG, Intervention
+from nanproof.explain.replay._replay import Outcome
 
 _DOMAIN = {"log1p": -1.0, **dict.fromkeys(("log", "log2", "log10", "log_", "xlogy", "sqrt", "sqrt_", "rsqrt", "pow"), 0.0)}
 """Below these numbers the result is NaN."""
@@ -256,8 +258,8 @@ class InfiniteTermWithWeight0(Cause):
 
     slug = "infinite-term-with-weight-0"
     fix = (
-        "Skip a term whose weight is 0 (if weight: loss = loss + weight * term), as nanproof.weighted_sum does; and find out why "
-        "the term is infinite before its weight rises."
+        "Skip a term whose weight is 0 (if weight: loss = loss + weight * term), as nanproof.numerics.losses.weighted_sum does; and find out "
+        "why the term is infinite before its weight rises."
     )
 
     def match(self, case: Case) -> Match | None:
@@ -386,26 +388,31 @@ class CustomKernelUninitialisedOutput(Cause):
 
     def _guilty(self, case: Case) -> list[Allocation]:
         """The allocations of the first line whose memory, filled with NaN, makes the step bad; none where there is none."""
-        everything = self._filled(case, None)
-        sources = list(dict.fromkeys(a.source for a in everything))
-        for source in sources[:_SOURCES] if len(sources) > 1 else ():
-            if alone := self._filled(case, source):
-                return alone
-        return everything
+        everything, outcome = self._filled(case, lambda _: math.nan)
+        sources = list(dict.fromkeys(a.source for a in everything)) if not outcome.finite else []
+        for source in sources[:_SOURCES]:
+            made, outcome = self._filled(case, _nan_at(source))
+            if not outcome.finite:
+                return [a for a in made if a.source == source]
+        return []
 
-    def _filled(self, case: Case, source: str | None) -> list[Allocation]:
+    def _filled(self, case: Case, fill: Callable[[str], float]) -> tuple[list[Allocation], Outcome]:
         assert case.replay is not None
-        wanted = None if source is None else (lambda line: line == source)
-        memory = FilledMemory(math.nan, CallStack(case.replay.model), wanted)
+        memory = FilledMemory(fill, CallStack(case.replay.model))
         outcome = case.replay.run(*memory.watching())
-        return [] if outcome.finite else memory.made
+        return memory.made, outcome
 
     def _zeros(self, case: Case, source: str) -> Trial:
-        """With zeros the step is finite; the control with NaN, in the same memory, is not."""
-        assert case.replay is not None
-        zeros = case.replay.run(FilledMemory(0.0, None, lambda line: line == source))
-        bad = bool(self._filled(case, source))
+        """With zeros everywhere the step is finite; the control has NaN in the memory of this line alone, and is not."""
+        _, zeros = self._filled(case, lambda _: 0.0)
+        _, control = self._filled(case, _nan_at(source))
+        bad = not control.finite
         return Trial(zeros.finite and bad, f"{zeros}; filled with NaN: {'not finite' if bad else 'finite as well'}")
+
+
+def _nan_at(source: str) -> Callable[[str], float]:
+    """Fill the memory of one line with NaN, all other with 0."""
+    return lambda line: math.nan if line == source else 0.0
 
 
 def _from_nowhere(op: Op) -> bool:

@@ -295,12 +295,14 @@ class _UnitLength(Intervention):
 
 def _divides(op: Op) -> bool:
     """Something is divided by the result, perhaps after an epsilon was added or a floor set."""
-    for _ in range(3):
+    for _ in range(4):
         ahead = [c for c in op.consumers if not c.backward]
         if any(c.name in ("div", "div_", "reciprocal") and c.inputs and c.inputs[-1].producer is op for c in ahead):
             return True
         onwards = [
-            c for c in ahead if c.name in ("clamp_min", "clamp", "add", "maximum", "expand", "clamp_min_", "add_", "where")
+            c
+            for c in ahead
+            if c.name in ("clamp_min", "clamp", "add", "maximum", "expand", "clamp_min_", "add_", "where", "clone")
         ]
         if not onwards:
             return False

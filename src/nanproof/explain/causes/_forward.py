@@ -188,7 +188,9 @@ class LogOfZero(Cause):
             said = f"0 is multiplied by an infinite logarithm{birth.place()}: 0 * -inf is NaN"
             return at_birth(birth, 0.85, said, lambda: case.cured_by(_ZeroTimesInf()), "0 * -inf taken as 0", op="mul")
         if _divergence_of_impossible(birth.at):
-            said = f"log-probabilities of -inf are subtracted from each other{birth.place()}, and weighted with a probability of 0"
+            said = (
+                f"log-probabilities of -inf are subtracted from each other{birth.place()}, and weighted with a probability of 0"
+            )
             changes = (_ZeroTimesInf(), _SameInfinity())
             return at_birth(birth, 0.85, said, lambda: case.cured_by(*changes), "0 * -inf taken as 0", op="mul")
         return None

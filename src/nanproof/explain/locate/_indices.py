@@ -216,7 +216,9 @@ def place_in_batch(lookup: Lookup, batches: Sequence[Any]) -> IdPlace:
     value = int(lookup.ids[first])
     known = [(name, t, batch) for batch in batches for name, t in tensors_in(batch) if _are_ids(t) and t.dim()]
     same = [each for each in known if any(_equal(part, lookup.ids) for part in _parts(each[1]))]
-    similar = [each for each in known if _equal(each[1][_again(lookup, each[1])].sort().values, lookup.ids[outside].sort().values)]
+    similar = [
+        each for each in known if _equal(each[1][_again(lookup, each[1])].sort().values, lookup.ids[outside].sort().values)
+    ]
     for name, t, batch in (*same, *similar)[:1]:
         bad = _again(lookup, t)
         samples, tokens = places(bad, batch)

@@ -37,15 +37,15 @@ class Allocation:
 
 
 class FilledMemory(TorchDispatchMode):
-    """While open, tensors from torch.empty and its relatives hold `value`, where `wanted` says so."""
+    """While open, tensors from torch.empty and its relatives hold the number that `fill` returns for the line that made them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, value: float, stack: CallStack | None = None, wanted: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, fill: Callable[[str], float], stack: CallStack) -> None:
         super().__init__()
-        self._value, self._stack, self._wanted = value, stack, wanted
+        self._fill, self._stack = fill, stack
         self.made: list[Allocation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,10 +55,8 @@ class FilledMemory(TorchDispatchMode):
         if not out.is_floating_point() or out.is_meta or out.layout is not torch.strided:
             return out
         source = source_of_operation()
-        if self._wanted is not None and not self._wanted(source):
-            return out
-        out.fill_(self._value)
-        call = self._stack.current if self._stack is not None else None
+        out.fill_(self._fill(source))
+        call = self._stack.current
         name, backward = _custom_function()
         where = call.path if call is not None else name if backward and name else "loss_fn"
         self.made.append(Allocation(out, source, where, name, backward))
@@ -66,7 +64,7 @@ class FilledMemory(TorchDispatchMode):
 
     def watching(self) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts to run a replay under."""
-        return (self,) if self._stack is None else (self._stack.following(), self)
+        return self._stack.following(), self
 
 
 def _custom_function() -> tuple[str | None, bool]:
