@@ -125,6 +125,8 @@ SMOOTHINGS = {
     "cross_entropy of shares": lambda z: F.cross_entropy(z, smoothed()),
     "mean": by_hand,
     "sum": lambda z: -(smoothed() * z.log_softmax(-1)).sum(-1).mean(),
+    "sum of a negation": lambda z: (-z.log_softmax(-1)).sum(-1, keepdim=True).mean() * 0.1,
+    "kl_div": lambda z: F.kl_div(z.log_softmax(-1), smoothed(), reduction="batchmean"),
 }
 
 
@@ -142,6 +144,9 @@ def test_smoothing_over_masked_classes(name):
         lambda z: F.cross_entropy(z, LABELS + (LABELS == 3), label_smoothing=0.1),
         lambda z: by_hand(z, LABELS + (LABELS == 3)),
         lambda z: F.cross_entropy(z, LABELS + (LABELS == 3)),
+        lambda z: F.cross_entropy(z, smoothed(LABELS + (LABELS == 3))),
+        lambda z: F.kl_div(z.log_softmax(-1), smoothed(LABELS + (LABELS == 3)), reduction="batchmean"),
+        lambda z: -(smoothed(LABELS + (LABELS == 3)) * z.log_softmax(-1)).sum(-1).mean(),
         lambda z: -(F.one_hot(LABELS, 5) * z.log_softmax(-1)).sum(-1).mean(),
     ],
 )

@@ -148,6 +148,19 @@ def test_a_device_side_assert(changes):
         assert found.confidence < 0.6
 
 
+def test_a_label_beyond_the_outputs_of_a_lost_device():
+    """Without an embedding, one label a sample is compared with the last linear layer."""
+
+    def loss(model, batch):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), (torch.randn(5, 4), torch.tensor([0, 1, 3, 2, 1]))
+    with nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-3), loss_fn=loss) as guard, pytest.raises(RuntimeError):
+        guard.train_step(batch)
+    found = guard.incidents[0].diagnosis
+    assert (found.cause, found.where, found.samples) == ("ids-out-of-range", "1", (2,))
+
+
 # -- batch-of-one ----------------------------------------------------------------------------------------------------------------
 
 

@@ -141,13 +141,15 @@ class LabelSmoothingOverMaskedLogits(Cause):
 _NEGATIONS = frozenset({"neg", "__neg__", "negative"})
 _PRODUCTS = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
 _REDUCTIONS = frozenset({"mean", "sum"})
+_MOST = 0.5
+"""A class with at least this share is the target itself; with less, smoothing gave it its share."""
 
 
 class _SmoothingOfAllowed(Intervention):
     """The smoothing term of a cross entropy, or a sum or mean over log-probabilities, leaves masked classes out. The
     log-probability of the target stays as it is, so a target that is masked itself stays infinite."""
 
-    names = _NEGATIONS | _PRODUCTS | _REDUCTIONS | {"cross_entropy_loss", "log_softmax"}
+    names = _NEGATIONS | _PRODUCTS | _REDUCTIONS | {"cross_entropy_loss", "log_softmax", "kl_div"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,6 +157,8 @@ class _SmoothingOfAllowed(Intervention):
         self.op = ""
         self._masked: dict[int, Tensor] = {}
         """Log-probabilities of masked classes, and multiples of them, by id."""
+        self._targets: dict[int, Tensor] = {}
+        """By the same id, the places of targets: those are not smoothing, and stay infinite."""
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "cross_entropy_loss":
@@ -164,13 +168,35 @@ class _SmoothingOfAllowed(Intervention):
             if not known:
                 return func(*args, **kwargs)
             self.said, self.op = f"{name} is taken over the log-probabilities of all classes", name
-            return func(self.where(torch.isinf(args[0].detach()), 0.0, args[0]), *args[1:], **kwargs)
+            masked = torch.isinf(args[0].detach())
+            if id(args[0]) in self._targets:
+                masked = masked & ~self._targets[id(args[0])]
+            return func(self.where(masked, 0.0, args[0]), *args[1:], **kwargs)
+        if name == "kl_div":
+            return self._kl_div(func, args, kwargs)
         out = func(*args, **kwargs)
         if name == "log_softmax":
             known = bool(torch.isneginf(out.detach()).any()) and not bool(torch.isneginf(out.detach()).all())
         if known and isinstance(out, Tensor):
             self._masked[id(out)] = out
+            self._note_targets(out, args)
         return out
+
+    def _note_targets(self, out: Tensor, args: Any) -> None:
+        shares = [a for a in args if isinstance(a, Tensor) and id(a) not in self._masked and a.dim()]
+        before = next((self._targets[id(a)] for a in args if id(a) in self._targets), None)
+        if shares:
+            self._targets[id(out)] = (shares[0].detach() >= _MOST).expand(out.shape)
+        elif before is not None:
+            self._targets[id(out)] = before
+
+    def _kl_div(self, func: Any, args: Any, kwargs: Any) -> Any:
+        logs, target = args[0], args[1]
+        shared = torch.isneginf(logs.detach()) & (target > 0) & (target < _MOST)
+        if kwargs.get("log_target") or not bool(shared.any()):
+            return func(*args, **kwargs)
+        self.said, self.op = "the targets give masked classes a share", "kl_div"
+        return func(self.where(shared, 0.0, logs), self.where(shared, 0.0, target), *args[2:], **kwargs)
 
     def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
         logits, target = args[0], args[1]
@@ -179,7 +205,7 @@ class _SmoothingOfAllowed(Intervention):
         reduction = args[3] if len(args) > 3 else kwargs.get("reduction", 1)
         masked = torch.isneginf(logits.detach())
         soft = target.is_floating_point()
-        shared = masked & (target > 0) if soft else masked
+        shared = masked & (target > 0) & (target < _MOST) if soft else masked
         if not bool(shared.any()) or not (soft or smoothing > 0):
             return func(*args, **kwargs)
         self.acted += 1
@@ -258,8 +284,8 @@ class InfiniteTermWithWeight0(Cause):
 
     slug = "infinite-term-with-weight-0"
     fix = (
-        "Skip a term whose weight is 0 (if weight: loss = loss + weight * term), as nanproof.numerics.losses.weighted_sum does; and find out "
-        "why the term is infinite before its weight rises."
+        "Skip a term whose weight is 0 (if weight: loss = loss + weight * term), as numerics.losses.weighted_sum does, and find "
+        "out why the term is infinite before its weight rises."
     )
 
     def match(self, case: Case) -> Match | None:

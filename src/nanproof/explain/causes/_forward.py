@@ -179,9 +179,11 @@ class LogOfZero(Cause):
             low = op.inputs[which].range.low
             shown = at if at is not None else low
             edge = -1 if op.name == "log1p" else 0
-            if not low <= edge and not (op.name == "logit" and op.inputs[0].range.high >= 1):
+            steep = birth.in_backward and low - edge < 1 / torch.finfo(op.inputs[which].dtype).max  # 1/x overflows
+            if not low <= edge and not steep and not (op.name == "logit" and op.inputs[0].range.high >= 1):
                 return None
             infinite = f"-Inf at {edge}" if shown >= edge else f"NaN below {edge}"
+            infinite = f"so steep that its gradient overflows near {edge}" if low > edge and steep else infinite
             said = f"input of {op.name} was {shown:.4g}{birth.place()}; {op.name} is {infinite}"
             return at_birth(birth, 0.93, said, lambda: case.cured_by(PositiveLog()), "the input of log clamped above 0")
         if birth.at.name in ("mul", "mul_") and birth.at.nan_out and any(i.range.inf for i in birth.at.inputs):

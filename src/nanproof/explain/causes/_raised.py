@@ -79,21 +79,21 @@ class IdsOutOfRange(Cause):
 
     def _from_shapes(self, case: Case) -> Match:
         """Compare what is on the CPU with the sizes of tables, which are known without the device."""
-        tables = _tables(case.model)
+        tables, outputs = _tables(case.model), _outputs(case.model)
         shown = listed([f"{name} has {size} rows" for name, size in tables]) if tables else "the model has no nn.Embedding"
         for batch in case.batches:
             for name, t in tensors_in(batch):
                 if t.device.type != "cpu" or t.is_floating_point() or t.is_complex() or t.dtype == torch.bool or not t.numel():
                     continue
-                beyond = [(path, size) for path, size in tables if int(t.max()) >= size]
-                if not beyond:
+                # Ids may well be beyond a smaller table that they are not used with; one label a sample goes with the outputs.
+                known = (*tables, *outputs) if t.dim() > 1 else outputs or tables
+                path, size = max(known, key=lambda each: each[1], default=("", 0))
+                if not path or int(t.max()) < size:
                     continue
-                path, size = max(beyond, key=lambda pair: pair[1])
-                bad = t >= size
-                samples, tokens = places(bad, batch) if t.dim() else ((), ())
-                said = f"{name} holds ids up to {int(t.max())}, and {path} has {size} rows"
-                certain = len(beyond) == len(tables)
-                return self._lost(0.8 if certain else 0.5, (said, shown), path, name, samples, tokens)
+                samples, tokens = places(t >= size, batch) if t.dim() else ((), ())
+                kind = "rows" if (path, size) in tables else "outputs"
+                said = f"{name} holds ids up to {int(t.max())}, and {path} has {size} {kind}"
+                return self._lost(0.8 if t.dim() > 1 else 0.6, (said, shown), path, name, samples, tokens)
         said = "a lookup (embedding, indexing, gather, scatter, a target of cross entropy) is the usual source of such an assert"
         return self._lost(0.4, (said, shown), None, None, (), ())
 
@@ -124,6 +124,12 @@ def _tables(model: nn.Module | None) -> list[tuple[str, int]]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     named = unwrap(model).named_modules()
     return [(clean_name(name) or type(m).__name__, m.num_embeddings) for name, m in named if isinstance(m, kinds)]
+
+
+def _outputs(model: nn.Module | None) -> list[tuple[str, int]]:
+    """The last linear layer, which gives the classes where there are any."""
+    named = unwrap(model).named_modules() if model is not None else ()
+    return [(clean_name(name) or type(m).__name__, m.out_features) for name, m in named if isinstance(m, nn.Linear)][-1:]
 
 
 def explain_lost_device(case: Case) -> Diagnosis:
@@ -277,7 +283,14 @@ class NotPositiveDefinite(Cause):
         return next((m for m in able if bool(m.indefinite.any())), None)
 
 
-_MATRIX_ERRORS = ("positive-definite", "singular", "PositiveDefinite()", "failed to converge", "ill-conditioned")
+_MATRIX_ERRORS = (
+    "positive-definite",
+    "positive definite",
+    "singular",
+    "PositiveDefinite()",
+    "failed to converge",
+    "ill-conditioned",
+)
 _FACTORING = frozenset(
     {
         *("linalg_cholesky_ex", "cholesky", "linalg_inv_ex", "_linalg_solve_ex", "_linalg_slogdet", "linalg_lu_factor_ex"),

@@ -221,7 +221,7 @@ def place_in_batch(lookup: Lookup, batches: Sequence[Any]) -> IdPlace:
     ]
     for name, t, batch in (*same, *similar)[:1]:
         bad = _again(lookup, t)
-        samples, tokens = places(bad, batch)
+        samples, tokens = places(bad, batch) if len(batches) == 1 else ((), ())
         return IdPlace(name, _first(bad), int(t[_first(bad)]), samples, tokens)
     samples, tokens = places(outside, batches[0]) if len(batches) == 1 and outside.dim() else ((), ())
     return IdPlace(None, first, value, samples, tokens)
