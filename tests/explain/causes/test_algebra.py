@@ -59,6 +59,12 @@ def test_a_power_or_logarithm_of_a_negative_number(name):
     assert diagnosed(lambda m, x: POWERS[name](positive(m, x)).mean()).cause == "none"
 
 
+def test_a_base_that_rounding_made_negative():
+    """1 - p of a probability that rounds to more than 1, as in a focal loss."""
+    found = diagnosed(lambda m, x: ((positive(m, x) * column(0.0) - 1e-7) ** 1.5).mean())
+    assert (found.cause, found.verified, found.samples) == ("power-of-negative", True, (2,))
+
+
 def test_log_of_zero_is_the_alternative_for_a_logarithm():
     found = diagnosed(lambda m, x: (positive(m, x) + column(-50.0)).log().mean())
     assert found.alternatives == ("log-of-zero",)
@@ -211,6 +217,7 @@ def infinite(model, x):
         lambda m, x: -infinite(m, x).mean() * torch.tensor(0.0),
         lambda m, x: (0 * infinite(m, x)).mean(),
         lambda m, x: 0.0 * (m(x).abs() * 1e4 + 1e3).exp().mean(),
+        lambda m, x: (torch.stack([m(x).mean(), infinite(m, x).mean()]) * torch.tensor([1.0, 0.0])).sum(),
     ],
 )
 def test_a_weight_of_0_on_an_infinite_term(weighted):
@@ -235,7 +242,7 @@ def test_the_healthy_twin_skips_the_term():
     ],
 )
 def test_other_products_with_an_infinite_number(cause, loss):
-    """A weight that is not 0, a mask of many elements, and a product that is no term of a sum."""
+    """A weight that is not 0, a mask of many elements, and a product that is not a term of a sum."""
     found = diagnosed(loss)
     assert (found.cause, found.verified) == (cause, True)
 

@@ -4,7 +4,7 @@ weight of 0 on an infinite term, memory that was never written."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ class PowerOfNegative(Cause):
         if base is None or (birth.in_backward and op.name != "pow"):
             return None
         name, edge = op.name.strip("_"), _DOMAIN[op.name]
-        margin = 1e-4 * max(base.size, 1e-2) if "sqrt" in name else 1e-6 * max(base.size, 1.0)
-        if not base.low < edge - margin:  # rounding around 0 is log-of-zero or sqrt-at-zero
+        # Rounding around 0 is log-of-zero or sqrt-at-zero.
+        margin = {"pow": 0.0, "rsqrt": 0.0, "sqrt": 1e-4 * max(base.size, 1e-2)}.get(name, 1e-6 * max(base.size, 1.0))
+        if not base.low < edge - margin:
             return None
         at = birth.input_at_spot() if not birth.in_backward and name != "xlogy" else None
         value = at if at is not None and at < edge else base.low
@@ -326,34 +327,51 @@ class InfiniteTermWithWeight0(Cause):
 
 
 def _weighted_by_0(op: Op) -> Operand | None:
-    """The infinite operand of a product with a single 0 that is not learned."""
+    """The infinite operand of a product with a weight of 0 that is not learned."""
     infinite = [i for i in op.inputs if i.range.inf and not i.range.nan]
     if len(infinite) != 1:
         return None
-    others = [i for i in op.inputs if i is not infinite[0]]
-    if others:
-        weight = others[0]
-        zero = math.prod(weight.shape) == 1 and weight.range.low == weight.range.high == 0 and not weight.requires_grad
-    else:
+    term = infinite[0]
+    weight = next((i for i in op.inputs if i is not term), None)
+    if weight is None:
         zero = any(isinstance(s, (int, float)) and s == 0 for s in op.scalars)
-    return infinite[0] if zero else None
+    elif weight.requires_grad:
+        return None
+    elif math.prod(weight.shape) == 1:
+        zero = weight.range.low == weight.range.high == 0
+    else:  # stacked terms, one weight each
+        stacked = term.producer is not None and term.producer.name == "stack"
+        zero = stacked and weight.shape == term.shape and len(term.shape) == 1
+    return term if zero else None
 
 
 class _ProductTaken(Intervention):
-    """The product of a single 0 and something infinite is taken as a constant."""
+    """The product of a weight of 0 and an infinite term is taken as a constant."""
 
-    names = _PRODUCTS | {"__imul__"}
+    names = _PRODUCTS | {"__imul__", "stack"}
 
     def __init__(self, value: float) -> None:
         super().__init__()
         self._value = value
+        self._stacked: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        """Stacked terms by id: each has to be left out alone, with its gradient."""
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "stack":
+            out: Tensor = func(*args, **kwargs)
+            if out.dim() == 1:
+                self._stacked[id(out)] = out, args[0]
+            return out
         a, b = args[0], args[1] if len(args) > 1 else kwargs.get("other")
         for weight, term in ((a, b), (b, a)):
-            if _is_0(weight) and isinstance(term, Tensor) and term.is_floating_point() and _infinite(term):
+            if not isinstance(term, Tensor) or not term.is_floating_point() or not _infinite(term):
+                continue
+            if _is_0(weight):
                 self.acted += 1
                 return torch.full_like(term.detach(), self._value)
+            if isinstance(weight, Tensor) and weight.shape == term.shape and id(term) in self._stacked:
+                parts = zip(self._stacked[id(term)][1], weight.unbind(), strict=True)
+                return torch.stack([self.change("mul", torch.mul, (part, one), {}) for part, one in parts])
         return func(*args, **kwargs)
 
 
