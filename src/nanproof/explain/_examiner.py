@@ -512,7 +512,11 @@ class Examiner(Explainer):
             return incident
         given = _batches(attempt) or tuple((call["args"], call["kwargs"]) for call in _calls(attempt, None))
         case = Case("exception", model=self._stepper.model, batches=given, error=error)
-        return replace(incident, diagnosis=explain_lost_device(case))
+        try:
+            return replace(incident, diagnosis=explain_lost_device(case))
+        except Exception:
+            log.debug("nanproof: a device-side assert could not be explained", exc_info=True)
+            return incident
 
     def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)
