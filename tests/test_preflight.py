@@ -91,10 +91,10 @@ def test_ids_and_labels_out_of_range_are_named_before_they_are_used():
     """On CUDA a lookup outside its table would end the device context; here the sample is named instead."""
     model, optimizer, batch = tagging(ids=put(2, 3, 10))
     (found,) = nanproof.preflight(model, optimizer, batch, tags)
-    assert found.cause == "labels-out-of-range" and found.samples == (2,) and "the index 10 at [2, 3]" in found.evidence[0]
+    assert found.cause == "ids-out-of-range" and found.samples == (2,) and "the index 10 at [2, 3]" in found.evidence[0]
     model, optimizer, batch = tagging(labels=put(1, 0, 4))
     (found,) = nanproof.preflight(model, optimizer, batch, tags)
-    assert found.cause == "labels-out-of-range" and "4 classes" in found.evidence[0]
+    assert found.cause == "ids-out-of-range" and "4 classes" in found.evidence[0]
 
 
 def test_rows_without_targets_and_masks_that_empty_a_row():

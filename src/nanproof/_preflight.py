@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from nanproof._errors import UsageError
 from nanproof._records import ABSENT, Diagnosis, StepRecord
@@ -27,8 +26,10 @@ from nanproof.explain._diagnose import explain
 from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of
 from nanproof.explain._silent import HUGE, TINY, UNCHANGED, is_shifted, shifted_pairs
 from nanproof.explain._start import garbage_buffers
+from nanproof.explain.causes._raised import IdsOutOfRange
 from nanproof.explain.locate._calls import tensors_of
-from nanproof.explain.locate._locate import batch_shape, where_in_batch
+from nanproof.explain.locate._indices import find_outside_id, place_in_batch
+from nanproof.explain.locate._locate import batch_shape
 from nanproof.explain.replay._copies import all_finite, changed_share, step_on_copies
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Outcome, Replay
@@ -63,7 +64,8 @@ def preflight(
 
     Found are: weights, buffers or batch that are non-finite; parameters that the optimizer holds twice, does not hold, or that
     are not the model's; fp16 and bf16 traps; a forward or backward that is not finite, with its cause; parameters without a
-    gradient; labels out of range, shifted twice, or all ignored; masks that empty a row; fp16 outputs near the end of its range.
+    gradient; ids out of range; labels shifted twice, or all ignored; masks that empty a row; fp16 outputs near the end of its
+    range.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"preflight(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
@@ -183,14 +185,21 @@ class _Flight:
     # -- one forward and backward ----------------------------------------------------------------------------------------------
 
     def _forward_and_backward(self) -> Outcome | None:
-        checks = _RangeChecks()
-        outcome = self.replay.run(checks)
-        if checks.said is not None:
-            samples, length = batch_shape(self.batch)
-            bad = checks.bad
-            rows = where_in_batch(bad, samples, length)[0] if bad is not None and bad.dim() and samples > 1 else ()
-            fix = "Check the vocabulary against the tokenizer, and the labels against the number of classes."
-            self._add("labels-out-of-range", 0.99, checks.said, fix, phase="data", where=checks.where, samples=rows)
+        outside, outcome = find_outside_id(self.replay, refuse=True)
+        if outside is not None:
+            place = place_in_batch(outside.lookup, [self.batch])
+            self._add(
+                IdsOutOfRange.slug,
+                0.99,
+                f"{outside.lookup.op} in {outside.where} is given {place}, for {outside.lookup.table}",
+                IdsOutOfRange.fix,
+                phase="data",
+                where=outside.where,
+                op=outside.lookup.op,
+                source=outside.source or None,
+                samples=place.samples,
+                tokens=place.tokens,
+            )
             return None
         case_kind = "nonfinite-loss"
         if outcome.error is not None:
@@ -346,44 +355,3 @@ def _fp16_outputs(replay: Replay) -> tuple[str, float] | None:
         return None
     path = max(found, key=lambda p: float(found[p]))
     return path, float(found[path])
-
-
-class _OutOfRange(ValueError):
-    """An index that a lookup would read outside its table."""
-
-
-class _RangeChecks(TorchFunctionMode):
-    """Indices are looked at before they are used: on CUDA one outside its table would end the process's device context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: str | None = None
-        self.where: str | None = None
-        self.bad: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in ("embedding", "cross_entropy", "nll_loss") and self.said is None:
-            self._look(name, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _look(self, name: str, args: Any, kwargs: Any) -> None:
-        first = args[0] if args else kwargs.get("input")
-        second = args[1] if len(args) > 1 else kwargs.get("weight" if name == "embedding" else "target")
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-            return
-        indices, size = (
-            (first, len(second)) if name == "embedding" else (second, first.shape[1] if first.dim() > 1 else first.shape[0])
-        )
-        if indices.is_floating_point() or not indices.numel():
-            return
-        bad = (indices < 0) | (indices >= size)
-        if name != "embedding":
-            bad = bad & (indices != kwargs.get("ignore_index", -100))
-        if bool(bad.any()):
-            place = tuple(int(i) for i in torch.nonzero(bad)[0])
-            what = f"a table of {size} rows" if name == "embedding" else f"{size} classes"
-            self.said = f"{name} is given the index {int(indices[place])} at {list(place)}, for {what}"
-            self.where, self.bad = name, bad
-            raise _OutOfRange(self.said)

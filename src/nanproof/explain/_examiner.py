@@ -39,6 +39,7 @@ from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
 from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs
 from nanproof.explain._start import WeightsAtStart, garbage_buffers
 from nanproof.explain.bundle._bundle import BundleWriter
+from nanproof.explain.causes._raised import device_is_lost, explain_lost_device
 from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import KEPT, Moment, Recorder
 from nanproof.explain.replay._rehearse import adam_update, steps_seen
@@ -67,7 +68,7 @@ _ONLY_VERIFIED = (
 )
 """Signals that healthy runs show too."""
 Reader = Callable[[], list[float]]
-_WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError)
+_WORTH_A_REPLAY = (RuntimeError, ValueError, ArithmeticError, AssertionError, LookupError)
 _NOT_TO_BE_TOUCHED = ("out of memory", "CUDA error", "device-side assert", "NCCL", "CUBLAS", "cuDNN", "DataLoader worker")
 
 
@@ -533,6 +534,8 @@ class Examiner(Explainer):
         )
 
     def raised(self, incident: Incident, attempt: Attempt, error: BaseException, history: Sequence[StepRecord]) -> Incident:
+        if device_is_lost(error):
+            return self._without_device(incident, attempt, error)
         calls = () if attempt.batches is not None else _calls(attempt, None)
         data = BadData.of(tuple((call["args"], call["kwargs"]) for call in calls))
         if data.names:
@@ -566,6 +569,19 @@ class Examiner(Explainer):
 
         incident = self._diagnosed_if_new(incident, like, make)
         return self._bundle(incident, moment, None) if incident.diagnosis is not None else incident
+
+    def _without_device(self, incident: Incident, attempt: Attempt, error: BaseException) -> Incident:
+        """A device-side assert ended the CUDA context: say what shapes and tensors on the CPU show."""
+        self.recorder.drop(attempt.step)
+        if not self._asked:
+            return incident
+        given = _batches(attempt) or tuple((call["args"], call["kwargs"]) for call in _calls(attempt, None))
+        case = Case("exception", model=self._stepper.model, batches=given, error=error)
+        try:
+            return replace(incident, diagnosis=explain_lost_device(case))
+        except Exception:
+            log.debug("nanproof: a device-side assert could not be explained", exc_info=True)
+            return incident
 
     def at_close(self, incident: Incident, history: Sequence[StepRecord]) -> Incident:
         moments = list(self.recorder)

@@ -1,17 +1,30 @@
 """The catalogue of causes, one file a family. Importing this package fills `Cause.catalogue`.
 
 - `_cause` is what an entry has to offer: `slug`, `fix`, and `match(case)`, which returns evidence and a trial of the fix.
-- `_data`, `_weights`, `_forward`, `_backward`, `_objective`, `_update`, `_optimizer`, `_learning`, `_rl`, `_system`: where the
-  cause lies.
+- `_data`, `_weights`, `_forward`, `_backward`, `_raised`, `_algebra`, `_objective`, `_update`, `_optimizer`, `_learning`, `_rl`,
+  `_system`: where the cause lies.
 """
 
 from __future__ import annotations
 
-from nanproof.explain.causes import _backward, _data, _forward, _learning, _objective, _optimizer, _rl, _system, _update, _weights
+from nanproof.explain.causes import (
+    _algebra,
+    _backward,
+    _data,
+    _forward,
+    _learning,
+    _objective,
+    _optimizer,
+    _raised,
+    _rl,
+    _system,
+    _update,
+    _weights,
+)
 from nanproof.explain.causes._cause import Cause
 
 __all__ = ["Cause", "fix_of"]
-_FAMILIES = (_data, _weights, _forward, _backward, _objective, _update, _optimizer, _learning, _rl, _system)
+_FAMILIES = (_data, _weights, _forward, _backward, _raised, _algebra, _objective, _update, _optimizer, _learning, _rl, _system)
 
 
 def fix_of(slug: str) -> str | None:

@@ -19,7 +19,19 @@ from nanproof.explain.replay._interventions import EXP, LOG, Fp32, InsideTrig, I
 from nanproof.explain.replay._surroundings import weights_as
 
 ROOTS = frozenset(
-    {"sqrt", "sqrt_", "pow", "linalg_vector_norm", "norm", "_cdist_forward", "cdist", "_euclidean_dist", "std", "rsqrt"}
+    {
+        "sqrt",
+        "sqrt_",
+        "pow",
+        "linalg_vector_norm",
+        "norm",
+        "_cdist_forward",
+        "cdist",
+        "_euclidean_dist",
+        "std",
+        "std_mean",
+        "rsqrt",
+    }
 )
 TRIG = frozenset({"acos", "asin", "atanh", "acosh"})
 DANGEROUS = ROOTS | TRIG | EXP | LOG | {"log1p", "div", "div_", "reciprocal", "xlogy", "atan2", "logit", "exp_", "log_"}
@@ -68,6 +80,8 @@ class SqrtAtZero(Cause):
             if op.name in ("sqrt", "sqrt_") and low < 0:
                 said = f"input of sqrt was {low:.4g}{birth.place()}: below 0"
                 return at_birth(birth, 0.7, said, lambda: case.cured_by(SafeRoot()), "the input of sqrt clamped above 0")
+            return None
+        if op.name == "pow" and op.inputs[0].value is not None and not bool((op.inputs[0].value == 0).any()):
             return None
         what = {"linalg_vector_norm": "norm", "_cdist_forward": "distance", "_euclidean_dist": "distance"}.get(op.name, op.name)
         said = f"input of {what} was 0{birth.place()}: the loss is finite, but the slope of the root at 0 is Inf"
@@ -261,24 +275,34 @@ class NormalizeZeroVector(Cause):
 
 class _UnitLength(Intervention):
     lived = "a vector of length 0 is divided by 1 where it is normalised"
-    names = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sqrt"})
+    names = frozenset({"norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "sqrt", "cosine_similarity"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "cosine_similarity":
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 1)
+            a, b = (x / self._length(x, dim) for x in args[:2])
+            return (a * b).sum(dim)
         if name == "sqrt":
             x = args[0]
             return torch.sqrt(self.where(x.detach() <= 1e-20, 1.0, x))
         out = func(*args, **kwargs)
         return self.where(out.detach() <= 1e-8, 1.0, out) if isinstance(out, Tensor) and out.dim() else out
 
+    def _length(self, x: Tensor, dim: int) -> Tensor:
+        out = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+        return self.where(out.detach() <= 1e-8, 1.0, out)
+
 
 def _divides(op: Op) -> bool:
     """Something is divided by the result, perhaps after an epsilon was added or a floor set."""
-    for _ in range(3):
+    for _ in range(4):
         ahead = [c for c in op.consumers if not c.backward]
         if any(c.name in ("div", "div_", "reciprocal") and c.inputs and c.inputs[-1].producer is op for c in ahead):
             return True
         onwards = [
-            c for c in ahead if c.name in ("clamp_min", "clamp", "add", "maximum", "expand", "clamp_min_", "add_", "where")
+            c
+            for c in ahead
+            if c.name in ("clamp_min", "clamp", "add", "maximum", "expand", "clamp_min_", "add_", "where", "clone")
         ]
         if not onwards:
             return False

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from nanproof.explain._case import Case, Trial, living
 from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain.causes._raised import raised_at
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
-from nanproof.explain.locate._trace import Op, is_users, short
+from nanproof.explain.locate._trace import Op
 from nanproof.explain.replay._interventions import (
     EXP,
     BoundedExp,
@@ -205,28 +206,61 @@ class LogOfZero(Cause):
             return None
         birth, op = case.birth, case.birth.op
         if op.name in LOGS:
-            at = birth.input_at_spot() if not birth.in_backward else None
-            low = op.inputs[0].range.low
+            which = -1 if op.name == "xlogy" else 0
+            at = birth.input_at_spot(which % len(op.inputs)) if not birth.in_backward else None
+            low = op.inputs[which].range.low
             shown = at if at is not None else low
-            if op.name != "log1p" and not low <= 0:
+            edge = -1 if op.name == "log1p" else 0
+            steep = birth.in_backward and low - edge < 1 / torch.finfo(op.inputs[which].dtype).max  # 1/x overflows
+            if not low <= edge and not steep and not (op.name == "logit" and op.inputs[0].range.high >= 1):
                 return None
-            said = (
-                f"input of {op.name} was {shown:.4g}{birth.place()}; {op.name} is {'-Inf at 0' if shown == 0 else 'NaN below 0'}"
-            )
+            infinite = f"-Inf at {edge}" if shown >= edge else f"NaN below {edge}"
+            infinite = f"so steep that its gradient overflows near {edge}" if low > edge and steep else infinite
+            said = f"input of {op.name} was {shown:.4g}{birth.place()}; {op.name} is {infinite}"
             return at_birth(birth, 0.93, said, lambda: case.cured_by(PositiveLog()), "the input of log clamped above 0")
         if birth.at.name in ("mul", "mul_") and birth.at.nan_out and any(i.range.inf for i in birth.at.inputs):
             said = f"0 is multiplied by an infinite logarithm{birth.place()}: 0 * -inf is NaN"
             return at_birth(birth, 0.85, said, lambda: case.cured_by(_ZeroTimesInf()), "0 * -inf taken as 0", op="mul")
+        if _divergence_of_impossible(birth.at):
+            said = (
+                f"log-probabilities of -inf are subtracted from each other{birth.place()}, and weighted with a probability of 0"
+            )
+            changes = (_ZeroTimesInf(), _SameInfinity())
+            return at_birth(birth, 0.85, said, lambda: case.cured_by(*changes), "0 * -inf taken as 0", op="mul")
         return None
+
+
+def _divergence_of_impossible(op: Op) -> bool:
+    """p * (log p - log q), as in kl_div, where both logarithms are -inf."""
+    if op.name != "sub" or not op.nan_out or not all(i.range.low == -math.inf for i in op.inputs):
+        return False
+    products = [c for c in op.consumers if c.name in ("mul", "mul_")]
+    return any(i.producer is not None and i.producer.name == "exp" for c in products for i in c.inputs)
+
+
+class _SameInfinity(Intervention):
+    names = frozenset({"sub", "subtract", "__sub__"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        a, b = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point():
+            a, b = torch.broadcast_tensors(a, b)
+            same = torch.isneginf(a.detach()) & torch.isneginf(b.detach())
+            a, b = self.where(same, 0.0, a), self.where(same, 0.0, b)
+        return torch.sub(a, b)
 
 
 class _ZeroTimesInf(Intervention):
     lived = "0 times an infinite logarithm is 0"
-    names = frozenset({"mul", "multiply", "__mul__", "__rmul__", "__imul__"})
+    names = frozenset({"mul", "multiply", "__mul__", "__rmul__", "__imul__", "kl_div"})
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "kl_div":
+            logs = 2 if kwargs.get("log_target") else 1
+            least = math.log(1e-30)
+            return func(*(self.where(torch.isneginf(x.detach()), least, x) for x in args[:logs]), *args[logs:], **kwargs)
         a, b = args[0], args[1] if len(args) > 1 else kwargs.pop("other")
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point():
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_floating_point() or b.is_floating_point()):
             a, b = torch.broadcast_tensors(a, b)
             a = self.where(torch.isinf(a.detach()) & (b.detach() == 0), 0.0, a)
             b = self.where(torch.isinf(b.detach()) & (a.detach() == 0), 0.0, b)
@@ -267,6 +301,19 @@ def _zero_divisor(op: Op) -> bool:
     return bool((divisor.value == 0).any()) if divisor.value is not None else divisor.range.low == divisor.range.high == 0
 
 
+def _norms(op: Op) -> Tensor | None:
+    """The lengths of the vectors of a weight norm."""
+    v, dim = op.inputs[0].value, next((s for s in op.scalars if isinstance(s, int)), 0)
+    return None if v is None else v.transpose(0, dim).reshape(v.shape[dim], -1).norm(dim=1)
+
+
+def _negative_power_of_0(op: Op) -> bool:
+    exponent = next((s for s in op.scalars if isinstance(s, (int, float))), 0)
+    base = op.inputs[0]
+    zero = bool((base.value == 0).any()) if base.value is not None else base.range.low <= 0 <= base.range.high
+    return len(op.inputs) == 1 and exponent < 0 and zero
+
+
 class ZeroDenominator(Cause):
     """0/0 or x/0: no variance, an empty mask, no signal."""
 
@@ -279,9 +326,15 @@ class ZeroDenominator(Cause):
         birth, op = case.birth, case.birth.op
         if birth.in_backward:
             return None
-        if op.name == "rsqrt" and op.inputs[0].range.low == 0:
+        if op.name in ("rsqrt", "rsqrt_") and op.inputs[0].range.low == 0:
             said = f"rsqrt of 0{birth.place()}: the variance is 0"
             return at_birth(birth, 0.8, said, lambda: case.cured_by(SafeRoot()), "an epsilon under the root")
+        if op.name == "_weight_norm_interface" and (norms := _norms(op)) is not None and bool((norms == 0).any()):
+            said = f"weight norm divides v by its length, which is 0 for {int((norms == 0).sum())} of {norms.numel()} vectors"
+            return at_birth(birth, 0.96, said, lambda: case.cured_by(SafeDivision()), "a length of 0 replaced by 1")
+        if op.name in ("pow", "pow_") and _negative_power_of_0(op):
+            said = f"a negative power of 0{birth.place()}: x/0"
+            return at_birth(birth, 0.93, said, lambda: case.cured_by(SafeDivision()), "a base of 0 replaced by 1")
         if op.name not in DIVISION or not _zero_divisor(op):
             return None
         above = op.inputs[0].range if op.name != "reciprocal" else None
@@ -339,9 +392,9 @@ class NonpositiveStd(Cause):
             confidence=0.95,
             evidence=(shown, line[:160]),
             phase="forward",
-            where=_raised_at(case.error),
+            where=raised_at(case.error),
             op=case.birth.op.name if case.birth is not None else "Normal",
-            source=_raised_at(case.error),
+            source=raised_at(case.error),
             samples=_rows(case),
             trial=lambda: case.cured_by_either((PositiveScale(),), (PositiveScale(), PositiveLog(), SafeDivision())),
             tried="the scale clamped above 0",
@@ -369,14 +422,3 @@ def _least(text: str) -> float | None:
     inside = text[text.find("tensor(") :] if "tensor(" in text else ""
     numbers = [float(x) for x in re.findall(r"-?\d+\.\d*(?:e[+-]?\d+)?", inside)]
     return min(numbers) if numbers else None
-
-
-def _raised_at(error: BaseException) -> str | None:
-    """The last line outside torch that the exception came through."""
-    found, frame = None, error.__traceback__
-    while frame is not None:
-        name = frame.tb_frame.f_code.co_filename
-        if is_users(name):
-            found = f"{short(name)}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return found

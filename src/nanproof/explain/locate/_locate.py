@@ -157,6 +157,8 @@ def _starts(trace: Trace, in_forward: bool, calls: list[int] | None) -> Iterator
     first piece that holds a birth is it.
     """
     failed = trace.failed
+    if failed is not None and failed.name == "_linalg_check_errors" and failed.inputs:
+        failed = failed.inputs[0].producer or failed  # it only reads the status that the factorization left
     if failed is not None and not failed.backward:
         bad = [i for i in failed.inputs if i.range.bad]
         yield from (i.producer for i in bad if i.producer is not None)

@@ -38,7 +38,8 @@ _KEPT_OPS = 24
 _WORTH_KEEPING = frozenset(
     "acos acosh asin atanh _cdist_forward _euclidean_dist div div_ exp exp2 exp_ expm1 linalg_vector_norm norm log log10 log1p "
     "log2 xlogy pow reciprocal rsqrt sqrt std var var_mean std_mean where logsumexp clamp clamp_max clamp_min minimum relu "
-    "masked_fill mul add sub rsub _ctc_loss multinomial _softmax _log_softmax".split()
+    "masked_fill mul add sub rsub _ctc_loss multinomial _softmax _log_softmax _linalg_svd _linalg_eigh linalg_qr linalg_eig "
+    "_weight_norm_interface".split()
 )
 """Operations whose numbers are kept even if nothing is bad: their backward may be, or they may be why a gradient is large."""
 
@@ -61,7 +62,9 @@ class Operand:
         """Taken at once for what comes out, and for what goes into an operation that turns bad; for the rest only if its
         numbers were kept. Nothing bad went into an operation of which nothing bad came out, as far as anyone cares."""
         if self.known is None:
-            self.known = GOOD if self.value is None else _range(self.value)
+            if self.value is None:
+                return GOOD  # not for good: its numbers may be kept later
+            self.known = _range(self.value)
         return self.known
 
 

@@ -154,7 +154,17 @@ class PositiveLog(SafeInput):
     lived = "an input of log that is not above 0 is taken as 1e-6"
 
     def __init__(self) -> None:
-        super().__init__(LOG, lambda x: x <= _tiny(x), 1e-6)
+        super().__init__(LOG | {"log1p", "xlogy", "logit"}, lambda x: x <= _tiny(x), 1e-6)
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "log1p":
+            return torch.log1p(self.where(args[0].detach() <= -1, 1e-6 - 1, args[0]))
+        if name == "xlogy" and isinstance(args[1], Tensor):
+            return torch.xlogy(args[0], self.where(args[1].detach() <= _tiny(args[1]), 1e-6, args[1]))
+        if name == "logit":
+            x = self.where(args[0].detach() >= 1, 1 - 1e-6, args[0])
+            return func(self.where(x.detach() <= 0, 1e-6, x), *args[1:], **kwargs)
+        return super().change(name, func, args, kwargs)
 
 
 def _tiny(x: Tensor) -> float:
@@ -179,6 +189,7 @@ class SafeRoot(Intervention):
             "cdist",
             "pairwise_distance",
             "std",
+            "std_mean",
         }
     )
 
@@ -196,6 +207,9 @@ class SafeRoot(Intervention):
         self.acted += 1
         if name == "std":
             return (torch.var(x, *args[1:], **kwargs) + 1e-12).sqrt()
+        if name == "std_mean":
+            var, mean = torch.var_mean(x, *args[1:], **kwargs)
+            return (var + 1e-12).sqrt(), mean
         if name in ("dist", "cdist", "pairwise_distance"):
             return func(x + 1e-6, *args[1:], **kwargs)
         # norm(x, p=2, dim, keepdim): a zero vector gets a length of 1e-6 and no gradient.
@@ -211,7 +225,12 @@ class SafeRoot(Intervention):
 class SafeDivision(Intervention):
     """A divisor that is exactly 0 becomes 1."""
 
-    names = frozenset({"div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__", "reciprocal"})
+    names = frozenset(
+        {
+            *("div", "true_divide", "divide", "__truediv__", "__rtruediv__", "__rdiv__", "__div__", "reciprocal"),
+            *("pow", "__pow__", "rsqrt", "_weight_norm"),
+        }
+    )
     lived = "a divisor of 0 is taken as 1"
 
     def __init__(self, floor: float | None = None) -> None:
@@ -224,8 +243,20 @@ class SafeDivision(Intervention):
         if name in ("reciprocal", "__rtruediv__", "__rdiv__"):
             divisor = self._safe(args[0])
             return torch.div(1.0 if name == "reciprocal" else args[1], divisor)
+        if name in ("pow", "__pow__", "rsqrt"):
+            exponent = -0.5 if name == "rsqrt" else args[1] if len(args) > 1 else kwargs["exponent"]
+            divides = isinstance(exponent, (int, float)) and exponent < 0 and isinstance(args[0], Tensor)
+            return torch.pow(self._safe(args[0]) if divides else args[0], exponent)
+        if name == "_weight_norm":
+            return self._weight_norm(*args, **kwargs)
         divisor = args[1] if len(args) > 1 else kwargs.pop("other")
         return torch.div(args[0], self._safe(divisor), **kwargs)
+
+    def _weight_norm(self, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+        """g * v / |v|, which torch computes in one piece."""
+        others = [d for d in range(v.dim()) if d != dim] if dim != -1 else list(range(v.dim()))
+        length: Tensor = self._safe(torch.linalg.vector_norm(v, dim=others, keepdim=True))
+        return v * (g / length)
 
     def _safe(self, divisor: Any) -> Any:
         if not isinstance(divisor, Tensor):
@@ -337,9 +368,12 @@ class SpreadOfOne(Intervention):
         out = func(*args, **kwargs)
         if not bool(torch.isfinite(args[0].detach()).all()):
             return out
-        if isinstance(out, tuple):
-            return self.where(torch.isnan(out[0].detach()), 1.0, out[0]), *out[1:]
-        return self.where(torch.isnan(out.detach()), 1.0, out)
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        if bool(torch.isnan(first.detach()).any()):
+            # All of it is NaN, its gradient too: 0 times that would still be NaN.
+            self.acted += 1
+            first = torch.ones_like(first.detach())
+        return (first, *rest) if rest else first
 
 
 class InsideTrig(Intervention):
