@@ -21,6 +21,8 @@ NOT_VERIFIED = {
     "batch_normalised_in_place": "what the batch held before the step is gone",
     "rows_normalised_between_steps": "what wrote into the weights is not part of the step",
     "averaged_weights_swapped_in": "what wrote into the weights is not part of the step",
+    "gradients_of_all_steps_added_up": "a loop of the user's own cannot be run again",
+    "moments_lost_when_the_job_moved": "the moments are gone, so a step with them cannot be tried",
     "accuracy_used_as_the_loss": "argmax has no gradient with anything left out: the loss has to be another one",
 }
 

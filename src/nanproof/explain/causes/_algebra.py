@@ -13,7 +13,7 @@ from torch import Tensor
 from nanproof.explain._case import Case, Trial
 from nanproof.explain.causes._cause import Cause, Match, at_birth
 from nanproof.explain.locate._calls import CallStack, Range
-from nanproof.explain.locate._locate import Birth
+from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._matrices import ChangedMatrix, values_apart
 from nanproof.explain.locate._trace import Op, Operand
 from nanproof.explain.locate._uninitialised import Allocation, FilledMemory
@@ -28,6 +28,7 @@ class PowerOfNegative(Cause):
     """A fractional power, root or logarithm of a negative number is NaN."""
 
     slug = "power-of-negative"
+    specific = 2
     fix = (
         "Clamp the input to its domain (x.clamp(min=1e-6)), or make it positive by construction (softplus, exp, square); "
         "sign(x) * |x|**p keeps the sign."
@@ -105,6 +106,7 @@ class LabelSmoothingOverMaskedLogits(Cause):
     """Label smoothing averages the log-probabilities of masked classes, which are -inf."""
 
     slug = "label-smoothing-over-masked-logits"
+    specific = 2
     fix = (
         "Smooth over the allowed classes only, or mask with a large negative number such as -1e4 instead of -inf: smoothing "
         "gives every class a share, and a share of -inf is infinite."
@@ -134,9 +136,20 @@ class LabelSmoothingOverMaskedLogits(Cause):
             where=op.path,
             op=change.op,
             source=op.source or None,
+            samples=_masked_samples(case, logits),
             trial=lambda: case.cured_by(_SmoothingOfAllowed()),
             tried="masked classes left out of the smoothing term, and nothing else changed",
         )
+
+
+def _masked_samples(case: Case, logits: Tensor | None) -> tuple[int, ...]:
+    """The samples whose logits are masked; none where that is all of them."""
+    assert case.replay is not None
+    if logits is None or len(case.replay.batches) != 1:
+        return ()
+    samples, length = batch_shape(case.replay.batches[0])
+    rows = where_in_batch(torch.isneginf(logits), samples, length)[0] if samples > 1 and logits.dim() else ()
+    return rows if len(rows) < samples else ()
 
 
 _NEGATIONS = frozenset({"neg", "__neg__", "negative"})
@@ -238,14 +251,15 @@ class DegenerateDecomposition(Cause):
     """The gradient of an SVD, eigendecomposition or QR is infinite at equal or zero singular values."""
 
     slug = "degenerate-decomposition"
+    specific = 2
     fix = (
         "Use only the singular values, or an invariant such as a trace or a projection; or break the tie with a small random "
         "jitter before the decomposition. Never backpropagate through the vectors of equal values."
     )
 
     def match(self, case: Case) -> Match | None:
-        birth = case.birth
-        if not case.nonfinite or birth is None or not birth.in_backward or birth.op.name not in _DECOMPOSED:
+        birth = case.birth if case.nonfinite else None
+        if birth is None or not birth.in_backward or birth.op.name not in _DECOMPOSED:
             return None
         what, matrix = _DECOMPOSED[birth.op.name], birth.op.inputs[0].value
         if matrix is None or not bool(torch.isfinite(matrix).all()):
@@ -284,6 +298,7 @@ class InfiniteTermWithWeight0(Cause):
     """A term of the loss is infinite and its weight is 0: 0 * Inf is NaN."""
 
     slug = "infinite-term-with-weight-0"
+    specific = 2
     fix = (
         "Skip a term whose weight is 0 (if weight: loss = loss + weight * term), as numerics.losses.weighted_sum does, and find "
         "out why the term is infinite before its weight rises."
@@ -394,6 +409,7 @@ class CustomKernelUninitialisedOutput(Cause):
     """A custom Function or kernel leaves part of its output unwritten: whatever was in that memory reaches the loss."""
 
     slug = "custom-kernel-uninitialised-output"
+    specific = 2
     fix = (
         "Allocate with torch.zeros instead of torch.empty, or write every element (check the grid, the mask and the last block "
         "of the kernel); torch.utils.deterministic.fill_uninitialized_memory shows such reads."

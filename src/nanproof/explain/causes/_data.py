@@ -205,11 +205,7 @@ class InputsNotNormalised(Cause):
 
     def match(self, case: Case) -> Match | None:
         failed = case.kind == "divergence" or case.signal in ("stuck", "collapsed", "heavy-clipping", "dead-parameters")
-        failed = (
-            failed
-            or case.signal in ("early-jump", "zero-gradients", "huge-gradients")
-            or (case.nonfinite and not case.weights_broke)
-        )
+        failed = failed or case.signal in ("early-jump", "huge-gradients") or (case.nonfinite and not case.weights_broke)
         if not failed or case.replay is None or not case.moments or case.bad_batch or case.bad_weights:
             return None
         large = self._large(case)

@@ -36,6 +36,7 @@ class IdsOutOfRange(Cause):
     """A token, class or position id is beyond its table."""
 
     slug = "ids-out-of-range"
+    specific = 2
     fix = (
         "Check the vocabulary against the tokenizer, labels against the number of classes, and sequence lengths against the "
         "position table; resize the table, or drop the sample."
@@ -154,6 +155,7 @@ class BatchOfOne(Cause):
     """BatchNorm or InstanceNorm has a single value per channel to normalise over, and raises."""
 
     slug = "batch-of-one"
+    specific = 2
     fix = (
         "Set drop_last=True on the DataLoader, or use a batch size that does not leave one sample over; GroupNorm or LayerNorm "
         "do not depend on the batch."
@@ -232,6 +234,7 @@ class NotPositiveDefinite(Cause):
     """Cholesky, an inverse or a solve of a matrix that is not positive definite, or is singular."""
 
     slug = "not-positive-definite"
+    specific = 2
     fix = (
         "Add a jitter to the diagonal (K + 1e-6 * I, more in fp32), symmetrise the matrix, and compute it in float64; or "
         "parametrise its Cholesky factor directly."
