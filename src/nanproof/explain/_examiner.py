@@ -136,6 +136,8 @@ class Examiner(Explainer):
         self._watch = SilentWatch(stepper.parameters, stepper.optimizer)
         self._sample = WeightSample(stepper.parameters, stepper.optimizer)
         self._courier = Courier(stepper.parameters.device)
+        self._told: set[str] = set()
+        """Causes that a signal was reported with."""
         self._kinds: set[str] = set()
         """Kinds of incidents that were diagnosed, or looked into."""
         self._looks: dict[int, _Pending] = {}
@@ -167,6 +169,7 @@ class Examiner(Explainer):
 
     def dealt_with(self, signal: str) -> None:
         if signal:
+            self._told.clear()
             self._start_over(signal)
 
     def _start_over(self, dealt_with: str = "") -> None:
@@ -311,8 +314,9 @@ class Examiner(Explainer):
             found = diagnosis.cause == "optimizer-state-reset"
         elif signal.name == "zero-gradients":
             found = diagnosis.cause == "zero-advantage" or (record.loss != 0)
-        if not found:
+        if not found or (diagnosis.named and diagnosis.cause in self._told and self._policy.diagnose != "always"):
             return None
+        self._told.add(diagnosis.cause)
         self._kinds.add(kind)
         return Incident(
             step=record.step if signal.since is None else signal.since,

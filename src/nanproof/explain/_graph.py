@@ -99,7 +99,7 @@ def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
         if shape is None or result is None:
             continue
         few, many = [n for n in shape if n != 1], [n for n in result if n != 1]
-        if len(few) == 1 and many == few * 2:
+        if few and many == [few[0], *few]:
             return Broadcast(shape, result)
     return None
 

@@ -238,6 +238,8 @@ class NormalizeZeroVector(Cause):
         else:
             assert case.trace is not None
             trace = case.trace
+            if not case.replay.run().total > 0.01 * case.record.grad_norm:
+                return None  # the step has moved on from there
         for op in trace.ops:
             lengths = op.outputs[0].value if op.outputs and op.name in ("linalg_vector_norm", "norm", "sqrt") else None
             if op.backward or lengths is None or lengths.dim() == 0 or not _divides(op):

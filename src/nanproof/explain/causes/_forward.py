@@ -141,7 +141,7 @@ class Fp16ActivationOverflow(Cause):
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.signal == "zero-gradients":
+        if case.signal in ("zero-gradients", "dead-parameters", "collapsed", "constant-loss"):
             return self._hidden(case)
         if not case.nonfinite or case.birth is None or case.birth.in_backward:
             return None
@@ -184,8 +184,10 @@ class Fp16ActivationOverflow(Cause):
         """Gradients where there were none."""
         assert case.replay is not None
         before, after = case.replay.run(), case.replay.run(change := Fp32())
-        held = before.total == 0 and after.finite and after.total > 0
-        return Trial(held, f"gradient norm {after.total:.4g} instead of {before.total:.4g}", living(change) if held else ())
+        dead = [name for name, norm in before.norms.items() if norm == 0]
+        alive = [name for name in dead if after.norms.get(name, 0.0) > 0]
+        held = after.finite and bool(alive)
+        return Trial(held, f"{len(alive)} of {len(dead)} parameters get a gradient again", living(change) if held else ())
 
     def _wider(self, case: Case) -> Trial:
         """bf16 costs a run less than fp32, so it is asked as well: where it holds, it is the first remedy."""
@@ -291,7 +293,9 @@ class ExpOverflow(Cause):
         said = f"input of {op.name} was {value:.4g}{birth.place()}; {op.name} overflows above {limit:.4g}"
         if clamped:
             said += "; its output is clamped, which keeps the loss finite and makes the gradient 0 * Inf"
-        return at_birth(birth, 0.96, said, lambda: case.cured_by(BoundedExp()), "the input of exp clamped")
+        return at_birth(
+            birth, 0.96, said, lambda: case.cured_by_either((BoundedExp(),), (BoundedExp(5.0),)), "the input of exp clamped"
+        )
 
 
 def _zero_divisor(op: Op) -> bool:

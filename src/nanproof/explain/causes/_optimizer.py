@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._growth import Growth, growth
@@ -136,42 +137,54 @@ class ClippingStarves(Cause):
         if case.signal != "heavy-clipping" or case.record is None or case.replay is None or case.max_norm is None:
             return None
         norms = case.record.by_parameter
-        name = max(norms, key=lambda n: norms[n], default="")
-        others = math.hypot(*(norm for n, norm in norms.items() if n != name))
-        if not name or norms[name] < self.OWNS * case.record.grad_norm or others == 0:
+        owners = self._owners(norms)
+        others = math.hypot(*(norm for n, norm in norms.items() if n not in owners))
+        if not owners or others == 0:
             return None
+        owned = math.hypot(*(norms[n] for n in owners))
         said = (
-            f"{name} has a gradient norm of {norms[name]:.4g}, all others together {others:.4g}: clipped to {case.max_norm:g}, "
-            f"the others are divided by {case.record.clip:.4g}"
+            f"{listed(owners)} have a gradient norm of {owned:.4g}, all others together {others:.4g}: clipped to "
+            f"{case.max_norm:g}, the others are divided by {case.record.clip:.4g}"
         )
         return Match(
             confidence=0.93,
             evidence=(said,),
             phase="optimizer",
-            where=name,
+            where=owners[0],
             samples=(),
-            trial=lambda: self._alone(case, name),
-            tried=f"{name} clipped by itself",
+            trial=lambda: self._alone(case, owners),
+            tried=f"{listed(owners)} clipped by themselves",
         )
 
-    def _alone(self, case: Case, name: str) -> Trial:
-        """A step on copies, clipped as it is and with this parameter clipped by itself. Fails where the optimizer evens the
+    def _owners(self, norms: dict[str, float]) -> list[str]:
+        """The few parameters that have nearly all of the norm; none where it takes more than half of them."""
+        total, found = math.hypot(*norms.values()), list[str]()
+        for name in sorted(norms, key=lambda n: -norms[n]):
+            found.append(name)
+            if math.hypot(*(norms[n] for n in found)) >= self.OWNS * total:
+                break
+        return found if 2 * len(found) <= len(norms) else []
+
+    def _alone(self, case: Case, owners: list[str]) -> Trial:
+        """A step on copies, clipped as it is and with these parameters clipped by themselves. Fails where the optimizer evens the
         difference out, as Adam does."""
         assert case.replay is not None and case.max_norm is not None and case.record is not None
         named, found = case.replay.parameters, case.replay.gradients()
         sizes = {n: float(g.float().norm()) for n, g in found.items()}
         total = math.hypot(*sizes.values())
-        others = math.hypot(*(size for n, size in sizes.items() if n != name))
-        if name not in found or not total > 0 < others:
+        own = math.hypot(*(size for n, size in sizes.items() if n in owners))
+        others = math.hypot(*(size for n, size in sizes.items() if n not in owners))
+        if not (own > 0 and others > 0):
             return Trial(False, "no gradient")
         as_is = {named[n]: g * min(1.0, case.max_norm / total) for n, g in found.items()}
-        alone = {named[n]: g * min(1.0, case.max_norm / (sizes[n] if n == name else others)) for n, g in found.items()}
-        moved = [self._moved(step_on_copies(case.optimizer, gradients), named[name]) for gradients in (as_is, alone)]
+        alone = {named[n]: g * min(1.0, case.max_norm / (own if n in owners else others)) for n, g in found.items()}
+        but = {id(named[n]) for n in owners if n in named}
+        moved = [self._moved(step_on_copies(case.optimizer, gradients), but) for gradients in (as_is, alone)]
         said = f"a step moves the other weights by {moved[1]:.3g} of their size instead of {moved[0]:.3g}"
         return Trial(moved[1] > self.STARVED * moved[0] and moved[1] > 0, said)
 
-    def _moved(self, copied: list[Copied] | None, but: Tensor) -> float:
-        others = [each for each in copied or () if each.parameter is not but]
+    def _moved(self, copied: list[Copied] | None, but: set[int]) -> float:
+        others = [each for each in copied or () if id(each.parameter) not in but]
         moved = math.sqrt(sum(float((c.after.float() - c.before.float()).square().sum()) for c in others))
         return moved / max(math.sqrt(sum(float(c.before.float().square().sum()) for c in others)), 1e-30)
 

@@ -122,13 +122,14 @@ class TinyStdAmplification(Cause):
     """Dividing by what rounding left of a standard deviation."""
 
     slug = "tiny-std-amplification"
+    specific = 2
     fix = (
         "Put a floor under the standard deviation (1e-2 of the usual one), or treat groups whose rewards are equal up to "
         "rounding as having no advantage."
     )
 
     def match(self, case: Case) -> Match | None:
-        if case.kind not in ("spike", "divergence") or case.replay is None:
+        if not (case.kind in ("spike", "divergence") or case.signal == "heavy-clipping") or case.replay is None:
             return None
         for op in _ops(case, ("div", "div_")):
             if len(op.inputs) < 2 or op.inputs[-1].value is None:
@@ -141,7 +142,7 @@ class TinyStdAmplification(Cause):
             source = maker.inputs[0].value
             size = float(source.abs().max()) if source is not None and maker.name.startswith(("std", "var")) else math.nan
             usual = float(divisor.median()) if divisor.numel() > 2 else math.inf
-            tiny = 0 < least < 1e-2 and (least < 1e-3 * usual or (size > 0 and least < 1e-3 * size))
+            tiny = 0 < least < 1e-2 and (least < 1e-2 * usual or (size > 0 and least < 1e-3 * size))
             if not tiny:
                 continue
             samples, length = batch_shape(case.replay.batches[0])
@@ -168,11 +169,8 @@ class TinyStdAmplification(Cause):
         before = case.replay.run()
         floored = SafeDivision(floor=max(10 * least, 1e-2))
         after = case.replay.run(floored)
-        return Trial(
-            after.finite and after.total < before.total / 5,
-            f"gradient norm {after.total:.4g} instead of {before.total:.4g}",
-            living(floored),
-        )
+        held = after.finite and (after.total < before.total / 5 or abs(after.loss) < abs(before.loss) / 5)
+        return Trial(held, f"{after} instead of {before}", living(floored))
 
 
 def _maker(op: Op) -> Op | None:

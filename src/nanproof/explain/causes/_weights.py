@@ -381,15 +381,10 @@ class PoisonedBuffer(Cause):
         for b in bad:
             filler = 1.0 if "var" in b.name else 0.0
             values[b.tensor] = torch.nan_to_num(b.tensor.detach(), filler, filler, filler)
-        was = case.replay.mode
-        evaluation = type(was)([False] * len(was.training), was.autocast, was.autocast_dtype)
-        try:
-            case.replay.mode = evaluation
+        with case.replay.evaluating():
             control = case.replay.run(backward=False)
             with weights_as(values):
                 outcome = case.replay.run(backward=False)
-        finally:
-            case.replay.mode = was
         return Trial(
             not control.finite and outcome.finite,
             f"in evaluation the loss is {outcome.loss:.4g} instead of {control.loss:.4g}",

@@ -139,9 +139,14 @@ class BoundedExp(Intervention):
     names = EXP
     lived = "the input of every exp is clamped to 20 at the most (8 in fp16)"
 
+    def __init__(self, limit: float = 20.0) -> None:
+        super().__init__()
+        self.settings = {} if limit == 20 else {"limit": limit}
+        self._limit = limit
+
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         x = args[0]
-        limit = 8.0 if x.dtype == torch.float16 else 20.0
+        limit = min(8.0, self._limit) if x.dtype == torch.float16 else self._limit
         if isinstance(x, Tensor) and x.is_floating_point() and bool((x.detach() > limit).any()):
             self.acted += 1
             x = x.clamp(max=limit)

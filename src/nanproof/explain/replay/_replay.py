@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -194,6 +194,16 @@ class Replay:
     @property
     def compiled(self) -> bool:
         return has_compiled(self.model)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While open, the step runs with every module in evaluation mode."""
+        was = self.mode
+        self.mode = replace(was, training=[False] * len(was.training))
+        try:
+            yield
+        finally:
+            self.mode = was
 
     def is_written(self, parameter: Tensor) -> bool:
         """Whether the forward was seen to write this parameter: a momentum encoder's."""
