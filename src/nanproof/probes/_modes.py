@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from nanproof._wording import listed
-from nanproof.core.support._context import RandomState
+from nanproof.core.support._context import Mode, RandomState
 from nanproof.probes._contract import ProbeResult, finding
 from nanproof.probes._probing import Probing, depends, moved
-from nanproof.probes._recorder import Recorder
+from nanproof.probes._recorder import ModuleCall, Recorder
 
 
 def train_and_eval(probing: Probing) -> Iterator[ProbeResult]:
@@ -46,15 +46,15 @@ def train_and_eval(probing: Probing) -> Iterator[ProbeResult]:
     yield ProbeResult("train-eval-differ", did, "the results are the same")
 
 
-def _random_in_eval(probing: Probing, mode: object, once: Recorder, calm: Recorder) -> Iterator[ProbeResult]:
+def _random_in_eval(probing: Probing, mode: Mode, once: Recorder, calm: Recorder) -> Iterator[ProbeResult]:
     if not once.dropouts:
         return
     other = _other_random(probing)
-    again = probing.run(mode=probing.steady if mode is None else mode, random=other)  # type: ignore[arg-type]
+    again = probing.run(mode=mode, random=other)
     pairs = list(zip(once.results(), again.results(), strict=False))
     steady = [r.values for r in calm.results()]
     with _no_recurrent_dropout(probing.replay.modules):
-        quiet = probing.run(recorder=Recorder(probing.model, no_dropout=True), mode=mode, random=other)  # type: ignore[arg-type]
+        quiet = probing.run(recorder=Recorder(probing.model, no_dropout=True), mode=mode, random=other)
     differ = any(moved(a.values, b.values) > 0 for a, b in pairs)
     calmed = all(torch.equal(a, b.values) for a, b in zip(steady, quiet.results(), strict=True))
     if differ and calmed:
@@ -91,18 +91,18 @@ def _no_recurrent_dropout(modules: list[nn.Module]) -> Iterator[None]:
             layer.dropout = dropout
 
 
-def _first_module(probing: Probing, evaluation: object) -> str | None:
+def _first_module(probing: Probing, evaluation: Mode) -> str | None:
     """The first module whose output differs between the modes."""
     seen: list[tuple[str, list[torch.Tensor]]] = []
 
-    def keep(path: str, tensors: list[torch.Tensor]) -> None:
-        seen.append((path, [t.detach().clone() for t in tensors]))
+    def keep(call: ModuleCall) -> None:
+        seen.append((call.path, [t.detach().clone() for t in call.outputs]))
 
     with _no_recurrent_dropout(probing.replay.modules):
         probing.run(recorder=Recorder(probing.model, no_dropout=True, on_module=keep))
         before = seen.copy()
         seen.clear()
-        probing.run(recorder=Recorder(probing.model, no_dropout=True, on_module=keep), mode=evaluation)  # type: ignore[arg-type]
+        probing.run(recorder=Recorder(probing.model, no_dropout=True, on_module=keep), mode=evaluation)
     for (path, was), (other, now) in zip(before, seen, strict=False):
         if path != other or [t.shape for t in was] != [t.shape for t in now]:
             return path

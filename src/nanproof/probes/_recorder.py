@@ -52,6 +52,17 @@ class Compared:
         return self.targets is not None and not self.targets.is_floating_point()
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module."""
+
+    path: str
+    caller: str | None
+    """The module that called it; None for the loss function."""
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
 Swap = Callable[[Tensor], Tensor | None]
 """Other ids for a lookup; None leaves it as it is."""
 
@@ -65,7 +76,7 @@ class Recorder(TorchFunctionMode):
         *,
         swap: Swap | None = None,
         no_dropout: bool = False,
-        on_module: Callable[[str, list[Tensor]], None] | None = None,
+        on_module: Callable[[ModuleCall], None] | None = None,
         on_call: Callable[[str, str, list[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
@@ -119,7 +130,8 @@ class Recorder(TorchFunctionMode):
             pass
         found = [t for t in tensors_of(output) if t.is_floating_point() and t.dim()]
         if self._on_module is not None and id(module) in self._paths:
-            self._on_module(self._paths[id(module)], found)
+            given = [t for t in tensors_of(inputs) if t.is_floating_point() and t.dim()]
+            self._on_module(ModuleCall(self._paths[id(module)], self.path if self._inside else None, given, found))
         if not self._inside:
             self.outputs += [Compared(t, t.detach().clone(), None) for t in found]
 
@@ -159,6 +171,8 @@ class Recorder(TorchFunctionMode):
             targets = args[2] if len(args) > 2 else kwargs.get("index")
             if not isinstance(targets, Tensor) or targets.shape[-1:] != (1,) or dim not in (-1, targets.dim() - 1):
                 return
+            if len(self._inside) > 1:
+                return  # a layer's own affair, such as a router's
             targets = targets.squeeze(-1)
         else:
             targets = args[1] if len(args) > 1 else kwargs.get("target")
@@ -171,7 +185,7 @@ class Recorder(TorchFunctionMode):
 
     def _dropout(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note an active dropout, or turn it off."""
-        place = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 11}.get(name, 1)
+        place = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}.get(name, 1)
         key = "p" if name in DROPOUTS else "dropout_p"
         share = args[place] if len(args) > place else kwargs.get(key, 0.5 if name in DROPOUTS else 0.0)
         training = True

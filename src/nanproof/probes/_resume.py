@@ -169,11 +169,16 @@ def _differences(model: nn.Module, other: nn.Module) -> dict[str, Any]:
         prefix = f"{clean_name(path)}." if path else ""
         for name, value in module._buffers.items():
             if not _equal(value, twin._buffers.get(name)):
-                found[f"{prefix}{name}"] = value
+                found[f"{prefix}{name}"] = _copied(value)
         for name, value in vars(module).items():
             if name not in _TORCHS and not _equal(value, vars(twin).get(name)):
-                found[f"{prefix}{name}"] = value
+                found[f"{prefix}{name}"] = _copied(value)
     return found
+
+
+def _copied(value: Any) -> Any:
+    """A copy: the next step may write into the original."""
+    return map_tensors(value, lambda t: t.detach().clone())
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -195,7 +200,7 @@ def _put(model: nn.Module, name: str, value: Any) -> None:
     path, _, attribute = name.rpartition(".")
     for own, module in unwrap(model).named_modules():
         if clean_name(own) == path:
-            setattr(module, attribute, copy.deepcopy(value.detach() if isinstance(value, Tensor) else value))
+            setattr(module, attribute, _copied(value))
 
 
 def _carried(value: Any, batch: Any) -> bool:

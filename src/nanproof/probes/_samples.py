@@ -75,7 +75,7 @@ def _samples(probing: Probing) -> int | None:
         found = next((len(t) for name, t in tensors if t.dim() == 2 and ("input_ids" in name or "attention_mask" in name)), None)
     if found is None or found < 2:
         return None
-    square = any(t.dim() >= 2 and t.shape[0] == t.shape[1] == found for _, t in tensors)
+    square = any(t.dim() in (2, 3) and t.shape[0] == t.shape[1] == found for _, t in tensors)
     return None if square else found
 
 

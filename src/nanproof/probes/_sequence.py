@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanproof.probes._contract import ProbeResult, finding
 from nanproof.probes._probing import Probing, depends, gradient_share, laid_out, moved, values_laid_out
-from nanproof.probes._recorder import Recorder
+from nanproof.probes._recorder import ModuleCall, Recorder
 from nanproof.probes._tokens import as_rows, documents, next_token, others, padding, streams, swap, text_of_batch
 
 
@@ -117,6 +117,9 @@ def _padding_is_seen(
     known: ProbeResult | None = None
     for i, result in enumerate(probing.base.results()):
         values = values_laid_out(result, *ids.shape) if alone else None
+        if values is None and result.values.dim() >= 2 and result.values.shape[0] == len(ids):
+            # An encoder's own output has a row for the padding too, which may move.
+            values = result.values if 0 <= ids.shape[1] - result.values.shape[1] <= 1 else None
         if values is not None:
             seeing = real[:, : values.shape[1]] & padded.unsqueeze(1)
         elif result.values.dim() >= 2 and result.values.shape[0] == len(ids):
@@ -213,24 +216,28 @@ def _dependence(
 
 
 def _first_module(probing: Probing, ids: Tensor, new: Tensor, places: Tensor) -> str | None:
-    """The first module whose output moves at places where it must not."""
+    """The first module whose output moves at places where it must not. If its input moves there already, the module around it
+    is named: it mixes positions in its own code."""
     samples, length = ids.shape
-    seen: list[tuple[str, list[Tensor]]] = []
+    seen: list[ModuleCall] = []
+    where = places.expand(samples, length)
 
-    def keep(path: str, tensors: list[Tensor]) -> None:
-        shaped = [t.detach() for t in tensors if t.dim() >= 2 and t.shape[:2] == (samples, length)]
-        seen.append((path, shaped))
+    def keep(call: ModuleCall) -> None:
+        inputs, outputs = ([t.detach() for t in side if t.shape[:2] == (samples, length)] for side in (call.inputs, call.outputs))
+        seen.append(ModuleCall(call.path, call.caller, inputs, outputs))
+
+    def moves(before: list[Tensor], after: list[Tensor]) -> bool:
+        return any(depends(moved(a, b, where), moved(a, b), a, None) for a, b in zip(before, after, strict=True))
 
     probing.run(recorder=Recorder(probing.model, on_module=keep))
     before = seen.copy()
     seen.clear()
     probing.run(recorder=Recorder(probing.model, swap=swap(ids, new), on_module=keep))
-    for (path, was), (other, now) in zip(before, seen, strict=False):
-        if path != other or len(was) != len(now):
+    root = before[-1].path if before else None
+    for was, now in zip(before, seen, strict=False):
+        if was.path != now.path or len(was.outputs) != len(now.outputs) or len(was.inputs) != len(now.inputs):
             return None
-        for a, b in zip(was, now, strict=True):
-            where = places.expand(samples, length) if places.dim() == 1 else places
-            change = moved(a, b, where)
-            if depends(change, moved(a, b), a, None):
-                return path
+        if moves(was.outputs, now.outputs):
+            given = moves(was.inputs, now.inputs)
+            return was.caller if given and was.caller not in (None, root) else was.path
     return None
