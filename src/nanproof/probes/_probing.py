@@ -92,6 +92,7 @@ class Probing:
 
         try:
             outcome = replay.run(
+                _mode_stays(self.model),
                 *contexts,
                 recorder,
                 batches=None if batch is None else [batch],
@@ -105,6 +106,20 @@ class Probing:
         if outcome.error is not None or failed:
             raise DoesNotApply(str(outcome.error or failed[0]))
         return recorder
+
+
+@contextmanager
+def _mode_stays(model: nn.Module) -> Iterator[None]:
+    """A loss function that calls `model.train()`, as a Trainer does, must not undo the mode of a pass."""
+    own = model.__dict__.get("train")
+    model.__dict__["train"] = lambda mode=True: model
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.__dict__["train"]
+        else:
+            model.__dict__["train"] = own
 
 
 def _written_buffers(replay: Replay) -> set[int]:
