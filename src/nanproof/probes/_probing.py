@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.support._context import Mode
+from nanproof.core.support._context import Mode, RandomState
 from nanproof.core.support._tree import map_tensors
 from nanproof.explain.replay._replay import CannotReplay, Replay
 from nanproof.probes._recorder import Compared, Lookup, Recorder, Swap
@@ -71,7 +71,7 @@ class Probing:
         batch: Any = None,
         mode: Mode | None = None,
         look: Look | None = None,
-        random: Any = None,
+        random: RandomState | None = None,
     ) -> Recorder:
         """Run a forward pass, with the same random numbers each time. Raises `DoesNotApply` if the
         changed step does not run."""
@@ -82,6 +82,8 @@ class Probing:
 
         def before_backward(loss: Tensor) -> None:
             recorder.loss = float(loss.detach())
+            moved_on = RandomState.now([]).moved_since(random or replay.random)
+            recorder.draws = recorder.draws or bool(moved_on & {"python", "numpy"})
             if look is not None:
                 try:
                     look(recorder, loss)

@@ -21,7 +21,7 @@ from nanproof.core.judge._parameters import clean_name, unwrap
 from nanproof.core.support._context import RandomState, rehearsal
 from nanproof.core.support._tree import map_tensors
 from nanproof.explain.locate._locate import batch_shape
-from nanproof.explain.replay._replay import eager
+from nanproof.explain.replay._replay import OutOfTime, eager
 from nanproof.probes._contract import ProbeResult, finding
 from nanproof.probes._probing import DoesNotApply, Probing
 
@@ -122,6 +122,8 @@ class _Copy:
     def step(self, probing: Probing, number: int) -> _Taken | None:
         """Take a step with the batch; None if it fails or does not train this copy."""
         replay = probing.replay
+        if replay.deadline.passed:
+            raise OutOfTime
         before = RandomState.now(replay.devices)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         try:
