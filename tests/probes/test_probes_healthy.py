@@ -109,7 +109,9 @@ MODELS = {
         SEEN[1:],
     ),
     "distilbert": (
-        lambda: T.DistilBertForSequenceClassification(T.DistilBertConfig(vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4)),
+        lambda: T.DistilBertForSequenceClassification(
+            T.DistilBertConfig(vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
+        ),
         classes,
         SEEN[1:],
     ),

@@ -21,6 +21,9 @@ SHARE = 1e-5
 NOISE = 32.0
 """Changes below this many roundings of the largest number are rounding, where there is no gradient."""
 
+COPIED = 1 << 26
+"""Weights that are copied, in elements, at the most."""
+
 Look = Callable[[Recorder, Tensor], None]
 """Looks at a pass while the graph of its loss is there."""
 
@@ -47,6 +50,12 @@ class Probing:
     @property
     def batch(self) -> Any:
         return self.replay.batches[0]
+
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        """The weights, if they are few enough to be copied."""
+        found = [p for p in self.replay.parameters.values() if p.is_floating_point() and not p.is_inference()]
+        return found if sum(p.numel() for p in found) <= COPIED else []
 
     @cached_property
     def steady(self) -> Mode:

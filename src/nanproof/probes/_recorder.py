@@ -86,6 +86,8 @@ class Recorder(TorchFunctionMode):
         """Of the modules that the loss function calls itself."""
         self.dropouts: list[str] = []
         """Modules that called an active dropout."""
+        self.marked: list[tuple[Tensor, float]] = []
+        """Ids that the model compares with a number, as it does to find its padding."""
         self.draws = False
         """Whether random numbers were drawn, other than by dropout."""
         self.loss = float("nan")
@@ -146,6 +148,8 @@ class Recorder(TorchFunctionMode):
             args = self._dropout(name, args, kwargs)
         elif name in _DRAWS:
             self.draws = True
+        elif name in ("eq", "ne", "__eq__", "__ne__"):
+            self._mark(*args[:2])
         result = func(*args, **kwargs)
         if self._on_call is not None and name != "__get__":
             found = [t for t in tensors_of(result) if t.is_floating_point() and t.dim()]
@@ -182,6 +186,10 @@ class Recorder(TorchFunctionMode):
             predictions = predictions.movedim(1, -1)
         ignored = kwargs.get("ignore_index", args[4] if name == "cross_entropy" and len(args) > 4 else -100)
         self.compared.append(Compared(predictions, predictions.detach().clone(), targets.detach(), int(ignored)))
+
+    def _mark(self, ids: Any, number: Any = None) -> None:
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and isinstance(number, (int, float)):
+            self.marked.append((ids.detach(), number))
 
     def _dropout(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note an active dropout, or turn it off."""

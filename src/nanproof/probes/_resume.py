@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanproof._text import one_line
 from nanproof._wording import listed
 from nanproof.core.judge._parameters import clean_name, unwrap
 from nanproof.core.support._context import RandomState, rehearsal
@@ -23,17 +24,15 @@ from nanproof.core.support._tree import map_tensors
 from nanproof.explain.locate._locate import batch_shape
 from nanproof.explain.replay._replay import OutOfTime, eager
 from nanproof.probes._contract import ProbeResult, finding
-from nanproof.probes._probing import DoesNotApply, Probing
+from nanproof.probes._probing import COPIED, DoesNotApply, Probing
 
-LARGEST = 1 << 26
-"""Weights that are copied, in elements, at the most."""
 _TORCHS = frozenset(nn.Module().__dict__)
 NAME = "state-not-saved"
 
 
 def state_not_saved(probing: Probing) -> Iterator[ProbeResult]:
     """Do save and resume give the same next step?"""
-    if sum(p.numel() for p in probing.replay.parameters.values()) > LARGEST:
+    if sum(p.numel() for p in probing.replay.parameters.values()) > COPIED:
         return
     hidden = _hidden(probing.model)
     first = _Copy.of(probing.model, probing.optimizer)
@@ -45,9 +44,16 @@ def state_not_saved(probing: Probing) -> Iterator[ProbeResult]:
     control = copy.deepcopy(first)
     resumed = start
     try:
-        resumed.load(first)
+        resumed.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
+    except RuntimeError as error:
+        did = "took a step, saved, and loaded into a fresh copy"
+        saw = f"load_state_dict refuses the model's own state_dict: {one_line(error, 200)}"
+        yield finding(NAME, did, saw, "Save in state_dict what load_state_dict asks for.", phase="forward")
+        return
+    try:
+        resumed.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     except Exception as error:
-        raise DoesNotApply(f"loading fails: {error}") from error
+        raise DoesNotApply(f"loading the optimizer fails: {error}") from error
     lost = _differences(first.model, resumed.model)
     patched = copy.deepcopy(resumed)
     a, b, c = first.step(probing, 1), resumed.step(probing, 1), control.step(probing, 1)
@@ -114,10 +120,6 @@ class _Copy:
         for p in self.model.parameters():
             p.grad = None
         return _Copy.of(self.model, self.optimizer)
-
-    def load(self, other: _Copy) -> None:
-        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
     def step(self, probing: Probing, number: int) -> _Taken | None:
         """Take a step with the batch; None if it fails or does not train this copy."""

@@ -19,7 +19,7 @@ from nanproof.probes._tokens import next_token
 _SEQUENCES = ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention")
 """Operations that mix positions, and so mix samples if these come first where positions should."""
 _LAYOUT = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view")
-_OVER_BATCH = ("softmax", "log_softmax")
+_OVER_BATCH = ("softmax", "log_softmax", "normalize")
 TRIES = 6
 """Other contents that are tried before an input counts as ignored."""
 
@@ -63,7 +63,7 @@ def _samples(probing: Probing) -> int | None:
     """How many samples there are, where it is certain that they come first: there is a target for each, the sequence runs along
     the second dimension, or the names are those of a tokenizer."""
     tensors = list(tensors_in(probing.batch))
-    deep = {t.shape[0] for _, t in tensors if t.dim() >= 3 or (t.dim() == 2 and not t.is_floating_point())}
+    deep = {t.shape[0] for _, t in tensors if t.dim() >= 2}
     found: int | None = None
     for result in probing.base.compared:
         t = result.targets
@@ -103,7 +103,9 @@ def _leftover(change: Tensor, samples: int) -> float:
 
 
 def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
-    """The first operation whose result moves for other samples, if it is one that does so by mistake; and its module."""
+    """The first operation whose result moves for other samples, if it is one that does so by mistake; and its module. Rows of
+    features without a second dimension may be one sequence, which a recurrent layer reads on purpose."""
+    sequences = any(t.dim() >= 3 or not t.is_floating_point() for _, t in tensors_in(probing.batch) if t.dim() >= 2)
     seen: list[tuple[str, str, list[Tensor]]] = []
 
     def keep(name: str, path: str, tensors: list[Tensor]) -> None:
@@ -121,8 +123,8 @@ def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
         for a, b in zip(was, now, strict=True):
             change = (a.double() - b.double()).abs()
             if samples in a.shape and depends(_leftover(change, samples), float(change.max()), a, None):
-                known = name in _SEQUENCES or name in _LAYOUT or (name in _OVER_BATCH and a.shape != (samples, samples))
-                return (name, path) if known else None
+                known = name in _LAYOUT or (name in _OVER_BATCH and a.shape != (samples, samples))
+                return (name, path) if known or (name in _SEQUENCES and sequences) else None
     return None
 
 
@@ -145,7 +147,9 @@ def input_ignored(probing: Probing) -> Iterator[ProbeResult]:
     if base.draws and bool(still.all()):
         return  # made from noise, as by a generator: the batch is not its input
     # A head that begins at zero shows nothing yet, and a dead unit nothing of some contents.
-    weights = [p for p in probing.replay.parameters.values() if p.is_floating_point() and not p.is_inference()]
+    weights = probing.weights
+    if not weights:
+        return
     first = probing.run(shaken(weights))
     for seed in range(TRIES):
         again = _unmoved(first, probing.run(shaken(weights), batch=_other_content(probing, samples, seed)), samples)
@@ -198,7 +202,8 @@ def _other_content(probing: Probing, samples: int, seed: int = 0) -> Any:
 
 
 def _rows(result: Compared, samples: int) -> Tensor | None:
-    return result.values.flatten(1) if result.values.dim() >= 2 and result.values.shape[0] == samples else None
+    laid = _by_sample(result, samples)
+    return laid.flatten(1) if laid is not None and laid.dim() >= 2 else None
 
 
 def _unmoved(before: Recorder, after: Recorder, samples: int) -> Tensor | None:
@@ -223,7 +228,7 @@ def _counted(probing: Probing, samples: int) -> Tensor | None:
                 continue
             (gradient,) = torch.autograd.grad(loss, result.predictions, retain_graph=True, allow_unused=True)
             if gradient is not None:
-                found.append((gradient.flatten(1) != 0).any(1).cpu())
+                found.append((gradient.reshape(samples, -1) != 0).any(1).cpu())
 
     probing.run(look=look)
     return torch.stack(found).any(0) if found else None

@@ -6,13 +6,13 @@ position depends on a token if its numbers change with it and the gradient says 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nanproof.probes._contract import ProbeResult, finding
-from nanproof.probes._probing import Probing, depends, gradient_share, laid_out, moved, values_laid_out
+from nanproof.probes._probing import Probing, depends, gradient_share, laid_out, moved, shaken, values_laid_out
 from nanproof.probes._recorder import ModuleCall, Recorder
 from nanproof.probes._tokens import as_rows, documents, next_token, others, padding, streams, swap, text_of_batch
 
@@ -180,7 +180,30 @@ def _dependence(
     control_ids: Tensor | None = None,
 ) -> tuple[bool, float, float] | None:
     """Put `new` ids in. Return whether the result at `seeing` depends on them, how far it moved, and how far it moves where it
-    must: at `control`, or with other ids. None if even that does not move."""
+    must: at `control`, or with other ids. None if even that does not move.
+
+    Layers that begin at zero hide what they see, so a step that looks right is tried again with a little noise in the weights.
+    """
+    arguments = (probing, ids, new, where, result, seeing, control, control_ids)
+    answer = _dependence_once(*arguments)
+    weights = probing.weights
+    if (answer is None or not answer[0]) and weights:
+        again = _dependence_once(*arguments, noise=weights)
+        answer = again if again is not None and (answer is None or again[0]) else answer
+    return answer
+
+
+def _dependence_once(
+    probing: Probing,
+    ids: Tensor,
+    new: Tensor,
+    where: Tensor,
+    result: int,
+    seeing: Tensor,
+    control: Tensor | None,
+    control_ids: Tensor | None,
+    noise: Sequence[Tensor] = (),
+) -> tuple[bool, float, float] | None:
     samples, length = ids.shape
 
     def values(recorder: Recorder) -> Tensor:
@@ -199,8 +222,8 @@ def _dependence(
         place = where.reshape(mine[0].ids.shape) if mine else where
         shares.append(gradient_share(target, weights, mine, place) if mine else None)
 
-    before = probing.run(look=look)
-    after = probing.run(swap=swap(ids, new))
+    before = probing.run(shaken(noise), look=look)
+    after = probing.run(shaken(noise), swap=swap(ids, new))
     if result >= min(len(before.results()), len(after.results())):
         return None
     change = moved(values(before), values(after), seeing)
@@ -208,7 +231,7 @@ def _dependence(
         must = moved(values(before), values(after), control)
     else:
         assert control_ids is not None
-        must = moved(values(before), values(probing.run(swap=swap(ids, control_ids))), seeing)
+        must = moved(values(before), values(probing.run(shaken(noise), swap=swap(ids, control_ids))), seeing)
     if must == 0:
         return None
     return depends(change, must, values(before)[seeing], shares[0] if shares else None), change, must

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanproof.core.support._tree import tensors_in
@@ -134,6 +135,9 @@ def padding(probing: Probing, ids: Tensor) -> tuple[str, Tensor] | None:
             pads = torch.arange(length, device=ids.device) >= t.to(ids.device).unsqueeze(1)
             if _is_padding(ids, pads):
                 return name, pads
+    for compared, number in probing.base.marked:
+        if compared.shape == ids.shape and torch.equal(compared, ids) and _is_padding(ids, ids == number):
+            return f"the model compares its ids with {number:g}, which", ids == number
     return None
 
 
@@ -143,7 +147,12 @@ def _key(name: str) -> str:
 
 
 def _marks(name: str) -> bool:
-    return "mask" in _key(name) or "pad" in _key(name)
+    return "mask" in _key(name) or "pad" in _key(name) or _unnamed(name)
+
+
+def _unnamed(name: str) -> bool:
+    """Whether a tensor is an item of a tuple: what it holds must tell what it is."""
+    return _key(name).rstrip("]").isdigit()
 
 
 def _is_padding(ids: Tensor, pads: Tensor) -> bool:
@@ -159,7 +168,10 @@ def documents(probing: Probing, ids: Tensor) -> tuple[str, Tensor] | None:
     samples, length = ids.shape
     marked = padding(probing, ids)
     for name, t in tensors_in(probing.batch):
-        numbers = _numbers(_key(name), t, samples, length, probing)
+        key = _key(name)
+        if _unnamed(name) and (_whole(t) and t.dim() == 2) and next_token(probing) is not None:
+            key = "position" if bool((t[:, 1:] < t[:, :-1]).any()) else "documents"
+        numbers = _numbers(key, t, samples, length, probing)
         if numbers is None:
             continue
         numbers = numbers.to(ids.device).clone()
@@ -193,9 +205,12 @@ def _numbers(key: str, t: Tensor, samples: int, length: int, probing: Probing) -
         begins = rows == 0
         follows = rows[:, 1:] == rows[:, :-1] + 1
         return begins.long().cumsum(1) - 1 if bool((follows | begins[:, 1:]).all()) and bool(begins[:, 0].all()) else None
-    named = any(word in key for word in ("doc", "seq_id", "seqid", "sequence_id", "segment", "pack", "attention_mask"))
+    turns = rows[:, 1:] != rows[:, :-1]
+    if any(word in key for word in ("doc_", "document_id", "seq_id", "sequence_id")):
+        return F.pad(turns.long().cumsum(1), (1, 0)) if float(turns.float().mean()) <= 0.5 else None
+    named = any(word in key for word in ("documents", "segment", "pack", "attention_mask"))
     steps = rows[:, 1:] - rows[:, :-1]
-    ordered = bool(((steps >= 0) | (rows[:, 1:] == 0)).all())
+    ordered = bool((((steps >= 0) & (steps <= 1)) | (rows[:, 1:] == 0)).all())
     if not named or not ordered or (int(rows.max()) < 2 and ("segment" in key or "attention" in key)):
         return None
     # BERT's segments are sentences of one text that are meant to see each other.
