@@ -176,10 +176,10 @@ def moved(before: Tensor, after: Tensor, where: Tensor | None = None) -> float:
     return float(change.nan_to_num(posinf=0).max()) if change.numel() else 0.0
 
 
-def depends(change: float, control: float, values: Tensor, share: float | None) -> bool:
+def depends(change: float, control: float, values: Tensor, share: float | None, least: float = SHARE) -> bool:
     """Whether a change is more than rounding, compared with one that had to come."""
     if share is not None:
-        return change > 0 and share > SHARE
+        return change > 0 and share > least
     rounding = NOISE * torch.finfo(values.dtype).eps * float(values.abs().max()) if values.numel() else 0.0
     return change > max(1e-3 * control, rounding)
 
