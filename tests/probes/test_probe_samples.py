@@ -114,6 +114,19 @@ def test_samples_that_meet_on_purpose():
     batch = {"x": x.mean(1), "adj": adjacency, "y": y}
     assert causes(Graph(), batch, lambda m, b: F.cross_entropy(m(b["x"], b["adj"]), b["y"])) == []
 
+    class Groups(nn.Module):
+        """Rows in pairs that see each other."""
+
+        def __init__(self):
+            super().__init__()
+            self.mix, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x):
+            pairs = x.view(-1, 2, 8)
+            return self.head(self.mix(pairs, pairs, pairs)[0].reshape(len(x), 8))
+
+    assert causes(Groups(), (torch.randn(6, 8), torch.arange(6) % 3), classify) == []
+
     lstm = nn.LSTM(8, 3)
     first = {"x": x.transpose(0, 1), "y": torch.randint(0, 3, (7, 5))}
     assert causes(lstm, first, lambda m, b: F.cross_entropy(m(b["x"])[0].flatten(0, 1), b["y"].flatten())) == []

@@ -54,7 +54,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of a module."""
+    """One call of a module, or of an operation in it."""
 
     path: str
     caller: str | None
@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         swap: Swap | None = None,
         no_dropout: bool = False,
         on_module: Callable[[ModuleCall], None] | None = None,
-        on_call: Callable[[str, str, list[Tensor]], None] | None = None,
+        on_call: Callable[[str, ModuleCall], None] | None = None,
     ) -> None:
         super().__init__()
         self.lookups: list[Lookup] = []
@@ -153,8 +153,9 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._on_call is not None and name != "__get__":
             found = [t for t in tensors_of(result) if t.is_floating_point() and t.dim()]
+            given = [t for t in tensors_of(args) if t.is_floating_point() and t.dim()]
             if found:
-                self._on_call(name, self.path, found)
+                self._on_call(name, ModuleCall(self.path, None, given, found))
         return result
 
     def _embedding(self, func: Any, args: Any, kwargs: Any) -> Any:

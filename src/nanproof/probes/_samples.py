@@ -13,7 +13,7 @@ from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain.locate._locate import batch_shape
 from nanproof.probes._contract import ProbeResult, finding
 from nanproof.probes._probing import Probing, changed_rows, depends, shaken
-from nanproof.probes._recorder import Compared, Recorder
+from nanproof.probes._recorder import Compared, ModuleCall, Recorder
 from nanproof.probes._tokens import next_token
 
 _SEQUENCES = ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention")
@@ -106,26 +106,39 @@ def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
     """The first operation whose result moves for other samples, if it is one that does so by mistake; and its module. Rows of
     features without a second dimension may be one sequence, which a recurrent layer reads on purpose."""
     sequences = any(t.dim() >= 3 or not t.is_floating_point() for _, t in tensors_in(probing.batch) if t.dim() >= 2)
-    seen: list[tuple[str, str, list[Tensor]]] = []
+    seen: list[tuple[str, ModuleCall]] = []
 
-    def keep(name: str, path: str, tensors: list[Tensor]) -> None:
-        if any(samples in t.shape for t in tensors):
-            seen.append((name, path, [t.detach().clone() for t in tensors]))
+    def keep(name: str, call: ModuleCall) -> None:
+        if any(samples in t.shape for t in call.outputs):
+            inputs = [t.detach().clone() for t in call.inputs[:1]] if name in _LAYOUT else []
+            seen.append((name, ModuleCall(call.path, None, inputs, [t.detach().clone() for t in call.outputs])))
+
+    def mixes(before: list[Tensor], after: list[Tensor]) -> bool:
+        pairs = [(a, (a.double() - b.double()).abs()) for a, b in zip(before, after, strict=True) if samples in a.shape]
+        return any(depends(_leftover(change, samples), float(change.max()), a, None) for a, change in pairs if a.numel())
 
     probing.run(recorder=Recorder(probing.model, on_call=keep))
     before = seen.copy()
     seen.clear()
     changed = changed_rows(probing.batch, samples, 0, 1)
     probing.run(recorder=Recorder(probing.model, on_call=keep), batch=changed)
-    for (name, path, was), (other, _, now) in zip(before, seen, strict=False):
-        if name != other or [t.shape for t in was] != [t.shape for t in now]:
+    for (name, was), (other, now) in zip(before, seen, strict=False):
+        if name != other or _shapes(was) != _shapes(now):
             return None
-        for a, b in zip(was, now, strict=True):
-            change = (a.double() - b.double()).abs()
-            if samples in a.shape and depends(_leftover(change, samples), float(change.max()), a, None):
-                known = name in _LAYOUT or (name in _OVER_BATCH and a.shape != (samples, samples))
-                return (name, path) if known or (name in _SEQUENCES and sequences) else None
+        if not mixes(was.outputs, now.outputs):
+            continue
+        if name in _LAYOUT:
+            # Rows that come back from groups were mixed in there, perhaps on purpose.
+            known = any(samples in t.shape for t in was.inputs) and not mixes(was.inputs, now.inputs)
+        else:
+            whole = any(t.shape == (samples, samples) for t in was.outputs)
+            known = (name in _SEQUENCES and sequences) or (name in _OVER_BATCH and not whole)
+        return (name, was.path) if known else None
     return None
+
+
+def _shapes(call: ModuleCall) -> list[torch.Size]:
+    return [t.shape for t in (*call.inputs, *call.outputs)]
 
 
 def input_ignored(probing: Probing) -> Iterator[ProbeResult]:
@@ -203,7 +216,7 @@ def _other_content(probing: Probing, samples: int, seed: int = 0) -> Any:
 
 def _rows(result: Compared, samples: int) -> Tensor | None:
     laid = _by_sample(result, samples)
-    return laid.flatten(1) if laid is not None and laid.dim() >= 2 else None
+    return None if laid is None else laid.reshape(samples, -1)
 
 
 def _unmoved(before: Recorder, after: Recorder, samples: int) -> Tensor | None:

@@ -125,7 +125,7 @@ def _padding_is_seen(
             values = result.values if 0 <= ids.shape[1] - result.values.shape[1] <= 1 else None
         if values is not None:
             seeing = real[:, : values.shape[1]] & padded.unsqueeze(1)
-        elif result.values.dim() >= 2 and result.values.shape[0] == len(ids):
+        elif result.values.shape[:1] == (len(ids),):
             seeing = padded
         else:
             continue
