@@ -29,6 +29,7 @@ LAYERS = (
     ("explain",),
     ("recover",),
     ("numerics",),
+    ("probes",),
     ("_preflight",),
     ("_assembly", "_guard"),
     ("integrations", "_sampling"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from nanproof.explain.locate._locate import batch_shape
 from nanproof.explain.replay._copies import all_finite, changed_share, step_on_copies
 from nanproof.explain.replay._recorder import Moment
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Outcome, Replay
+from nanproof.probes._contract import ProbeResult
+from nanproof.probes._probing import Probing
+from nanproof.probes._run import probe
 
 HEADROOM = 8.0
 """An fp16 output within this factor of 65504 is reported."""
@@ -49,6 +52,7 @@ def preflight(
     scheduler: Any = None,
     max_norm: float | None = 1.0,
     seconds: float = 60.0,
+    accumulate: int = 1,
 ) -> list[Diagnosis]:
     """Look for what would go wrong, before the first step. Empty if nothing was found; surest first.
 
@@ -61,21 +65,68 @@ def preflight(
         scheduler: the learning-rate scheduler, if there will be one.
         max_norm: what gradients will be clipped to.
         seconds: how long it may take.
+        accumulate: how many micro-batches the loop accumulates before a step. `loss_fn` returns what
+            the loop calls `backward()` on for one of them.
 
     Found are: weights, buffers or batch that are non-finite; parameters that the optimizer holds twice, does not hold, or that
     are not the model's; fp16 and bf16 traps; a forward or backward that is not finite, with its cause; parameters without a
     gradient; ids out of range; labels shifted twice, or all ignored; masks that empty a row; fp16 outputs near the end of its
-    range.
+    range; an activation applied twice, a loss that is broadcast, pairs that are identical, buffers that were never written, a
+    learning rate at which nothing is learned, inputs that are not normalised.
+
+    Where forward and backward are finite, probes change one thing and compare: predictions that depend on later tokens, packed
+    documents that see each other, padding that changes the loss, samples that depend on each other or not on their own input,
+    training that differs from evaluation, accumulation that is not a mean, and state that a checkpoint does not hold.
     """
+    return examine(
+        model,
+        optimizer,
+        batch,
+        loss_fn,
+        scaler=scaler,
+        scheduler=scheduler,
+        max_norm=max_norm,
+        seconds=seconds,
+        accumulate=accumulate,
+    ).found
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What a preflight came to."""
+
+    found: list[Diagnosis]
+    """Surest first."""
+    probes: list[ProbeResult]
+    """What each probe that applied did and saw."""
+
+
+@shielded
+def examine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    scaler: Any = None,
+    scheduler: Any = None,
+    max_norm: float | None = 1.0,
+    seconds: float = 60.0,
+    accumulate: int = 1,
+) -> Examined:
+    """Do what `preflight` does, and return what the probes saw too."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"preflight(model=...): a torch.nn.Module is needed, not {type(model).__name__}")
     if not callable(loss_fn):
         raise UsageError("preflight(loss_fn=...): a function loss_fn(model, batch) is needed")
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise UsageError(f"preflight(scaler=...): a GradScaler is needed, not {type(scaler).__name__}")
+    if accumulate < 1:
+        raise UsageError(f"preflight(accumulate=...): a number of micro-batches from 1 is needed, not {accumulate}")
     flight = _Flight(model, bare_optimizer(optimizer), batch, loss_fn, scaler, scheduler, max_norm, Deadline.after(seconds))
+    flight.accumulate = accumulate
     flight.look()
-    return sorted(flight.found, key=lambda d: -d.confidence)
+    return Examined(sorted(flight.found, key=lambda d: -d.confidence), flight.probes)
 
 
 class _Flight:
@@ -97,6 +148,8 @@ class _Flight:
         self.parameters = Parameters(model, optimizer)
         self.replay = Replay(model, loss_fn, [batch], deadline=deadline, mode=_as_training(model, self.parameters.device))
         self.found: list[Diagnosis] = []
+        self.accumulate = 1
+        self.probes: list[ProbeResult] = []
 
     def look(self) -> None:
         try:
@@ -108,6 +161,7 @@ class _Flight:
                 self._objective(outcome)
                 self._first_update(outcome)
                 self._headroom()
+                self._probe()
         except CannotReplay as why:
             self.found.append(Diagnosis(cause="unknown", confidence=0.0, evidence=(str(why),), fix="Give it more seconds."))
 
@@ -297,6 +351,12 @@ class _Flight:
                     "before_the_run": True,
                 }
                 self._suspect("no-learning", signal="stuck", record=_record(outcome), details=details, moments=[self._moment()])
+
+    def _probe(self) -> None:
+        known = {i for d in self.found for i in d.samples}
+        self.probes = probe(Probing(self.replay, self.optimizer, self.accumulate, known))
+        causes = {d.cause for d in self.found}
+        self.found += [p.diagnosis for p in self.probes if p.diagnosis is not None and p.diagnosis.cause not in causes]
 
     def _headroom(self) -> None:
         largest = _fp16_outputs(self.replay)

@@ -5,5 +5,6 @@
 - `_callbacks` are the monitors that people know by name; `_attach` gives their trainer its guard, or an
   observer, which is in `_observed`.
 - `_loss_checks` looks at one loss and its terms.
+- `_check` is what `nanproof check` needs of a Trainer.
 - `_tokenizer` keeps the tokenizer beside the run's records.
 """

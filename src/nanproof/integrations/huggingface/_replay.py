@@ -16,7 +16,7 @@ from nanproof._errors import UsageError
 from nanproof.core._under_way import LossFn
 from nanproof.integrations._patches import Patches
 
-_BESIDES = "trainer"
+BESIDES = "trainer"
 """The key of what a micro-batch needs besides the inputs."""
 
 
@@ -28,7 +28,7 @@ def micro_batch(trainer: Trainer, given: Any, num_items_in_batch: Any) -> dict[s
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
     }
-    return {**(given if isinstance(given, Mapping) else {"inputs": given}), _BESIDES: besides}
+    return {**(given if isinstance(given, Mapping) else {"inputs": given}), BESIDES: besides}
 
 
 def replay_loss(trainer: Trainer) -> LossFn:
@@ -67,10 +67,10 @@ class Again:
 
     def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
         """What the trainer's own `training_step` would give to backward for this micro-batch."""
-        if not isinstance(batch, Mapping) or not isinstance(batch.get(_BESIDES), Mapping):
+        if not isinstance(batch, Mapping) or not isinstance(batch.get(BESIDES), Mapping):
             raise UsageError("the trainer's loss needs a micro-batch as the guard recorded it")
-        besides = batch[_BESIDES]
-        inputs: Any = {key: value for key, value in batch.items() if key != _BESIDES}
+        besides = batch[BESIDES]
+        inputs: Any = {key: value for key, value in batch.items() if key != BESIDES}
         if set(inputs) == {"inputs"} and not isinstance(inputs["inputs"], Tensor):
             inputs = inputs["inputs"]
         losses: list[Tensor] = []
