@@ -157,13 +157,14 @@ class ClippingStarves(Cause):
         )
 
     def _owners(self, norms: dict[str, float]) -> list[str]:
-        """The few parameters that have nearly all of the norm; none where it takes more than half of them."""
-        total, found = math.hypot(*norms.values()), list[str]()
-        for name in sorted(norms, key=lambda n: -norms[n]):
-            found.append(name)
-            if math.hypot(*(norms[n] for n in found)) >= self.OWNS * total:
-                break
-        return found if 2 * len(found) <= len(norms) else []
+        """The parameters that have nearly all of the norm, down to the widest gap; none where that is more than half of them."""
+        ranked = sorted((n for n in norms if norms[n] > 0), key=lambda n: -norms[n])
+        total = math.hypot(*norms.values())
+        most = [i for i in range(1, len(norms) // 2 + 1) if i < len(ranked)]
+        able = [i for i in most if math.hypot(*(norms[n] for n in ranked[:i])) >= self.OWNS * total]
+        if not able:
+            return []
+        return ranked[: max(able, key=lambda i: norms[ranked[i - 1]] / norms[ranked[i]])]
 
     def _alone(self, case: Case, owners: list[str]) -> Trial:
         """A step on copies, clipped as it is and with these parameters clipped by themselves. Fails where the optimizer evens the
