@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test fuzz check format wheels bench bench-gpu campaign interrupts zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
+.PHONY: demo test fuzz check format wheels bench bench-gpu campaign interrupts reported zoo heal forecast weights units-sft latent-dlm vlm-grpo pictures docs browser logs optimizers clean
 
 demo: .venv/ready  ## an unguarded run dies, a guarded one lives
 	$(BIN)/nanproof demo
@@ -49,6 +49,10 @@ campaign: .venv/ready  ## thousands of random faults, healthy runs that must sta
 interrupts: .venv/ready  ## Ctrl-C at 2,000 moments of a run: is it whole afterwards?
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.interrupts --save
 	$(BIN)/python -m tools.tables
+
+reported: .venv/ready  ## failures from public issues, as held-out cases: the guard, then preflight; five minutes on one core
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.reported --save
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.reported.probed --save
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.said

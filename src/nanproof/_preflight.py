@@ -270,10 +270,10 @@ class _Flight:
                 self.found.append(diagnosis)
             return outcome
         case = self._case("nonfinite-weight")
-        if case.bad_weights or case.bad_buffers:
+        if case.bad_weights:
             self._explain("nonfinite-weight")
-        if case.bad_batch and not all(b.only_negative for b in case.bad_batch):
-            self._explain("nonfinite-loss")
+        elif case.bad_buffers:  # a bound that is Inf on purpose does no harm
+            self._suspect("nonfinite-weight")
         return outcome
 
     def _learning(self, outcome: Outcome) -> None:
@@ -313,6 +313,9 @@ class _Flight:
         if garbage_buffers(self.model):
             self._suspect("no-learning", signal="garbage-buffers")
 
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(float(group.get("lr", math.nan)) for group in self.optimizer.param_groups)
+
     def _moment(self) -> Moment:
         return Moment(0, (self.batch,), (), self.replay.random, self.replay.mode)
 
@@ -350,7 +353,13 @@ class _Flight:
                     "trivial": outcome.loss,
                     "before_the_run": True,
                 }
-                self._suspect("no-learning", signal="stuck", record=_record(outcome), details=details, moments=[self._moment()])
+                self._suspect(
+                    "no-learning",
+                    signal="stuck",
+                    record=_record(outcome, self._rates()),
+                    details=details,
+                    moments=[self._moment()],
+                )
 
     def _probe(self) -> None:
         known = {i for d in self.found for i in d.samples}

@@ -342,12 +342,21 @@ class AccumulationNotAveraged(Cause):
         return trial
 
 
+OVERSHOOT = 4.0
+"""Times its start that a loss reaches in steps that are too large."""
+
+
 def compared(as_is: list[float] | None, changed: list[float] | None, fresh: bool = True) -> Trial:
-    """Whether the run learns with the change, and does not as it is."""
+    """Whether the run learns with the change, and does not as it is. Before a run there is one batch only, which is soon learned
+    by heart: then a loss that shoots up at once counts as well."""
     if as_is is None or changed is None:
         return Trial(False, "whole steps cannot be rehearsed here")
     ends = [_end(losses) for losses in (as_is, changed)]
     start = changed[0]
+    most = max((x for x in as_is if math.isfinite(x)), default=math.inf)
+    if not fresh and most > OVERSHOOT * abs(start) and max(changed) < 1.5 * abs(start) and ends[1] < start:
+        said = f"in {len(changed) - 1} steps the loss goes from {start:.4g} to {ends[1]:.4g}"
+        return Trial(True, f"{said}; as it is, it shoots up to {most:.4g} first")
     fails = not ends[0] < 0.9 * as_is[0] or ends[0] > 0.7 * abs(start)
     held = math.isfinite(ends[1]) and ends[1] < 0.9 * start and ends[1] < 0.8 * ends[0] and fails
     began = " from fresh weights" if fresh else ""

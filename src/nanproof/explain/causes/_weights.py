@@ -309,7 +309,8 @@ class UninitializedBuffer(Cause):
         before = case.replay.run()
         with weights_as(values):
             after = case.replay.run()
-        apart = not before.finite or abs(after.loss - before.loss) > 1e-6 * max(abs(before.loss), 1e-12)
+        moved = abs(after.loss - before.loss) / max(abs(before.loss), 1e-12) + abs(after.total / max(before.total, 1e-30) - 1)
+        apart = not before.finite or moved > 1e-5
         trial = Trial(after.finite and apart, f"{after} instead of {before}")
         if not trial.held or not before.finite or all(g.fresh is not None for g in found):
             return trial
