@@ -247,7 +247,7 @@ class IdenticalPair(Cause):
                 apart, alike = case.replay.run(batches=case.batches_with(one)), case.replay.run(batches=case.batches_with(both))
             near = 1e-3 * max(abs(control.loss), 1e-12)
             stays = alike.error is None and abs(alike.loss - control.loss) < 10 * near
-            moves = apart.error is None and (abs(apart.loss - control.loss) > near or apart.total > 10 * control.total + 1e-12)
+            moves = apart.error is None and (abs(apart.loss - control.loss) > near or apart.total > 10 * control.total + 1e-6)
             result = (
                 f"the loss is {apart.loss:.6g} instead of {control.loss:.6g}, the gradient norm {apart.total:.3g} instead of "
             )
@@ -284,8 +284,10 @@ def _moved_if(those: tuple[Tensor, ...], x: Tensor) -> Tensor:
 
 
 def _moved(x: Tensor) -> Tensor:
-    """The numbers of each sample in another one."""
-    return x.roll(1, 0)
+    """Other numbers of the same kind in each sample: those of another one, in another order or with the other sign."""
+    if x.is_floating_point():
+        return -x.roll(1, 0)
+    return x.roll(1, 0).roll(1, -1) if x.dim() > 1 else x.roll(1, 0)
 
 
 def _in_halves(t: Tensor, half: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

@@ -18,7 +18,7 @@ from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
 from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies
-from nanproof.explain.replay._rehearse import adam_update, rehearse, slope_ratio, steps_seen
+from nanproof.explain.replay._rehearse import adam_update, initialise, rehearse, slope_ratio, steps_seen, undone
 from nanproof.explain.replay._surroundings import weights_as
 
 CANNOT_REHEARSE = "whole steps cannot be rehearsed here: the model is too large, or the optimizer needs a closure"
@@ -492,8 +492,8 @@ class OptimizerStateReset(Cause):
         if untrained is None or not 1e-7 * untrained < first < 0.3 * untrained or not peak > 0.02 * untrained:
             return None
         said = (
-            f"the weights were trained already (loss {first:.4g} at the first step, {untrained:.4g} with the same weights "
-            f"shuffled), the optimizer's state has seen {done} steps, and the loss jumped to {peak:.4g}"
+            f"the weights were trained already (loss {first:.4g} at the first step, {untrained:.4g} with new weights), the "
+            f"optimizer's state has seen {done} steps, and the loss jumped to {peak:.4g}"
         )
         return self._said(case, said, 0.85)
 
@@ -520,15 +520,10 @@ class OptimizerStateReset(Cause):
         return Trial(max(fresh) > 1.5 * max(kept), f"the loss reaches {max(kept):.4g} instead of {max(fresh):.4g}")
 
     def _untrained_loss(self, case: Case) -> float | None:
-        """The loss with every weight matrix shuffled: the same numbers, nothing learned."""
+        """The loss with weights that are initialised anew. Those of now, shuffled, would not do: the jump made them large."""
         if case.replay is None:
             return None
-        generator = torch.Generator().manual_seed(0)
-        values: dict[Tensor, Tensor] = {}
-        for p in case.replay.parameters.values():
-            if p.dim() >= 2:
-                order = torch.randperm(p.numel(), generator=generator).to(p.device)
-                values[p] = p.detach().reshape(-1)[order].reshape(p.shape)
-        with weights_as(values):
+        with undone(case.replay.model, case.optimizer):
+            initialise(case.replay.model)
             loss = case.replay.run(backward=False).loss
         return loss if math.isfinite(loss) else None
