@@ -122,6 +122,7 @@ class Guard(Face):
         check_scalar(loss, "backward")
         if self._lines is not None:
             self._lines.at_backward(loss)
+        self.engine.note_graph(loss)
         self.engine.judge.backward(loss)
         self.engine.note_gradients()
 

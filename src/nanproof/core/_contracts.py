@@ -125,8 +125,9 @@ class Explainer(Observer):
         if that cannot be done."""
         return None
 
-    def noted(self, attempt: Attempt, loss: Tensor) -> None:
-        """Called with the loss of a step, just before its backward."""
+    def noted(self, attempt: Attempt, loss: Tensor, spent: bool = False) -> None:
+        """Called with the loss of a step, just before its backward. `spent`: in your own loop it may come after it, and what the
+        graph kept for backward is gone."""
 
     def accepted(self, record: StepRecord, history: Sequence[StepRecord]) -> Incident | None:
         """Return the incident of a silent failure, if this accepted step completes the evidence for

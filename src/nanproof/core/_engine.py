@@ -230,6 +230,10 @@ class Engine:
             self.explainer.noted(self._open, loss)
         return seed
 
+    def note_graph(self, loss: Tensor) -> None:
+        """Show the explainer the loss of a loop that does not call `begin`, just before its backward."""
+        self.explainer.noted(Attempt(self.next_step, None), loss, True)
+
     def backward_ended(self) -> None:
         """A backward pass is over. Whatever writes into the gradients from now on is not part of a replay."""
         self._gradients = gradients_now(self.trained) if self.judge.lag and self.open else None
@@ -284,6 +288,8 @@ class Engine:
             )
         opened = self._open is not None
         attempt = self._open or self._new_attempt(None)
+        if loss is not None and not opened:
+            self.explainer.noted(attempt, loss, True)
         if begun is not None:
             attempt.again, attempt.calls, attempt.random, attempt.mode = begun.again, begun.calls, begun.random, begun.mode
         self._open = None

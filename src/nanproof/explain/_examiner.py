@@ -197,11 +197,11 @@ class Examiner(Explainer):
             self.recorder.keep(attempt.step, batches, attempt.random, attempt.mode)
 
     @harmless("silent failures are not looked for")
-    def noted(self, attempt: Attempt, loss: Tensor) -> None:
+    def noted(self, attempt: Attempt, loss: Tensor, spent: bool = False) -> None:
         """Read the graph of the loss: of one early step how it is made, now and then what the model gives."""
         if not self.on or loss.grad_fn is None or self._seen.step == attempt.step:
             return
-        whole, outputs = attempt.step == _GRAPH_AT, _outputs_due(attempt.step)
+        whole, outputs = attempt.step == _GRAPH_AT, _outputs_due(attempt.step) and not spent
         if not (whole or outputs):
             return
         self._seen = seen = _Pending(attempt.step)

@@ -6,6 +6,7 @@ that it keeps for backward. Reading it runs nothing and waits for no device. Beh
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
             continue  # both sides depend on the weights: pairs are compared on purpose
         below, index = inputs[0]
         shape = _shape(below, index)
+        if not name_of(node).endswith(("Loss", "Entropy")) and _pairs_up(below, index):
+            continue
         if name_of(below) == "Expand" and below.next_functions and below.next_functions[0][0] is not None:
             result, shape = shape, _shape(*below.next_functions[0])
         if shape is None or result is None:
@@ -102,6 +105,16 @@ def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
         if few and many == [few[0], *few]:
             return Broadcast(shape, result)
     return None
+
+
+def _pairs_up(node: Any, index: int) -> bool:
+    """Whether the loss itself gives the predictions another dimension, as in `x[:, None] - y[None]`: every pair is meant."""
+    while name_of(node) in _VIEWS and node.next_functions and node.next_functions[0][0] is not None:
+        shape, (node, index) = _shape(node, index), node.next_functions[0]
+        before = _shape(node, index)
+        if shape is not None and before is not None and len(shape) > len(before) and math.prod(shape) == math.prod(before):
+            return True
+    return False
 
 
 def _shape(node: Any, index: int) -> tuple[int, ...] | None:
@@ -117,7 +130,7 @@ def outputs_of(nodes: Sequence[Any]) -> Tensor | None:
     for node in nodes:
         name = name_of(node)
         if name in ("NllLoss", "NllLoss2D"):
-            return _classes(node._saved_self.detach(), node._saved_target)
+            return _classes(node._saved_self.detach(), node._saved_target, node._saved_ignore_index)
         if name == "BinaryCrossEntropyWithLogits":
             return _binary(node._saved_self.detach(), node._saved_target.detach())
         if name == "MseLoss":
@@ -125,12 +138,14 @@ def outputs_of(nodes: Sequence[Any]) -> Tensor | None:
     return None
 
 
-def _classes(log_probabilities: Tensor, target: Tensor) -> Tensor | None:
+def _classes(log_probabilities: Tensor, target: Tensor, ignored: int) -> Tensor | None:
     if log_probabilities.dim() < 2 or len(log_probabilities) < 2:
         return None
     rows = log_probabilities.movedim(1, -1).flatten(0, -2)
     flat = target.flatten()
     counted = (flat >= 0) & (flat < rows.shape[1])
+    if 0 <= ignored < rows.shape[1]:  # padding that is a class; a negative one may be read as a huge number
+        counted &= flat != ignored
     share = torch.zeros(rows.shape[1], device=rows.device, dtype=torch.float32)
     share.scatter_add_(0, flat.clamp(0, rows.shape[1] - 1), counted.float())
     share = share / share.sum().clamp(min=1)

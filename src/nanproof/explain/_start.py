@@ -8,6 +8,7 @@ since. A weight that is 1e18 may have been so all along. The fixes differ.
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from dataclasses import dataclass
 
@@ -137,12 +138,15 @@ def _unwritten(key: str, value: Tensor) -> str:
         return ""  # a cause of its own
     size = value.abs()
     huge = value[size > 1e15]
-    if huge.numel() and float(huge.min()) != float(huge.max()):
-        return f"numbers from {float(size.min()):.3g} to {float(size.max()):.3g}"
     magnitudes = size[size > 0].log10()
-    if magnitudes.numel() >= 4 and float(magnitudes.diff().abs().median()) > WILD:
+    steps = magnitudes.diff()
+    steady = magnitudes.numel() >= 8 and bool((steps >= 0).all() | (steps <= 0).all())  # powers of two, say
+    if huge.numel() and float(huge.min()) != float(huge.max()) and not steady:
+        return f"numbers from {float(size.min()):.3g} to {float(size.max()):.3g}"
+    # The tails of a Gaussian fall as fast, but each step is much like the one before.
+    if magnitudes.numel() >= 4 and min(float(steps.abs().median()), float(steps.diff().abs().median())) > WILD:
         return f"numbers of any size side by side, from {float(size[size > 0].min()):.3g} to {float(size.max()):.3g}"
-    if "var" in key and float(value.min()) < 0:
+    if _is_variance(key) and float(value.min()) < 0:
         return f"a variance of {float(value.min()):.3g}"
     if key.endswith("inv_freq") and value.dim() == 1:
         falls = bool((value[1:] <= value[:-1]).all())
@@ -155,7 +159,12 @@ def _ordinary(key: str, buffer: Tensor) -> Tensor:
     """What such a buffer usually holds: frequencies of a rotation, variances of 1, means of 0."""
     if key.endswith("inv_freq") and buffer.dim() == 1:
         return (1e4 ** -(torch.arange(len(buffer)) / len(buffer))).to(buffer)
-    return torch.full_like(buffer, 1.0 if "var" in key or "scale" in key else 0.0)
+    return torch.full_like(buffer, 1.0 if _is_variance(key) or "scale" in key else 0.0)
+
+
+def _is_variance(key: str) -> bool:
+    """By its name. The logarithm of a variance may be negative, and so may a covariance."""
+    return re.search(r"(^|_)var(iance)?s?$", key) is not None and "log" not in key
 
 
 def _fresh(module: nn.Module, key: str) -> Tensor | None:

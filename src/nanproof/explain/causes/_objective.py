@@ -269,7 +269,7 @@ def _pairs(batch: Any) -> list[_Pair]:
     for i, (name, t) in enumerate(varied):
         for other, u in varied[i + 1 :]:
             if t is not u and t.shape == u.shape and t.dtype == u.dtype and bool((t == u).all()):
-                found.append((f"{name} and {other}", partial(_moved_if, (u,)), partial(_moved_if, (t, u))))
+                found.append((f"{name} and {other}", partial(_if_among, (u,), _moved), partial(_if_among, (t, u), _repeated)))
     for name, t in varied:
         half = len(t) // 2
         if len(t) >= 4 and len(t) % 2 == 0 and bool((t[:half] == t[half:]).all()):
@@ -279,8 +279,8 @@ def _pairs(batch: Any) -> list[_Pair]:
     return found
 
 
-def _moved_if(those: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    return _moved(x) if any(x is t for t in those) else x
+def _if_among(those: tuple[Tensor, ...], change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return change(x) if any(x is t for t in those) else x
 
 
 def _moved(x: Tensor) -> Tensor:
@@ -290,15 +290,20 @@ def _moved(x: Tensor) -> Tensor:
     return x.roll(1, 0).roll(1, -1) if x.dim() > 1 else x.roll(1, 0)
 
 
+def _repeated(x: Tensor) -> Tensor:
+    """The first sample in place of each. A tie stays a tie; any other loss, as of inputs that are their own labels, changes."""
+    return x[:1].expand_as(x).clone()
+
+
 def _in_halves(t: Tensor, half: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     one = torch.cat((t[:half], _moved(t[half:])))
-    both = torch.cat((_moved(t[:half]), _moved(t[half:])))
+    both = torch.cat((_repeated(t[:half]), _repeated(t[half:])))
     return lambda x: one if x is t else x, lambda x: both if x is t else x
 
 
 def _in_columns(t: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     one = torch.stack((t[:, 0], _moved(t[:, 1])), 1)
-    return lambda x: one if x is t else x, lambda x: _moved(t) if x is t else x
+    return lambda x: one if x is t else x, lambda x: _repeated(t) if x is t else x
 
 
 class AccumulationNotAveraged(Cause):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanproof.core.support._context import RandomState
 from nanproof.core.support._members import groups_of, optimizers_in, states_of
 from nanproof.core.support._tree import map_tensors
 from nanproof.explain.replay._recorder import Moment
@@ -27,11 +28,13 @@ def _own(value: Any) -> Any:
 
 @contextmanager
 def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """Undo whatever happens inside to weights, buffers and every optimizer that a step reaches. Step hooks are not called."""
+    """Undo whatever happens inside to weights, buffers, gradients, random numbers and every optimizer that a step reaches. Step
+    hooks are not called."""
     members = [p for group in groups_of(optimizer) for p in group["params"]]
     tensors = list({id(t): t for t in (*model.parameters(), *model.buffers(), *members)}.values())
     saved = [t.detach().clone() for t in tensors]
-    gradients = [(p, p.grad) for p in members]
+    gradients = [(p, p.grad) for p in (*model.parameters(), *members)]
+    random = RandomState.now({t.device for t in tensors if t.device.type == "cuda"})
     inside = [_Saved(each) for each in optimizers_in(optimizer)]
     try:
         yield
@@ -43,6 +46,7 @@ def undone(model: nn.Module, optimizer: Any) -> Iterator[None]:
                 t.copy_(value)
         for p, gradient in gradients:
             p.grad = gradient
+        random.restore()  # an optimizer that rounds stochastically draws numbers, and so do fresh weights
 
 
 class _Saved:
@@ -166,7 +170,7 @@ def initialise(model: nn.Module) -> None:
     """Initialise weights anew, as torch's modules do it. Frozen weights, and those of other modules, stay as they are."""
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
     with torch.random.fork_rng(devices=()), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every device too
         for module in model.modules():
             reset = getattr(module, "reset_parameters", None)
             if callable(reset) and type(module).__module__.startswith("torch.nn."):
