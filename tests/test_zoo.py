@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanproof.explain import causes  # noqa: F401
-from nanproof.explain.causes._cause import Cause
+from nanproof.explain._cause import Cause
 from zoo.guarded import run
 from zoo.plain import load
 from zoo.registry import CASES

@@ -17,7 +17,7 @@ from nanproof import Diagnosis
 from nanproof.explain import _diagnose as diagnose
 from nanproof.explain import _examiner as examiner
 from nanproof.explain import causes
-from nanproof.explain.causes._cause import Cause
+from nanproof.explain._cause import Cause
 from tools import tables
 from tools.snippets import script, shown
 from zoo.registry import CASES, Case

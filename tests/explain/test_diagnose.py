@@ -16,8 +16,8 @@ import forked
 import nanproof
 from nanproof import Diagnosis, Incident, read_incidents
 from nanproof.explain._case import Case
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain._diagnose import explain
-from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.replay._replay import Replay
 from toys import batches, mse, net, poison
 

@@ -220,7 +220,7 @@ def test_nothing_is_said_of_frozen_half_precision():
 
 def test_every_slug_is_in_the_catalogue():
     """And every fix leads to the function that does it."""
-    from nanproof.explain.causes._cause import Cause
+    from nanproof.explain._cause import Cause
 
     model = nn.Linear(2, 2).half()
     found = problems(model, optim.Adam(model.parameters()), fp16=True)

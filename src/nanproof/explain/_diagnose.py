@@ -22,7 +22,7 @@ from nanproof.core.support._signals import shielded
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
 from nanproof.explain._case import Case, Prescription
-from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain.locate._locate import guilty_sample
 from nanproof.explain.locate._trace import source_line
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Replay

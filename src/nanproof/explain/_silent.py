@@ -19,7 +19,8 @@ any: each replay calls the model, and its forwards belong to the loop.
 | uncleared-gradients | 10 steps |
 | constant-loss | 8 steps |
 | loss-at-ln2, heavy-clipping | 10 steps |
-| stuck, collapsed | 30 steps; once more after 100 |
+| stuck, collapsed | 20 steps if far above the loss of a constant prediction, else 60; once more after 100 |
+| lost-state | 1 step, at a spike |
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ RECENT = 20
 """Steps whose mean loss is compared with that of a constant prediction."""
 NEAR = 0.97
 """Share of the loss of a constant prediction, or of the first losses, from which a loss has not fallen."""
+SOON, ABOVE = 60, 1.1
+"""Before this step a loss must be so many times that of a constant prediction: healthy runs need some steps to get below it."""
 AGAIN_STUCK = 100
 """Steps after which a loss that does not fall is looked at a second time."""
 ENOUGH = 4.0
@@ -223,7 +226,8 @@ class SilentWatch:
             return Signal("collapsed", message, details, record.step)
         loss *= usual / record.loss if record.loss > 0 else 1.0  # of the last steps, in the unit of this one
         fallen = usual < NEAR * first and samples < ENOUGH
-        if (fallen or loss < NEAR * trivial) and not loss > FAR_ABOVE * trivial:
+        level = NEAR if self._steps >= SOON else ABOVE
+        if (fallen or loss < level * trivial) and not loss > FAR_ABOVE * trivial:
             return None
         if self._steps >= AGAIN_STUCK and not self._stuck_again:  # the first look came before much could be learned
             self._said.discard("stuck")

@@ -1,12 +1,14 @@
 """The catalogue of causes, one file a family. Importing this package fills `Cause.catalogue`.
 
-- `_cause` is what an entry has to offer: `slug`, `fix`, and `match(case)`, which returns evidence and a trial of the fix.
+An entry has a `slug`, a `fix`, and `match(case)`, which returns evidence and a trial of the fix: see `explain/_cause.py`.
+
 - `_data`, `_weights`, `_forward`, `_backward`, `_raised`, `_algebra`, `_objective`, `_update`, `_optimizer`, `_learning`, `_rl`,
   `_system`: where the cause lies.
 """
 
 from __future__ import annotations
 
+from nanproof.explain._cause import Cause
 from nanproof.explain.causes import (
     _algebra,
     _backward,
@@ -21,7 +23,6 @@ from nanproof.explain.causes import (
     _update,
     _weights,
 )
-from nanproof.explain.causes._cause import Cause
 
 __all__ = ["Cause", "fix_of"]
 _FAMILIES = (_data, _weights, _forward, _backward, _raised, _algebra, _objective, _update, _optimizer, _learning, _rl, _system)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanproof.explain._case import Case, Trial
-from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain._cause import Cause, Match, at_birth
 from nanproof.explain.locate._calls import CallStack, Range
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._matrices import ChangedMatrix, values_apart

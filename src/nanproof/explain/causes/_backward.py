@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanproof.core.support._members import state_of
 from nanproof.explain._case import Case, Prescription, Trial, living
-from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain._cause import Cause, Match, at_birth
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op, Trace
 from nanproof.explain.replay._interventions import EXP, LOG, Fp32, InsideTrig, Intervention, SafeDivision, SafeInput, SafeRoot

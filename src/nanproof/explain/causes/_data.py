@@ -13,7 +13,7 @@ from torch import Tensor
 from nanproof._wording import few
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial, bad_in_batch
-from nanproof.explain.causes._cause import Cause, Match, at_birth
+from nanproof.explain._cause import Cause, Match, at_birth
 from nanproof.explain.causes._objective import compared, rounds
 from nanproof.explain.locate._calls import CallStack, tensors_of
 from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
@@ -230,7 +230,7 @@ class InputsNotNormalised(Cause):
         if len(case.replay.batches) != 1:
             return []
         floats = [(n, t) for n, t in tensors_in(case.replay.batches[0]) if t.dim() > 1 and t.numel() > 8 and _plain_numbers(t)]
-        sized = [(n, t, float(t.detach().float().square().mean().sqrt())) for n, t in floats]
+        sized = [(n, t, _usual_size(t)) for n, t in floats]
         large = [(n, t, size) for n, t, size in sized if size > self.LARGE]
         if not large:
             return []
@@ -268,6 +268,11 @@ def _feature_sizes(t: Tensor) -> tuple[float, float] | None:
         return None
     deviations = t.detach().float().std(0)
     return float(deviations.min()), float(deviations.max())
+
+
+def _usual_size(t: Tensor) -> float:
+    """The root mean square of a sample, in the middle of all samples: one that is far off does not count."""
+    return float(t.detach().float().reshape(len(t), -1).square().mean(1).sqrt().median())
 
 
 def _plain_numbers(t: Tensor) -> bool:

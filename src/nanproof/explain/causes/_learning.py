@@ -12,8 +12,8 @@ from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain._case import Case, Prescription, Trial, living
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain._silent import FAINT, TINY
-from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.replay._copies import HALVES, changed_share, step_on_copies
 from nanproof.explain.replay._interventions import Leaky

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain._graph import applied_twice, nodes_of
-from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.locate._trace import Op, source_of_operation
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._rehearse import rehearse

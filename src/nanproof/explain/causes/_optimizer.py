@@ -13,8 +13,8 @@ from torch import Tensor
 from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain._growth import Growth, growth
-from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
 from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies

@@ -14,7 +14,7 @@ from nanproof._wording import few, listed
 from nanproof.core.judge._parameters import clean_name, unwrap
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial
-from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain.locate._calls import CallStack
 from nanproof.explain.locate._indices import ClampedIds, find_outside_id, place_in_batch, places
 from nanproof.explain.locate._locate import batch_shape, where_in_batch

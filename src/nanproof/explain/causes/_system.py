@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanproof.explain._case import Case, Prescription, Trial
-from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain._cause import Cause, Match
 
 
 class TransientFault(Cause):

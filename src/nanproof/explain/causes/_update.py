@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from nanproof._wording import listed
 from nanproof.core.support._members import BadSetting, groups_of, name_of
 from nanproof.explain._case import Case, Prescription, Trial
-from nanproof.explain.causes._cause import Cause, Match
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain.locate._trace import is_users, short
 from nanproof.explain.replay._copies import HALVES, Copied, all_finite, step_on_copies
 from nanproof.explain.replay._interventions import SafeDivision

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from nanproof._wording import listed
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import BadWeight, Case, Prescription, Trial
+from nanproof.explain._cause import Cause, Match
 from nanproof.explain._start import Garbage, garbage_buffers
-from nanproof.explain.causes._cause import Cause, Match
 from nanproof.explain.causes._objective import better, rounds
 from nanproof.explain.locate._locate import batch_shape, extreme, where_in_batch
 from nanproof.explain.replay._rehearse import rehearse
