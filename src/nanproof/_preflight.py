@@ -65,8 +65,8 @@ def preflight(
         scheduler: the learning-rate scheduler, if there will be one.
         max_norm: what gradients will be clipped to.
         seconds: how long it may take.
-        accumulate: how many micro-batches the loop accumulates before a step. `loss_fn` returns what
-            the loop calls `backward()` on for one of them.
+        accumulate: how many micro-batches the loop splits a batch into. The loop averages their losses,
+            as `guard.train_step([micro, ...])` does, so `loss_fn` must return a mean over its batch.
 
     Found are: weights, buffers or batch that are non-finite; parameters that the optimizer holds twice, does not hold, or that
     are not the model's; fp16 and bf16 traps; a forward or backward that is not finite, with its cause; parameters without a
@@ -75,7 +75,8 @@ def preflight(
     learning rate at which nothing is learned, inputs that are not normalised.
 
     Where forward and backward are finite, probes change one thing and compare: predictions that depend on later tokens, packed
-    documents that see each other, padding that changes the loss, samples that depend on each other or not on their own input,
+    documents that see each other, padding that changes the loss, samples that depend on each other or not on their own input, an
+    input that nothing depends on,
     training that differs from evaluation, accumulation that is not a mean, and state that a checkpoint does not hold.
     """
     return examine(

@@ -37,6 +37,9 @@ def iterator():
 
 def accumulated():
     return {**build(), "accumulate": 5}
+
+def summed():
+    return {**accumulated(), "loss_fn": lambda m, x: m(x).square().sum()}
 """
 
 TRAINER = """
@@ -184,7 +187,8 @@ def test_probes_say_what_they_did(check):
 
 def test_batches_and_accumulation(check):
     assert causes(check("mine:iterator", "--json")) == []
-    assert causes(check("mine:accumulated", "--json")) == ["accumulation-not-averaged"]
+    assert causes(check("mine:accumulated", "--json")) == []
+    assert causes(check("mine:summed", "--json")) == ["accumulation-not-averaged"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -71,6 +71,46 @@ def test_view_instead_of_transpose():
     assert found.cause == "samples-mixed" and found.op == "view" and "transpose" in found.fix
 
 
+class Frames(nn.Module):
+    """Reads each frame of a video, whose features are as wide as there are samples, and then their order."""
+
+    def __init__(self, first, folded="right"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.lift = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Flatten()), nn.Linear(100, 8)
+        self.lstm, self.head, self.folded = nn.LSTM(8, 8, batch_first=first), nn.Linear(8, 3), folded
+
+    def forward(self, video):
+        samples, length = video.shape[:2]
+        x = self.lift(self.conv(video.flatten(0, 1)))
+        x = x.view(length, samples, -1).transpose(0, 1) if self.folded == "wrong" else x.view(samples, length, -1)
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_frames_that_are_folded_into_samples():
+    """Where a dimension of a frame has the size of the batch by chance."""
+    batch = torch.randn(5, 7, 1, 10, 10, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
+    assert causes(Frames(True), batch, classify) == []
+    (found,) = probed(Frames(False), batch, classify).found
+    assert found.cause == "samples-mixed" and found.op == "lstm" and found.where == "lstm"
+    (found,) = probed(Frames(True, "wrong"), batch, classify).found
+    assert found.cause == "samples-mixed" and found.op == "view"
+
+
+def test_samples_come_first_in_a_cross_entropy_over_positions():
+    """Unless something in the batch has a row for each position of the other dimension."""
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(5, 7, 8, generator=g), "y": torch.randint(0, 8, (5, 7), generator=g)}
+
+    def split(model, batch):
+        return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"])
+
+    assert causes(MIXERS["attention"](False), batch, split) == ["samples-mixed"]
+    assert causes(MIXERS["attention"](True), batch, split) == []
+    assert causes(MIXERS["attention"](False), {**batch, "lengths": torch.tensor([5, 3, 5, 4, 2, 5, 1])}, split) == []
+
+
 def test_softmax_over_the_batch():
     class Wrong(nn.Module):
         def __init__(self):

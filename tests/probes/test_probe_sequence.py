@@ -207,3 +207,21 @@ def test_a_mask_of_answers_is_not_padding():
     batch = {"input_ids": text(), "labels": text(), "completion_mask": (torch.arange(12) > 5).long().expand(3, 12)}
     result = probed(Model(), batch, shifting_loss)
     assert result.found == [] and "padding-changes-loss" not in [p.name for p in result.probes]
+
+
+@pytest.mark.parametrize("compared", [0, 2])
+def test_ids_that_a_model_compares(compared):
+    """With its padding id they mark padding; with another one, such as the end of the text, they do not."""
+
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.mix, self.head = nn.Embedding(40, 16, padding_idx=0), Attention(16, False), nn.Linear(16, 3)
+
+        def forward(self, ids):
+            return self.head(self.mix(self.embed(ids))[torch.arange(len(ids)), (ids == compared).int().argmax(1) - 1])
+
+    batch = padded(pad=compared)
+    found = causes(Pools(), (batch["input_ids"], batch["labels"]), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+    assert found == (["padding-changes-loss"] if compared == 0 else [])

@@ -29,7 +29,7 @@ class Made:
     batch: Any
     """The first batch, where there are some."""
     accumulate: int
-    """Micro-batches that the loop accumulates."""
+    """Micro-batches that the loop splits a batch into, and whose losses it averages."""
 
 
 def built(entry: str, to_train: bool = False) -> Made:

@@ -9,7 +9,9 @@ what moved. Model, optimizer and random numbers are restored.
 - `_tokens` reads a batch of tokens: next-token targets, packed documents, padding.
 - `_sequence` probes the order of tokens: `causal-leak`, `packed-documents-mix`,
   `padding-changes-loss`.
+- `_features` probes the padding of sequences of numbers: `padding-changes-loss`.
 - `_samples` probes single samples: `samples-mixed`, `input-ignored`.
+- `_inputs` probes whole input tensors: `input-ignored`.
 - `_modes` compares training with evaluation: `train-eval-differ`, `random-in-eval`.
 - `_accumulation` compares micro-batches with one large batch: `accumulation-not-averaged`.
 - `_resume` saves and loads copies: `state-not-saved`.

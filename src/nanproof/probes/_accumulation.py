@@ -1,8 +1,8 @@
 """Compare accumulated micro-batches with one large batch.
 
-What the loop calls backward on is `loss_fn(model, micro_batch)`. The batch is cut into micro-batches;
-the sum of their gradients must be the gradient of the whole batch. A loss that is a mean over its
-batch must be divided by the number of micro-batches for that.
+The loop cuts a batch into k micro-batches and averages their losses, as `guard.train_step([...])`
+does. That gives the gradient of the whole batch if the loss is a mean over its batch. A sum gives
+1/k of it. A Trainer weighs its micro-batches itself; Lightning divides each loss by k.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nanproof.probes._contract import ProbeResult, finding
 from nanproof.probes._probing import DoesNotApply, Probing
 from nanproof.probes._recorder import Recorder
 
+Gradients = dict[str, Tensor]
+
 
 def accumulation(probing: Probing) -> Iterator[ProbeResult]:
     """Does accumulating give the gradient of one large batch?"""
@@ -28,35 +30,20 @@ def accumulation(probing: Probing) -> Iterator[ProbeResult]:
     parts = next((n for n in range(min(count, samples), 1, -1) if samples % n == 0), 0)
     if count < 2 or parts < 2:
         return
-    cut = getattr(loss_fn, "micro_batches", None) or _cut
-    micro = cut(probing.batch, parts)
-    scales: list[list[float]] = []
-    whole = _gradients(probing, [probing.batch], scales)
-    summed = _gradients(probing, micro, [])
-    if not getattr(loss_fn, "weighted", False):
-        summed = {name: g * parts for name, g in summed.items()}  # the replay takes the mean
-    ratio, alike = _ratio(summed, whole)
-    if not alike or ratio == 0:
-        return
+    whole = _gradients(probing, [probing.batch])
     did = f"accumulated {parts} micro-batches and took the whole batch at once"
-    # What the loop would get, in units of the gradient of the mean loss.
-    # Micro-batches with more and fewer tokens than others are no even share: hence the tolerance.
-    if _near(ratio, 1, 0.2):
-        factor = 1.0
-    elif hasattr(loss_fn, "micro_batches"):
-        factor = ratio
-    elif _near(ratio, parts, 0.2):
-        factors = scales[0] if scales else [1.0]
-        if any(_near(f * count, 1) for f in factors):
-            factor = 1.0
-        elif any(_near(f * count * count, 1) for f in factors):
-            factor = 1 / count
-        elif all(f == 1.0 for f in factors):
-            factor = float(count)
-        else:
+    cut = getattr(loss_fn, "micro_batches", None)
+    if cut is not None:
+        factor, alike = _ratio(_gradients(probing, cut(probing.batch, parts)), whole)
+        if not alike:
             return
+        # Micro-batches with more tokens than others are not an even share: hence the tolerance.
+        factor = 1.0 if _near(factor, 1, 0.2) else factor
     else:
-        return
+        known = _mean_factor(probing, _cut(probing.batch, parts), whole)
+        if known is None:
+            return
+        factor = known / count if known == 1 and _divided_twice(probing, count) else known
     if _near(factor, 1):
         yield ProbeResult("accumulation-not-averaged", did, "the gradients are the same size")
         return
@@ -64,8 +51,46 @@ def accumulation(probing: Probing) -> Iterator[ProbeResult]:
         return
     size = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
     saw = f"the accumulated gradient is {size} that of the whole batch"
-    fix = "Divide each micro-batch's loss by their number, or by the samples or tokens of the whole step, exactly once."
+    if cut is None and factor < 1 and known != 1:
+        fix = "Return the mean over the micro-batch, not the sum: the loop divides by the number of micro-batches."
+    else:
+        fix = "Divide each micro-batch's loss by their number, or by the samples or tokens of the whole step, exactly once."
     yield finding("accumulation-not-averaged", did, saw, fix, phase="backward")
+
+
+def _mean_factor(probing: Probing, micro: Sequence[Any], whole: Gradients) -> float | None:
+    """Return how large the mean of the micro-batches' gradients is, compared with the gradient of the
+    whole batch: 1 for a mean, 1/k for a sum. None if it is neither.
+
+    A micro-batch without targets has no gradient, so the others add up to the whole batch although
+    the loss is a mean. Only gradients that all have a share in the sum show that it is one.
+    """
+    summed: Gradients = {name: torch.zeros_like(g) for name, g in whole.items()}
+    sizes: list[float] = []
+    for batch in micro:
+        part = _gradients(probing, [batch])
+        sizes.append(_size(part))
+        for name in summed.keys() & part.keys():
+            summed[name] += part[name]
+    ratio, alike = _ratio(summed, whole)
+    if not alike:
+        return None
+    # Micro-batches with more tokens than others are not an even share: hence the tolerance.
+    if _near(ratio, len(micro), 0.2):
+        return 1.0
+    apart = _size({name: summed[name] - g for name, g in whole.items()}) / _size(whole)
+    # Micro-batches draw other noise than the whole batch.
+    same = apart < 0.02 or (probing.base.draws and _near(ratio, 1, 0.2))
+    return 1 / len(micro) if same and min(sizes) > 0.1 * max(sizes) else None
+
+
+def _divided_twice(probing: Probing, count: int) -> bool:
+    """Whether the user's loss is divided by the number of micro-batches although Lightning does that."""
+    if not getattr(probing.replay.loss_fn, "divides", False):
+        return False
+    factors: list[float] = []
+    probing.replay.run(backward=False, before_backward=lambda loss: factors.extend(_factors(loss)))
+    return not any(_near(f * count, 1) for f in factors) and any(_near(f * count * count, 1) for f in factors)
 
 
 def _near(a: float, b: float, tolerance: float = 0.02) -> bool:
@@ -84,17 +109,18 @@ def _cut(batch: Any, parts: int) -> list[Any]:
     return [part(i) for i in range(parts)]
 
 
-def _gradients(probing: Probing, batches: Sequence[Any], scales: list[list[float]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _gradients(probing: Probing, batches: Sequence[Any]) -> Gradients:
+    found: Gradients = {}
     replay = probing.replay
 
     def take() -> None:
-        found.update({name: p.grad.detach().float().clone() for name, p in replay.parameters.items() if p.grad is not None})
+        dense = {name: p.grad for name, p in replay.parameters.items() if p.grad is not None and p.grad.layout is torch.strided}
+        found.update({name: g.detach().float().clone() for name, g in dense.items()})
 
     before, replay.mode = replay.mode, probing.steady
     try:
         quiet = Recorder(probing.model, no_dropout=True)
-        outcome = replay.run(quiet, batches=batches, after=take, before_backward=lambda loss: scales.append(_factors(loss)))
+        outcome = replay.run(quiet, batches=batches, after=take)
     finally:
         replay.mode = before
     if outcome.error is not None:
@@ -124,12 +150,15 @@ def _factors(loss: Tensor) -> list[float]:
     return found
 
 
-def _ratio(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, bool]:
+def _ratio(a: Gradients, b: Gradients) -> tuple[float, bool]:
     """How many times larger the first gradients are, and whether they point the same way."""
-    names = [name for name in a if name in b and a[name].layout is torch.strided]
+    names = [name for name in a if name in b]
     dot = sum(float((a[n] * b[n]).sum()) for n in names)
-    left = math.sqrt(sum(float(a[n].square().sum()) for n in names))
-    right = math.sqrt(sum(float(b[n].square().sum()) for n in names))
+    left, right = _size({n: a[n] for n in names}), _size({n: b[n] for n in names})
     if not left or not right:
         return 0.0, False
     return dot / right**2, dot / (left * right) > 0.9
+
+
+def _size(gradients: Gradients) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))

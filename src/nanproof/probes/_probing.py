@@ -39,7 +39,7 @@ class Probing:
     replay: Replay
     optimizer: torch.optim.Optimizer
     accumulate: int = 1
-    """Micro-batches that the loop accumulates."""
+    """Micro-batches that the loop splits a batch into, and whose losses it averages."""
     known: set[int] = field(default_factory=set)
     """Samples with which something else is wrong."""
 

@@ -21,6 +21,8 @@ from nanproof.explain.locate._calls import tensors_of
 _CLASSES = ("cross_entropy", "nll_loss", "gather")
 _NUMBERS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+MIXERS = frozenset(("multi_head_attention_forward", "scaled_dot_product_attention", "softmax", *RECURRENT))
 _DRAWS = frozenset(
     "rand randn rand_like randn_like randint randperm bernoulli bernoulli_ normal normal_ uniform_ multinomial".split()
 )
@@ -32,6 +34,8 @@ class Lookup:
 
     ids: Tensor
     output: Tensor
+    padding: int | None = None
+    """The id of padding that the table has (`padding_idx`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class Compared:
     targets: Tensor | None
     """None for an output of the model of which no loss was seen."""
     ignored: int = -100
+    split: bool = False
+    """Whether the loss was given (samples, classes, positions)."""
 
     @property
     def classes(self) -> bool:
@@ -88,6 +94,12 @@ class Recorder(TorchFunctionMode):
         """Modules that called an active dropout."""
         self.marked: list[tuple[Tensor, float]] = []
         """Ids that the model compares with a number, as it does to find its padding."""
+        self.normalised = False
+        """Whether a layer normalised over positions or samples: their numbers reach each other on purpose."""
+        self.convolved = False
+        """Whether there are convolutions."""
+        self.mixers: set[str] = set()
+        """Operations that mix positions: attention and recurrent layers."""
         self.draws = False
         """Whether random numbers were drawn, other than by dropout."""
         self.loss = float("nan")
@@ -110,9 +122,9 @@ class Recorder(TorchFunctionMode):
 
     def let_go(self) -> None:
         """Free the graph."""
-        self.lookups = [Lookup(x.ids, x.output.detach()) for x in self.lookups]
+        self.lookups = [Lookup(x.ids, x.output.detach(), x.padding) for x in self.lookups]
         for name in ("compared", "outputs"):
-            setattr(self, name, [Compared(x.values, x.values, x.targets, x.ignored) for x in getattr(self, name)])
+            setattr(self, name, [Compared(x.values, x.values, x.targets, x.ignored, x.split) for x in getattr(self, name)])
 
     def __enter__(self) -> Recorder:
         self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
@@ -148,8 +160,14 @@ class Recorder(TorchFunctionMode):
             args = self._dropout(name, args, kwargs)
         elif name in _DRAWS:
             self.draws = True
+        elif name in ("group_norm", "instance_norm") or (name == "batch_norm" and _from_batch(args, kwargs)):
+            self.normalised = True
         elif name in ("eq", "ne", "__eq__", "__ne__"):
             self._mark(*args[:2])
+        if name in MIXERS:
+            self.mixers.add(name)
+        elif name in ("conv1d", "conv2d", "conv3d"):
+            self.convolved = True
         result = func(*args, **kwargs)
         if self._on_call is not None and name != "__get__":
             found = [t for t in tensors_of(result) if t.is_floating_point() and t.dim()]
@@ -166,7 +184,8 @@ class Recorder(TorchFunctionMode):
         output = func(given, *args[1:], **kwargs)
         if torch.is_grad_enabled() and output.is_floating_point() and not output.requires_grad:
             output.requires_grad_()  # a frozen table: the results depend on it all the same
-        self.lookups.append(Lookup(given.detach(), output))
+        padding = args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        self.lookups.append(Lookup(given.detach(), output, padding))
         return output
 
     def _compare(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -183,10 +202,11 @@ class Recorder(TorchFunctionMode):
             targets = args[1] if len(args) > 1 else kwargs.get("target")
         if not (isinstance(predictions, Tensor) and isinstance(targets, Tensor) and predictions.is_floating_point()):
             return
-        if name in ("cross_entropy", "nll_loss") and predictions.dim() == targets.dim() + 1 > 2:
+        split = name in ("cross_entropy", "nll_loss") and predictions.dim() == targets.dim() + 1 > 2
+        if split:
             predictions = predictions.movedim(1, -1)
         ignored = kwargs.get("ignore_index", args[4] if name == "cross_entropy" and len(args) > 4 else -100)
-        self.compared.append(Compared(predictions, predictions.detach().clone(), targets.detach(), int(ignored)))
+        self.compared.append(Compared(predictions, predictions.detach().clone(), targets.detach(), int(ignored), split))
 
     def _mark(self, ids: Any, number: Any = None) -> None:
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and isinstance(number, (int, float)):
@@ -213,3 +233,8 @@ class Recorder(TorchFunctionMode):
         else:
             self.dropouts.append(self.path)
         return args
+
+
+def _from_batch(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether batch norm takes the statistics of this batch."""
+    return bool(args[5] if len(args) > 5 else kwargs.get("training", False)) or (args[1] if len(args) > 1 else None) is None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from nanproof.explain.replay._replay import CannotReplay
 from nanproof.probes._accumulation import accumulation
 from nanproof.probes._contract import Probe, ProbeResult
+from nanproof.probes._features import padded_features
 from nanproof.probes._modes import train_and_eval
 from nanproof.probes._probing import DoesNotApply, Probing
 from nanproof.probes._resume import state_not_saved
@@ -20,6 +21,7 @@ PROBES: Sequence[Probe] = (
     causal_leak,
     packed_documents,
     padding_changes_loss,
+    padded_features,
     samples_mixed,
     input_ignored,
     train_and_eval,

@@ -12,11 +12,12 @@ from nanproof._wording import few
 from nanproof.core.support._tree import map_tensors, tensors_in
 from nanproof.explain.locate._locate import batch_shape
 from nanproof.probes._contract import ProbeResult, finding
+from nanproof.probes._inputs import tensors_ignored
 from nanproof.probes._probing import Probing, changed_rows, depends, shaken
-from nanproof.probes._recorder import Compared, ModuleCall, Recorder
+from nanproof.probes._recorder import RECURRENT, Compared, ModuleCall, Recorder
 from nanproof.probes._tokens import next_token
 
-_SEQUENCES = ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention")
+_SEQUENCES = ("multi_head_attention_forward", "scaled_dot_product_attention", *RECURRENT)
 """Operations that mix positions, and so mix samples if these come first where positions should."""
 _LAYOUT = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view")
 _OVER_BATCH = ("softmax", "log_softmax", "normalize")
@@ -72,11 +73,28 @@ def _samples(probing: Probing) -> int | None:
     if found is None and (stream := next_token(probing)) is not None:
         found = len(stream.ids)
     if found is None:
+        found = _first_of_classes(probing)
+    if found is None:
         found = next((len(t) for name, t in tensors if t.dim() == 2 and ("input_ids" in name or "attention_mask" in name)), None)
     if found is None or found < 2:
         return None
     square = any(t.dim() in (2, 3) and t.shape[0] == t.shape[1] == found for _, t in tensors)
     return None if square else found
+
+
+def _first_of_classes(probing: Probing) -> int | None:
+    """The samples of a cross entropy over (samples, classes, positions), whose targets are a tensor of the
+    batch. Nothing else in the batch may have as many rows as there are positions, as it has if positions
+    come first."""
+    tensors = [t for _, t in tensors_in(probing.batch)]
+    for result in probing.base.compared:
+        t = result.targets
+        if t is None or not result.split or t.dim() != 2 or not any(x.shape == t.shape and torch.equal(x, t) for x in tensors):
+            continue
+        rows, positions = t.shape
+        if rows != positions and not any(x.dim() and x.shape[0] == positions for x in tensors):
+            return rows
+    return None
 
 
 def _is_graph(batch: Any, samples: int) -> bool:
@@ -102,6 +120,23 @@ def _leftover(change: Tensor, samples: int) -> float:
     return float(change.max()) if change.numel() else 0.0
 
 
+def _has_samples(t: Tensor, samples: int) -> bool:
+    return bool(t.numel()) and (samples in t.shape or t.shape[0] % samples == 0)
+
+
+def _leftovers(change: Tensor, samples: int) -> Iterator[float]:
+    """The largest change outside of sample 0 in each layout that the tensor may have. Samples may be
+    folded into a larger dimension with heads, frames or windows, next to one that has their size by chance."""
+    if samples in change.shape:
+        yield _leftover(change, samples)
+    for dim in range(min(2, change.dim())):
+        size = change.shape[dim]
+        if size > samples and size % samples == 0:
+            for shape, place in (((samples, size // samples), 0), ((size // samples, samples), 1)):
+                laid = change.unflatten(dim, shape).narrow(dim + place, 1, samples - 1)
+                yield float(laid.max())
+
+
 def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
     """The first operation whose result moves for other samples, if it is one that does so by mistake; and its module. Rows of
     features without a second dimension may be one sequence, which a recurrent layer reads on purpose."""
@@ -114,8 +149,8 @@ def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
             seen.append((name, ModuleCall(call.path, None, inputs, [t.detach().clone() for t in call.outputs])))
 
     def mixes(before: list[Tensor], after: list[Tensor]) -> bool:
-        pairs = [(a, (a.double() - b.double()).abs()) for a, b in zip(before, after, strict=True) if samples in a.shape]
-        return any(depends(_leftover(change, samples), float(change.max()), a, None) for a, change in pairs if a.numel())
+        pairs = [(a, (a.double() - b.double()).abs()) for a, b in zip(before, after, strict=True) if _has_samples(a, samples)]
+        return any(all(depends(rest, float(d.max()), a, None) for rest in _leftovers(d, samples)) for a, d in pairs)
 
     probing.run(recorder=Recorder(probing.model, on_call=keep))
     before = seen.copy()
@@ -129,7 +164,7 @@ def _first_mix(probing: Probing, samples: int) -> tuple[str, str] | None:
             continue
         if name in _LAYOUT:
             # Rows that come back from groups were mixed in there, perhaps on purpose.
-            known = any(samples in t.shape for t in was.inputs) and not mixes(was.inputs, now.inputs)
+            known = any(_has_samples(t, samples) for t in was.inputs) and not mixes(was.inputs, now.inputs)
         else:
             whole = any(t.shape == (samples, samples) for t in was.outputs)
             known = (name in _SEQUENCES and sequences) or (name in _OVER_BATCH and not whole)
@@ -142,7 +177,13 @@ def _shapes(call: ModuleCall) -> list[torch.Size]:
 
 
 def input_ignored(probing: Probing) -> Iterator[ProbeResult]:
-    """Does each sample's result depend on its own input?"""
+    """Does each sample's result depend on its own input, and on all of its inputs?"""
+    results = list(_samples_ignored(probing))
+    whole = list(tensors_ignored(probing)) if any(r.diagnosis is None for r in results) else []
+    yield from whole[:1] or results
+
+
+def _samples_ignored(probing: Probing) -> Iterator[ProbeResult]:
     samples, _ = batch_shape(probing.batch)
     if samples < 2:
         return

@@ -131,28 +131,46 @@ def padding(probing: Probing, ids: Tensor) -> tuple[str, Tensor] | None:
                 for pads in (~on, on):
                     if _is_padding(ids, pads):
                         return name, pads
-        elif t.dim() == 1 and len(t) == samples and "len" in _key(name) and _whole(t):
+        elif t.dim() == 1 and len(t) == samples and "len" in key_of(name) and _whole(t):
             pads = torch.arange(length, device=ids.device) >= t.to(ids.device).unsqueeze(1)
             if _is_padding(ids, pads):
                 return name, pads
     for compared, number in probing.base.marked:
-        if compared.shape == ids.shape and torch.equal(compared, ids) and _is_padding(ids, ids == number):
-            return f"the model compares its ids with {number:g}, which", ids == number
+        if compared.shape != ids.shape or not torch.equal(compared, ids) or number not in _padding_ids(probing, ids):
+            continue
+        pads = ids == number
+        if _is_padding(ids, pads) and int(pads.sum(1).max()) >= 2:
+            return f"the model compares its ids with {number:g}, which", pads
     return None
 
 
-def _key(name: str) -> str:
+def _padding_ids(probing: Probing, ids: Tensor) -> set[int]:
+    """Ids that the model declares to be padding. A model may also compare its ids with the end of the
+    text, to pool there, so an id that marks an end does not count."""
+    found = {x.padding for x in probing.base.lookups if x.ids.shape == ids.shape and torch.equal(x.ids, ids)}
+    ends: set[Any] = set()
+    for module in probing.replay.modules:
+        config = getattr(module, "config", None)
+        for each in (config, getattr(config, "text_config", None)):
+            found.add(getattr(each, "pad_token_id", None))
+            for name in ("eos_token_id", "sep_token_id", "bos_token_id", "cls_token_id"):
+                end = getattr(each, name, None)
+                ends.update(end if isinstance(end, (list, tuple)) else [end])
+    return {n for n in found - ends if isinstance(n, int)}
+
+
+def key_of(name: str) -> str:
     """The last part of the expression that reaches a tensor, in small letters."""
     return name.lower().rsplit("[", 1)[-1].rsplit(".", 1)[-1]
 
 
 def _marks(name: str) -> bool:
-    return "mask" in _key(name) or "pad" in _key(name) or _unnamed(name)
+    return "mask" in key_of(name) or "pad" in key_of(name) or _unnamed(name)
 
 
 def _unnamed(name: str) -> bool:
     """Whether a tensor is an item of a tuple: what it holds must tell what it is."""
-    return _key(name).rstrip("]").isdigit()
+    return key_of(name).rstrip("]").isdigit()
 
 
 def _is_padding(ids: Tensor, pads: Tensor) -> bool:
@@ -168,7 +186,7 @@ def documents(probing: Probing, ids: Tensor) -> tuple[str, Tensor] | None:
     samples, length = ids.shape
     marked = padding(probing, ids)
     for name, t in tensors_in(probing.batch):
-        key = _key(name)
+        key = key_of(name)
         if _unnamed(name) and (_whole(t) and t.dim() == 2) and next_token(probing) is not None:
             key = "position" if bool((t[:, 1:] < t[:, :-1]).any()) else "documents"
         numbers = _numbers(key, t, samples, length, probing)

@@ -39,6 +39,9 @@ def parts_of(module: Any, trainer: Any = None, batch: Any = None, datamodule: An
 class StepLoss:
     """What Lightning calls backward on for a batch."""
 
+    divides = True
+    """The loss is divided by the number of micro-batches here."""
+
     def __init__(self, trainer: Any, accumulate: int) -> None:
         self._precision, self._accumulate = getattr(trainer, "precision_plugin", None), accumulate
 
