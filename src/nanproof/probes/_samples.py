@@ -234,7 +234,7 @@ def _other_content(probing: Probing, samples: int, seed: int = 0) -> Any:
         if not t.dim() or t.shape[0] != samples or t.layout is not torch.strided or t.dtype == torch.bool or t.is_complex():
             return t
         if bool(((t == 0) | (t == 1)).all()):
-            return t
+            return t.roll(1 + seed, 0) if t.is_floating_point() and t.dim() > 1 else t  # perhaps one-hot features
         if t.is_floating_point():
             noise = torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
             changed = True
