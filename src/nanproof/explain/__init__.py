@@ -1,7 +1,8 @@
 """From a bad step to a named cause with a verified fix. Runs on failure only.
 
 - `_examiner` serves the engine: it explains incidents and notices silent failures (`_silent`).
-- `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes.
+- `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes; `_controls` rejects a fix that
+  would help with another cause as well.
 - `_known` decides which incidents are new; `_start` knows how large the weights were when the run began, `_growth` whether
   the updates blew them up since.
 - `replay/` runs a step again; `lines/` makes that possible where the loss is computed in the loop.

@@ -25,8 +25,9 @@ from nanproof.explain.causes import Cause
 from nanproof.explain.replay._recorder import Recorder
 from nanproof.explain.replay._replay import Replay
 from tools.trials import trials_of
+from zoo.guarded import run
 from zoo.plain import load
-from zoo.registry import CASES
+from zoo.registry import CASES, Training
 
 load()
 
@@ -83,6 +84,21 @@ def test_the_trial_rejects_a_case_of_the_zoo(slug):
     _, trials = trials_of(name)
     assert not trials[slug].held
     assert re.search(reason, trials[slug].result), trials[slug].result
+
+
+def test_an_exponent_that_the_learning_rate_made_large():
+    """Clamping exp keeps the step finite. So do weights of the size they began with: the rate is the cause."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(m, x):
+        mean, log_precision = m(x).chunk(2, -1)
+        return (log_precision.exp() * (x[:, :1] - mean).square() - log_precision).mean()
+
+    optimizer = torch.optim.Adam(model.parameters(), 50.0)
+    batches = [torch.randn(16, 4) for _ in range(4)]
+    first = run(Training(model=model, optimizer=optimizer, loss_fn=loss, batches=batches)).first
+    assert (first.diagnosis.cause, first.diagnosis.verified) == ("learning-rate-too-high", True)
+    assert "exp-overflow" in first.diagnosis.alternatives
 
 
 def test_every_cause_has_a_neighbour():

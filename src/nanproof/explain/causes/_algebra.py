@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanproof.explain._case import Case, Trial
+from nanproof.explain._controls import PRODUCTS, ProductTaken, added_to_the_rest, weighted_by_0
 from nanproof.explain.causes._cause import Cause, Match, at_birth
-from nanproof.explain.causes._controls import PRODUCTS, ProductTaken, added_to_the_rest, weighted_by_0
 from nanproof.explain.locate._calls import CallStack, Range
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._matrices import ChangedMatrix, values_apart

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanproof.core.support._members import state_of
 from nanproof.explain._case import Case, Prescription, Trial, living
+from nanproof.explain._controls import blown_up, hidden_by, not_an_overflow, rejected, unused
 from nanproof.explain.causes._cause import Cause, Match, at_birth
-from nanproof.explain.causes._controls import blown_up, hidden_by, not_an_overflow, rejected, unused
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op, Trace
 from nanproof.explain.replay._interventions import EXP, LOG, Fp32, InsideTrig, Intervention, SafeDivision, SafeInput, SafeRoot

@@ -13,8 +13,8 @@ from torch import Tensor
 from nanproof._wording import few
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial, bad_in_batch, finite
+from nanproof.explain._controls import rejected
 from nanproof.explain.causes._cause import Cause, Match, at_birth
-from nanproof.explain.causes._controls import rejected
 from nanproof.explain.causes._objective import compared, rounds
 from nanproof.explain.locate._calls import CallStack, tensors_of
 from nanproof.explain.locate._locate import extreme, far_off, guilty_sample

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nanproof.explain._case import Case, Trial, living
+from nanproof.explain._controls import blown_up, not_an_overflow, rejected, unused
 from nanproof.explain.causes._algebra import InsideDomain
 from nanproof.explain.causes._cause import Cause, Match, at_birth
-from nanproof.explain.causes._controls import blown_up, not_an_overflow, rejected, unused
 from nanproof.explain.causes._raised import raised_at
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op

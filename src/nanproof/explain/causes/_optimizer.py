@@ -13,9 +13,9 @@ from torch import Tensor
 from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain._controls import blown_up, rejected, weights_at_their_first_size
 from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._cause import Cause, Match
-from nanproof.explain.causes._controls import rejected, weights_at_their_first_size
 from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
 from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies
@@ -242,7 +242,8 @@ class GradientNormOverflow(Cause):
         trial = Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
         # The control: a loss of an ordinary size is not in the wrong unit; its gradient grew on the way back.
         small = abs(outcome.loss) < self.ORDINARY
-        return rejected(trial, f"the loss is {outcome.loss:.4g}: its scale is not what makes the gradient large" * small)
+        reason = f"the loss is {outcome.loss:.4g}: its scale is not what makes the gradient large" * small
+        return rejected(trial, reason or blown_up(case)) if held else trial
 
     def _unit(self, case: Case, norm: float) -> tuple[Prescription, ...]:
         """Where the loss is in a unit of its own: gradients times the power of two that takes their norm to 1, or to what is

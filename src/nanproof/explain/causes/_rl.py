@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial, living
+from nanproof.explain._controls import rejected
 from nanproof.explain.causes._cause import Cause, Match, at_birth
-from nanproof.explain.causes._controls import rejected
 from nanproof.explain.causes._forward import SOFTMAX, feeds_sampling
 from nanproof.explain.locate._locate import batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from nanproof.explain._case import Case, Prescription, Trial
+from nanproof.explain._controls import rejected
 from nanproof.explain.causes._cause import Cause, Match
-from nanproof.explain.causes._controls import rejected
 from nanproof.explain.causes._raised import passed_through
 from nanproof.explain.locate._calls import CallStack
 from nanproof.explain.locate._uninitialised import FilledMemory
