@@ -292,7 +292,16 @@ class Case:
         outcome = self.replay.run(*changes, **kwargs)
         acted = [c.acted for c in changes if hasattr(c, "acted")]
         held = outcome.finite and (not acted or any(acted))
+        if held and "batches" not in kwargs and self.cured_by_a_finite_batch:
+            return Trial(False, f"{outcome}; but with the NaN of the batch replaced by 0 it is finite without this, too")
         return Trial(held, str(outcome), living(*changes) if held else ())
+
+    @cached_property
+    def cured_by_a_finite_batch(self) -> bool:
+        """The control of every other fix: the batch holds NaN or Inf, and the step is finite without them."""
+        if self.replay is None or not any(not bad.only_negative for bad in self.bad_batch):
+            return False
+        return self.replay.run(batches=self.batches_with(finite)).finite
 
     def cured_by_either(self, *sets: tuple[AbstractContextManager[Any], ...]) -> Trial:
         """Try one set of changes after the other, until one helps."""
@@ -324,6 +333,12 @@ class Trial:
     result: str
     remedies: tuple[Prescription, ...] = ()
     """How the run could go on with it, mildest first; none where that takes a person."""
+
+
+def finite(x: Tensor) -> Tensor:
+    """Return a tensor with 0 in the place of NaN and Inf."""
+    plain = x.is_floating_point() and x.layout is torch.strided
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if plain else x
 
 
 def living(*changes: AbstractContextManager[Any]) -> tuple[Prescription, ...]:

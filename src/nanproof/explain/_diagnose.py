@@ -21,7 +21,7 @@ from nanproof.core.judge._optimizers import bare_optimizer
 from nanproof.core.support._signals import shielded
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain import causes as _causes  # noqa: F401  (fills the catalogue)
-from nanproof.explain._case import Case, Prescription
+from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._cause import Cause, Match
 from nanproof.explain.locate._locate import guilty_sample
 from nanproof.explain.locate._trace import source_line
@@ -77,6 +77,21 @@ def explain(case: Case) -> Diagnosis:
         ),
         case,
     )
+
+
+def outcomes(case: Case) -> dict[str, Trial | None]:
+    """Run the trial of every cause that matches the case, not only of those that could still win.
+
+    Return the trials by slug, surest cause first; None where a match has no trial.
+    """
+    ranked = [pair for costly in (False, True) for pair in _matches(case, [], costly=costly)]
+    found: dict[str, Trial | None] = {}
+    for match, cause in ranked:
+        try:
+            found[cause.slug] = None if match.trial is None else match.trial()
+        except Exception as error:
+            found[cause.slug] = Trial(False, f"{type(error).__name__}: {error}"[:200])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

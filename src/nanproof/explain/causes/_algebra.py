@@ -4,7 +4,7 @@ weight of 0 on an infinite term, memory that was never written."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nanproof.explain._case import Case, Trial
 from nanproof.explain._cause import Cause, Match, at_birth
+from nanproof.explain._controls import PRODUCTS, ProductTaken, added_to_the_rest, weighted_by_0
 from nanproof.explain.locate._calls import CallStack, Range
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._matrices import ChangedMatrix, values_apart
-from nanproof.explain.locate._trace import Op, Operand
+from nanproof.explain.locate._trace import Op
 from nanproof.explain.locate._uninitialised import Allocation, FilledMemory
 from nanproof.explain.replay._interventions import LOG, Intervention
 from nanproof.explain.replay._replay import Outcome
@@ -55,7 +56,7 @@ class PowerOfNegative(Cause):
             below = "the exponent's gradient needs the logarithm of the base, which is NaN below 0"
         said = f"input of {name} was {value:.4g}{birth.place()}; {below}"
         return at_birth(
-            birth, 0.95, said, lambda: case.cured_by(_InsideDomain()), f"negative inputs of {name} moved into its domain"
+            birth, 0.95, said, lambda: case.cured_by(InsideDomain()), f"negative inputs of {name} moved into its domain"
         )
 
 
@@ -75,7 +76,7 @@ def _base(birth: Birth) -> Range | None:
     return op.inputs[0].range
 
 
-class _InsideDomain(Intervention):
+class InsideDomain(Intervention):
     """Inputs of roots, fractional powers and logarithms that are below their domain are moved to its edge. Zeros stay."""
 
     names = LOG | {"log1p", "xlogy", "sqrt", "rsqrt", "pow", "__pow__", "__rpow__", "float_power"}
@@ -153,7 +154,6 @@ def _masked_samples(case: Case, logits: Tensor | None) -> tuple[int, ...]:
 
 
 _NEGATIONS = frozenset({"neg", "__neg__", "negative"})
-_PRODUCTS = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
 _REDUCTIONS = frozenset({"mean", "sum"})
 _MOST = 0.5
 """A class with at least this share is the target itself; with less, smoothing gave it its share."""
@@ -163,7 +163,7 @@ class _SmoothingOfAllowed(Intervention):
     """The smoothing term of a cross entropy, or a sum or mean over log-probabilities, leaves masked classes out. The
     log-probability of the target stays as it is, so a target that is masked itself stays infinite."""
 
-    names = _NEGATIONS | _PRODUCTS | _REDUCTIONS | {"cross_entropy_loss", "log_softmax", "kl_div"}
+    names = _NEGATIONS | PRODUCTS | _REDUCTIONS | {"cross_entropy_loss", "log_softmax", "kl_div"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class InfiniteTermWithWeight0(Cause):
         op = case.birth.turned
         if op.backward or op.name not in ("mul", "mul_") or not op.nan_out:
             return None
-        term = _weighted_by_0(op)
+        term = weighted_by_0(op)
         if term is None or (op.call is not None and math.prod(term.shape) != 1):
             return None
         value = term.range.low if math.isinf(term.range.low) else term.range.high
@@ -330,75 +330,12 @@ class InfiniteTermWithWeight0(Cause):
         )
 
     def _skipped(self, case: Case) -> Trial:
-        """Left out, the rest must be finite. The control puts 1 and 2 in the place of the product: the loss of a sum of terms
-        moves by the same amount each time."""
+        """Left out, the rest must be finite. The control: it must be a term that is added to the rest."""
         assert case.replay is not None
-        without = case.replay.run(change := _ProductTaken(0.0))
-        one, two = (case.replay.run(_ProductTaken(value), backward=False).loss for value in (1.0, 2.0))
-        first, second = one - without.loss, two - one
-        additive = math.isfinite(second) and first != 0 and math.isclose(first, second, rel_tol=1e-2, abs_tol=1e-6)
+        without = case.replay.run(change := ProductTaken(0.0))
+        additive = added_to_the_rest(case)
         said = f"{without}; " + ("the term is added to the rest" if additive else "it is not a term that is added")
         return Trial(bool(change.acted) and without.finite and additive, said)
-
-
-def _weighted_by_0(op: Op) -> Operand | None:
-    """The infinite operand of a product with a weight of 0 that is not learned."""
-    infinite = [i for i in op.inputs if i.range.inf and not i.range.nan]
-    if len(infinite) != 1:
-        return None
-    term = infinite[0]
-    weight = next((i for i in op.inputs if i is not term), None)
-    if weight is None:
-        zero = any(isinstance(s, (int, float)) and s == 0 for s in op.scalars)
-    elif weight.requires_grad:
-        return None
-    elif math.prod(weight.shape) == 1:
-        zero = weight.range.low == weight.range.high == 0
-    else:  # stacked terms, one weight each
-        stacked = term.producer is not None and term.producer.name == "stack"
-        zero = stacked and weight.shape == term.shape and len(term.shape) == 1
-    return term if zero else None
-
-
-class _ProductTaken(Intervention):
-    """The product of a weight of 0 and an infinite term is taken as a constant."""
-
-    names = _PRODUCTS | {"__imul__", "stack"}
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self._value = value
-        self._stacked: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
-        """Stacked terms by id: each has to be left out alone, with its gradient."""
-
-    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        if name == "stack":
-            out: Tensor = func(*args, **kwargs)
-            if out.dim() == 1:
-                self._stacked[id(out)] = out, args[0]
-            return out
-        a, b = args[0], args[1] if len(args) > 1 else kwargs.get("other")
-        for weight, term in ((a, b), (b, a)):
-            if not isinstance(term, Tensor) or not term.is_floating_point() or not _infinite(term):
-                continue
-            if _is_0(weight):
-                self.acted += 1
-                return torch.full_like(term.detach(), self._value)
-            if isinstance(weight, Tensor) and weight.shape == term.shape and id(term) in self._stacked:
-                parts = zip(self._stacked[id(term)][1], weight.unbind(), strict=True)
-                return torch.stack([self.change("mul", torch.mul, (part, one), {}) for part, one in parts])
-        return func(*args, **kwargs)
-
-
-def _is_0(weight: Any) -> bool:
-    if isinstance(weight, Tensor):
-        return weight.numel() == 1 and not weight.requires_grad and bool(weight == 0)
-    return isinstance(weight, (int, float)) and weight == 0
-
-
-def _infinite(term: Tensor) -> bool:
-    value = term.detach()
-    return bool(torch.isinf(value).any()) and not bool(torch.isnan(value).any())
 
 
 _SOURCES = 8

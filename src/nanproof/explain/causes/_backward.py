@@ -13,6 +13,7 @@ from torch import Tensor
 from nanproof.core.support._members import state_of
 from nanproof.explain._case import Case, Prescription, Trial, living
 from nanproof.explain._cause import Cause, Match, at_birth
+from nanproof.explain._controls import blown_up, hidden_by, not_an_overflow, rejected, unused
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op, Trace
 from nanproof.explain.replay._interventions import EXP, LOG, Fp32, InsideTrig, Intervention, SafeDivision, SafeInput, SafeRoot
@@ -36,7 +37,6 @@ ROOTS = frozenset(
 TRIG = frozenset({"acos", "asin", "atanh", "acosh"})
 DANGEROUS = ROOTS | TRIG | EXP | LOG | {"log1p", "div", "div_", "reciprocal", "xlogy", "atan2", "logit", "exp_", "log_"}
 """Operations with a place where their slope is infinite or undefined."""
-HIDES = frozenset({"where", "masked_fill", "masked_fill_", "masked_select", "index", "nan_to_num", "masked_scatter"})
 PRODUCTS = frozenset(
     [
         "mm",
@@ -85,7 +85,12 @@ class SqrtAtZero(Cause):
             return None
         what = {"linalg_vector_norm": "norm", "_cdist_forward": "distance", "_euclidean_dist": "distance"}.get(op.name, op.name)
         said = f"input of {what} was 0{birth.place()}: the loss is finite, but the slope of the root at 0 is Inf"
-        return at_birth(birth, 0.9, said, lambda: case.cured_by(SafeRoot()), "an epsilon under the root", op=what)
+        return at_birth(birth, 0.9, said, lambda: self._rooted(case), "an epsilon under the root", op=what)
+
+    def _rooted(self, case: Case) -> Trial:
+        """The control puts 1 under the root: where the loss stays as it is, the root does not count in it."""
+        trial = case.cured_by(SafeRoot())
+        return rejected(trial, unused(case, SafeRoot(), SafeRoot(1.0))) if trial.held else trial
 
 
 class MaskedBranchGradient(Cause):
@@ -103,14 +108,14 @@ class MaskedBranchGradient(Cause):
         birth = case.birth
         if not math.isfinite(case.control.loss) or case.control.error is not None:
             return None
-        hidden_by = _hidden_by(birth.op) if birth.op.name in DANGEROUS else None
-        if hidden_by is None:
+        hider = hidden_by(birth.op) if birth.op.name in DANGEROUS else None
+        if hider is None:
             return None
         op = birth.op
         value = op.inputs[-1 if op.name in ("div", "div_") else 0].range if op.inputs else None
         shown = f" (its input reaches from {value.low:.4g} to {value.high:.4g})" if value is not None else ""
         said = (
-            f"{op.name}{shown} is bad{birth.place()} where {hidden_by.name} at {hidden_by.source} hides it: the loss is "
+            f"{op.name}{shown} is bad{birth.place()} where {hider.name} at {hider.source} hides it: the loss is "
             "finite, the gradient 0 * Inf"
         )
         return at_birth(birth, 0.95, said, lambda: self._double_where(case), "its input masked as well")
@@ -158,19 +163,6 @@ class _SafePower(Intervention):
         return torch.pow(x, p)
 
 
-def _hidden_by(op: Op) -> Op | None:
-    """The operation that leaves the result out in the forward, if there is one."""
-    for _ in range(5):
-        ahead = [c for c in op.consumers if not c.backward and c.name not in ("_local_scalar_dense", "isfinite", "eq", "ne")]
-        for consumer in ahead:
-            if consumer.name in HIDES:
-                return consumer
-        if len(ahead) != 1:
-            return None
-        op = ahead[0]
-    return None
-
-
 class InverseTrigBoundary(Cause):
     """acos, asin, atanh at the boundary of their domain."""
 
@@ -186,9 +178,12 @@ class InverseTrigBoundary(Cause):
         said = f"input of {op.name} was {value:.7g}{birth.place()}: at the boundary its slope is Inf" + (
             "" if abs(value) <= 1 else ", beyond it NaN"
         )
-        return at_birth(
-            birth, 0.94, said, lambda: case.cured_by(InsideTrig()), f"the input of {op.name} clamped inside its domain"
-        )
+        return at_birth(birth, 0.94, said, lambda: self._inside(case), f"the input of {op.name} clamped inside its domain")
+
+    def _inside(self, case: Case) -> Trial:
+        """The control puts 0 at the boundary: where the loss stays as it is, the angle does not count in it."""
+        trial = case.cured_by(InsideTrig())
+        return rejected(trial, unused(case, InsideTrig(), _InsideInput())) if trial.held else trial
 
 
 class NormalizeZeroVector(Cause):
@@ -377,8 +372,23 @@ class ExplodingGradient(Cause):
                 else:
                     trial = case.cured_by()
             if trial.held:
-                return Trial(True, f"{trial.result} (spectral norms of at most {limit:g})")
+                tamed = Trial(True, f"{trial.result} (spectral norms of at most {limit:g})")
+                return rejected(tamed, self._of_the_batch(case, finite) or blown_up(case))
         return trial
+
+    def _of_the_batch(self, case: Case, finite: bool) -> str:
+        """The control brings the batch to an ordinary size: a gradient that grows with every layer still grows."""
+        assert case.replay is not None and case.control is not None
+        outcome = case.replay.run(batches=case.batches_with(_of_size_1))
+        calm = outcome.finite and (not finite or outcome.total < 1e-3 * case.control.total)
+        return f"with inputs of size 1 and the same weights it is ordinary: {outcome}" if calm else ""
+
+
+def _of_size_1(x: Tensor) -> Tensor:
+    """Scale down to a mean square of 1 at the most."""
+    if not x.is_floating_point() or not x.numel() or x.layout is not torch.strided:
+        return x
+    return x / x.detach().float().square().mean().sqrt().clamp(min=1).to(x.dtype)
 
 
 def _growth(sizes: list[float]) -> tuple[float | None, float, float]:
@@ -438,5 +448,7 @@ class Fp16GradientOverflow(Cause):
         if trial.held and not case.healing:
             return trial
         wide = case.cured_by(Fp32())
+        if case.birth is not None and wide.held:
+            wide = rejected(wide, not_an_overflow(case, case.birth))
         smaller = (Prescription("smaller-backward", {"factor": 2.0**-12}),) if trial.held else ()
         return replace(trial if trial.held else wide, remedies=(*smaller, *wide.remedies))

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from nanproof._wording import few
 from nanproof.core.support._tree import tensors_in
-from nanproof.explain._case import Case, Trial, bad_in_batch
+from nanproof.explain._case import Case, Trial, bad_in_batch, finite
 from nanproof.explain._cause import Cause, Match, at_birth
+from nanproof.explain._controls import rejected
 from nanproof.explain.causes._objective import compared, rounds
 from nanproof.explain.locate._calls import CallStack, tensors_of
 from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
 from nanproof.explain.locate._trace import Operand
 from nanproof.explain.locate._writes import write_into_batch
-from nanproof.explain.replay._interventions import NoEmptyMean, SafeDivision, ZeroInfinity
+from nanproof.explain.replay._interventions import Intervention, NoEmptyMean, SafeDivision, ZeroInfinity
 from nanproof.explain.replay._rehearse import rehearse
 
 FAR = 1e6
@@ -52,7 +53,7 @@ class NonfiniteBatch(Cause):
             phase="batch",
             where=first.name,
             samples=samples,
-            trial=(lambda: case.cured_by(batches=case.batches_with(_repaired))) if case.replay and case.bad_batch else None,
+            trial=(lambda: case.cured_by(batches=case.batches_with(finite))) if case.replay and case.bad_batch else None,
             tried="the non-finite elements of the batch replaced by 0",
         )
 
@@ -97,6 +98,17 @@ class ChangedInPlace(Cause):
         return Trial(held, "finite before, non-finite after the write" if held else "the write does not make it non-finite")
 
 
+MOVED = 1e-2
+
+
+def _moved_a_little(x: Tensor) -> Tensor:
+    """Add noise of a hundredth of the size of the numbers."""
+    if not _plain_numbers(x):
+        return x
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    return x.detach() + MOVED * x.detach().abs().mean() * noise
+
+
 def _of_usual_size(x: Tensor) -> Tensor:
     """Samples that are far too large, at the size of the others."""
     found = far_off(x, FAR)
@@ -105,11 +117,6 @@ def _of_usual_size(x: Tensor) -> Tensor:
     sizes, usual, far = found
     smaller = torch.where(far, usual / sizes, torch.ones_like(sizes))
     return x * smaller.reshape(-1, *[1] * (x.dim() - 1))
-
-
-def _repaired(x: Tensor) -> Tensor:
-    plain = x.is_floating_point() and x.layout is torch.strided
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if plain else x
 
 
 class NoSupervisedTargets(Cause):
@@ -132,6 +139,7 @@ class NoSupervisedTargets(Cause):
             for name, t in tensors_in(batch)
             if t.dtype in (torch.int64, torch.int32) and t.numel() and bool((t == -100).all())
         ]
+        trial = self._averaged
         if "nll_loss" in op.name and not empty:
             targets = op.inputs[1].value if len(op.inputs) > 1 else None
             skipped = next((s for s in reversed(op.scalars) if isinstance(s, int)), -100)
@@ -141,6 +149,7 @@ class NoSupervisedTargets(Cause):
         elif empty and op.nan_out:
             said = f"{op.name} is the mean of an empty selection (shape {_empty_shape(op.inputs)})"
         elif ignored and op.name in ("div", "div_", "mean"):
+            trial = self._supervised
             said = f"every element of {ignored[0]} is -100, the ignored index: nothing is supervised, and the mean is 0/0"
         else:
             return None
@@ -148,9 +157,23 @@ class NoSupervisedTargets(Cause):
             case.birth,
             0.96,
             said,
-            lambda: case.cured_by_either((NoEmptyMean(),), (SafeDivision(),)),
+            lambda: trial(case),
             "the sum divided by max(1, count)",
         )
+
+    def _averaged(self, case: Case) -> Trial:
+        return case.cured_by_either((NoEmptyMean(),), (SafeDivision(),))
+
+    def _supervised(self, case: Case) -> Trial:
+        """The control supervises every label: the step must be finite then, or the divisor of 0 comes from somewhere else."""
+        assert case.replay is not None
+        labelled = case.replay.run(batches=case.batches_with(lambda t: torch.where(t == -100, 0, t) if _ids(t) else t))
+        reason = "" if labelled.finite else f"with every label supervised it is not finite either: {labelled}"
+        return rejected(self._averaged(case), reason)
+
+
+def _ids(t: Tensor) -> bool:
+    return t.dtype in (torch.int64, torch.int32)
 
 
 def _empty_shape(inputs: list[Operand]) -> str:
@@ -175,9 +198,27 @@ class CtcInfeasible(Cause):
             birth,
             0.97,
             f"ctc_loss is infinite{where}: the input is shorter than the target needs ({_lengths(op.scalars, op.inputs)})",
-            lambda: case.cured_by(ZeroInfinity()),
+            lambda: self._infeasible(case),
             "zero_infinity=True",
         )
+
+    def _infeasible(self, case: Case) -> Trial:
+        """The control gives every symbol the same probability: too short an input stays infinite, and nothing else does."""
+        assert case.replay is not None
+        trial = case.cured_by(ZeroInfinity())
+        uniform = case.replay.run(_Uniform(), backward=False)
+        reason = f"with uniform probabilities the loss is {uniform.loss:.4g}: the input is long enough"
+        return rejected(trial, reason if math.isfinite(uniform.loss) else "")
+
+
+class _Uniform(Intervention):
+    """ctc_loss of log-probabilities that are all the same."""
+
+    names = frozenset({"ctc_loss"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        self.acted += 1
+        return func(torch.full_like(args[0], -math.log(args[0].shape[-1])), *args[1:], **kwargs)
 
 
 def _lengths(scalars: list[Any], inputs: list[Operand]) -> str:
@@ -341,7 +382,11 @@ class OutlierBatch(Cause):
         usual = max(o.total for o in others)
         loss = max(abs(o.loss) for o in others)
         off = own.total > 5 * usual or abs(own.loss) > 3 * loss
-        return Trial(off, f"gradient norm {usual:.4g} instead of {own.total:.4g}, loss {loss:.4g} instead of {own.loss:.4g}")
+        said = f"gradient norm {usual:.4g} instead of {own.total:.4g}, loss {loss:.4g} instead of {own.loss:.4g}"
+        # The control moves every number a little. An outlier stays one; the rounding that a step amplifies does not.
+        moved = case.replay.run(batches=case.batches_with(_moved_a_little))
+        calm = moved.finite and moved.total < 0.2 * own.total and abs(moved.loss) < max(0.2 * abs(own.loss), 3 * loss)
+        return rejected(Trial(off, said), f"moved by {MOVED:.0e} of its size, the batch is ordinary: {moved}" if calm else "")
 
     def _samples(self, case: Case) -> tuple[int, ...]:
         """The sample that makes the difference, if it is one: halfway between this batch and an ordinary one is the line."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nanproof.explain._case import Case, Trial, living
 from nanproof.explain._cause import Cause, Match, at_birth
+from nanproof.explain._controls import blown_up, not_an_overflow, rejected, unused
+from nanproof.explain.causes._algebra import InsideDomain
 from nanproof.explain.causes._raised import raised_at
 from nanproof.explain.locate._locate import Birth, batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op
@@ -23,6 +25,7 @@ from nanproof.explain.replay._interventions import (
     OneMask,
     PositiveLog,
     SafeDivision,
+    SafeInput,
     SafeRoot,
     SafeSoftmax,
     SpreadOfOne,
@@ -117,7 +120,15 @@ class MaskOverflow(Cause):
             f"{op.name} of numbers down to {deepest:.4g} in {kind} gives -inf: the least it holds is {least:.4g}, and the "
             "mask is at that edge"
         )
-        return at_birth(birth, 0.95, said, lambda: case.cured_by(OneMask()), "the sum kept inside the dtype's range", op="add")
+        return at_birth(birth, 0.95, said, lambda: self._one_mask(case), "the sum kept inside the dtype's range", op="add")
+
+    def _one_mask(self, case: Case) -> Trial:
+        """The control keeps the sum at half of the range: a masked score weighs nothing either way, an activation does."""
+        assert case.replay is not None
+        trial = case.cured_by(OneMask())
+        edge, half = (case.replay.run(OneMask(share), backward=False).loss for share in (1.0, 0.5))
+        moves = not math.isclose(edge, half, rel_tol=1e-3, abs_tol=1e-6)
+        return rejected(trial, f"at half of the range the loss is {half:.6g} instead of {edge:.6g}: it is not a mask" * moves)
 
 
 _EDGES = frozenset(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32))
@@ -135,6 +146,7 @@ class Fp16ActivationOverflow(Cause):
     """An output passes 65504 in fp16."""
 
     slug = "fp16-activation-overflow"
+    specific = 0
     fix = (
         "Run in bf16, or keep this module and the residual stream after it in fp32: casting its output back to fp16 "
         "overflows again."
@@ -192,6 +204,8 @@ class Fp16ActivationOverflow(Cause):
     def _wider(self, case: Case) -> Trial:
         """bf16 costs a run less than fp32, so it is asked as well: where it holds, it is the first remedy."""
         trial = case.cured_by(Fp32())
+        if trial.held and case.birth is not None:
+            trial = rejected(trial, not_an_overflow(case, case.birth) or blown_up(case))
         if not trial.held or not case.healing:
             return trial
         return replace(trial, remedies=(*case.cured_by(Bf16Autocast()).remedies, *trial.remedies))
@@ -219,7 +233,7 @@ class LogOfZero(Cause):
             infinite = f"-Inf at {edge}" if shown >= edge else f"NaN below {edge}"
             infinite = f"so steep that its gradient overflows near {edge}" if low > edge and steep else infinite
             said = f"input of {op.name} was {shown:.4g}{birth.place()}; {op.name} is {infinite}"
-            return at_birth(birth, 0.93, said, lambda: case.cured_by(PositiveLog()), "the input of log clamped above 0")
+            return at_birth(birth, 0.93, said, lambda: self._above_0(case), "the input of log clamped above 0")
         if birth.at.name in ("mul", "mul_") and birth.at.nan_out and any(i.range.inf for i in birth.at.inputs):
             said = f"0 is multiplied by an infinite logarithm{birth.place()}: 0 * -inf is NaN"
             return at_birth(birth, 0.85, said, lambda: case.cured_by(_ZeroTimesInf()), "0 * -inf taken as 0", op="mul")
@@ -230,6 +244,30 @@ class LogOfZero(Cause):
             changes = (_ZeroTimesInf(), _SameInfinity())
             return at_birth(birth, 0.85, said, lambda: case.cured_by(*changes), "0 * -inf taken as 0", op="mul")
         return None
+
+    def _above_0(self, case: Case) -> Trial:
+        """The controls: negative inputs moved alone must not be enough, and its result must count in the loss."""
+        assert case.birth is not None
+        trial = case.cured_by(PositiveLog())
+        if not trial.held:
+            return trial
+        base, edge = case.birth.op.inputs[-1].range, -1.0 if case.birth.op.name == "log1p" else 0.0
+        negative = base.low < edge - 1e-6 * max(base.size, 1.0)  # beyond rounding
+        if negative and case.cured_by(InsideDomain()).held:
+            return rejected(trial, "with negative inputs moved and zeros left it is finite, too: no 0 is to blame")
+        return rejected(trial, unused(case, PositiveLog(), _OneForZero()))
+
+
+class _OneForZero(SafeInput):
+    def __init__(self) -> None:
+        super().__init__(LOGS, lambda x: x <= 1e-30, 1.0)
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name == "logit":
+            return func(self.where((args[0] <= 0) | (args[0] >= 1), 0.5, args[0]), *args[1:], **kwargs)
+        if name == "xlogy":
+            return torch.xlogy(args[0], self.where(args[1].detach() <= 1e-30, 1.0, args[1]))
+        return super().change(name, func, args, kwargs)
 
 
 def _divergence_of_impossible(op: Op) -> bool:
@@ -293,9 +331,14 @@ class ExpOverflow(Cause):
         said = f"input of {op.name} was {value:.4g}{birth.place()}; {op.name} overflows above {limit:.4g}"
         if clamped:
             said += "; its output is clamped, which keeps the loss finite and makes the gradient 0 * Inf"
-        return at_birth(
-            birth, 0.96, said, lambda: case.cured_by_either((BoundedExp(),), (BoundedExp(5.0),)), "the input of exp clamped"
-        )
+        return at_birth(birth, 0.96, said, lambda: self._bounded(case), "the input of exp clamped")
+
+    def _bounded(self, case: Case) -> Trial:
+        """The controls: its result must count in the loss, and weights of the size they began with must not be enough."""
+        trial = case.cured_by_either((BoundedExp(),), (BoundedExp(5.0),))
+        if not trial.held:
+            return trial
+        return rejected(trial, unused(case, BoundedExp(5.0), BoundedExp(-20.0)) or blown_up(case))
 
 
 def _zero_divisor(op: Op) -> bool:

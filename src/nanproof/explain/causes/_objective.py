@@ -246,7 +246,7 @@ class IdenticalPair(Cause):
                 control = case.replay.run()
                 apart, alike = case.replay.run(batches=case.batches_with(one)), case.replay.run(batches=case.batches_with(both))
             near = 1e-3 * max(abs(control.loss), 1e-12)
-            stays = alike.error is None and abs(alike.loss - control.loss) < 10 * near
+            stays = alike.error is None and abs(alike.loss - control.loss) < 0.1 * near
             moves = apart.error is None and (abs(apart.loss - control.loss) > near or apart.total > 10 * control.total + 1e-6)
             result = (
                 f"the loss is {apart.loss:.6g} instead of {control.loss:.6g}, the gradient norm {apart.total:.3g} instead of "

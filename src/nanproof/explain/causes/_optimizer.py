@@ -14,6 +14,7 @@ from nanproof._wording import listed
 from nanproof.core.support._members import groups_of, name_of, optimizers_in
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._cause import Cause, Match
+from nanproof.explain._controls import blown_up, rejected, weights_at_their_first_size
 from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
@@ -61,7 +62,12 @@ class Fp16WeightsWithGradScaler(Cause):
         )
 
     def _in_fp32(self, case: Case, half: list[Tensor]) -> Trial:
-        """GradScaler itself on copies: it raises on fp16, not on fp32."""
+        """GradScaler itself on copies of those that get a gradient: it raises on fp16, not on fp32."""
+        assert case.replay is not None
+        reached = {id(case.replay.parameters[name]) for name in case.replay.gradients()}
+        half = [p for p in half if id(p) in reached]
+        if not half:
+            return Trial(False, "none of the fp16 parameters gets a gradient, so GradScaler has nothing to refuse")
         results = []
         for dtype in (torch.float16, torch.float32):
             p = half[0].detach().to(dtype).requires_grad_()
@@ -200,6 +206,9 @@ class GradientNormOverflow(Cause):
         "their squares is not."
     )
 
+    ORDINARY = 1e3
+    """A loss below this is not in a unit of its own."""
+
     def match(self, case: Case) -> Match | None:
         if case.kind != "gradient-norm-overflow" or (case.control is not None and not case.control.gradients_finite):
             return None  # run again, a gradient itself is bad
@@ -231,7 +240,11 @@ class GradientNormOverflow(Cause):
         outcome = case.replay.run(scale=factor, after=look)
         held = outcome.gradients_finite and bool(found) and math.isfinite(found[0]) and found[0] > 0
         said = f"gradient norm {found[0] if found else math.nan:.4g}"
-        return Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
+        trial = Trial(held, said, self._unit(case, found[0] / factor) if held and case.healing else ())
+        # The control: a loss of an ordinary size is not in the wrong unit; its gradient grew on the way back.
+        small = abs(outcome.loss) < self.ORDINARY
+        reason = f"the loss is {outcome.loss:.4g}: its scale is not what makes the gradient large" * small
+        return rejected(trial, reason or blown_up(case)) if held else trial
 
     def _unit(self, case: Case, norm: float) -> tuple[Prescription, ...]:
         """Where the loss is in a unit of its own: gradients times the power of two that takes their norm to 1, or to what is
@@ -318,12 +331,7 @@ class LearningRateTooHigh(Cause):
     def _shrunk(self, case: Case) -> Trial:
         """The same step, with every weight that has grown scaled down to the size it had at the start."""
         assert case.replay is not None
-        at_start, values = case.details["largest_at_start"], {}
-        for name, p in case.replay.parameters.items():
-            now = float(torch.linalg.vector_norm(p.detach(), torch.inf))
-            then = at_start.get(name, math.nan)
-            if then < now < math.inf:
-                values[p] = p.detach() * (then / now)
+        values = weights_at_their_first_size(case)
         control = case.replay.run() if case.kind == "divergence" else case.control
         with weights_as(values):
             if case.kind != "divergence":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -323,6 +324,14 @@ def _frames(error: BaseException) -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.tb_next
+
+
+def passed_through(error: BaseException, loss_fn: Any) -> bool:
+    """Whether an exception came through the loss function, a module, or backward: what a replay runs again."""
+    codes = [frame.tb_frame.f_code for frame in _frames(error)]
+    own = getattr(getattr(loss_fn, "func", loss_fn), "__code__", None)
+    modules = any(isinstance(frame.tb_frame.f_locals.get("self"), nn.Module) for frame in _frames(error))
+    return modules or own in codes or any("autograd" in Path(code.co_filename).parts for code in codes)
 
 
 def _functions(error: BaseException) -> list[str]:

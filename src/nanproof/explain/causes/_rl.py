@@ -12,6 +12,7 @@ from torch import Tensor
 from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, Trial, living
 from nanproof.explain._cause import Cause, Match, at_birth
+from nanproof.explain._controls import rejected
 from nanproof.explain.causes._forward import SOFTMAX, feeds_sampling
 from nanproof.explain.locate._locate import batch_shape, where_in_batch
 from nanproof.explain.locate._trace import Op
@@ -69,15 +70,28 @@ class ZeroAdvantage(Cause):
         assert case.replay is not None
         generator = torch.Generator().manual_seed(0)
 
+        names, count = self._constant(case), math.prod(guilty.inputs[0].shape)
+        named = [pair for batch in case.replay.batches for pair in tensors_in(batch)]
+        rewards = {id(t) for name, t in named if name in names and t.numel() == count}
+
         def vary(x: Tensor) -> Tensor:
-            if not x.is_floating_point() or x.numel() < 2:
+            if id(x) not in rewards:
+                return x
+            return x + torch.rand(x.shape, generator=generator).to(x)
+
+        def vary_others(x: Tensor) -> Tensor:
+            if id(x) in rewards or not x.is_floating_point():
                 return x
             return x + torch.rand(x.shape, generator=generator).to(x)
 
         outcome = case.replay.run(batches=case.batches_with(vary))
         if not outcome.total > 0:
             outcome = case.replay.run(_Varied())
-        return Trial(outcome.error is None and outcome.total > 0, f"gradient norm {outcome.total:.4g} instead of 0")
+        trial = Trial(outcome.error is None and outcome.total > 0, f"gradient norm {outcome.total:.4g} instead of 0")
+        # The control varies everything else: equal rewards still give no gradient.
+        control = case.replay.run(batches=case.batches_with(vary_others))
+        alive = control.error is None and control.total > 0
+        return rejected(trial, f"with the same rewards and other inputs it is {control.total:.4g}" * alive)
 
 
 class _Varied(Intervention):
@@ -219,9 +233,34 @@ class TemperatureOverflow(Cause):
             birth,
             0.96,
             said,
-            lambda: case.cured_by_either((CoolLogits(),), (Fp32(),)),
+            lambda: self._cooled(case),
             "the division in fp32 after subtracting the maximum",
         )
+
+    def _cooled(self, case: Case) -> Trial:
+        """The control divides by a tenth at the least: logits that overflow there too are at fault, not the temperature."""
+        assert case.replay is not None
+        trial = case.cured_by_either((CoolLogits(),), (Fp32(),))
+        warm = case.replay.run(_Warm())
+        return rejected(trial, "" if warm.finite else f"at a temperature of 0.1 or more it is not finite either: {warm}")
+
+
+class _Warm(Intervention):
+    """No division by less than a tenth, and no product with more than ten."""
+
+    names = frozenset({"div", "true_divide", "__truediv__", "mul", "__mul__"})
+
+    def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        x, t = args[0], args[1] if len(args) > 1 else kwargs.get("other")
+        out = func(*args, **kwargs)
+        born = isinstance(out, Tensor) and out.is_floating_point() and bool(torch.isinf(out.detach()).any())
+        if not born or not isinstance(x, Tensor) or not bool(torch.isfinite(x.detach()).all()):
+            return out
+        self.acted += 1
+        divides = "div" in name
+        if isinstance(t, Tensor):
+            return func(x, t.clamp(min=0.1) if divides else t.clamp(max=10))
+        return func(x, max(t, 0.1) if divides else min(t, 10.0))
 
 
 class AllTokensBanned(Cause):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._cause import Cause, Match
+from nanproof.explain._controls import rejected
+from nanproof.explain.causes._raised import passed_through
+from nanproof.explain.locate._calls import CallStack
+from nanproof.explain.locate._uninitialised import FilledMemory
 
 
 class TransientFault(Cause):
@@ -39,4 +45,9 @@ class TransientFault(Cause):
         assert case.replay is not None and case.control is not None
         second = case.replay.run()
         result = str(second) + (", the same" if second.same_as(case.control) else ", not the same each time")
-        return Trial(second.finite, result, (Prescription("again"),))
+        trial = Trial(second.finite, result, (Prescription("again"),))
+        if case.error is not None and not passed_through(case.error, case.replay.loss_fn):
+            return rejected(trial, "the exception came from after forward and backward, which is not run again")
+        # The control has NaN in all memory that is allocated without being filled: a read of it may be finite by chance.
+        filled = case.replay.run(*FilledMemory(lambda _: math.nan, CallStack(case.replay.model)).watching())
+        return rejected(trial, "" if filled.finite else "with NaN in memory that is never written it is not finite")

@@ -43,6 +43,7 @@ class Fp16OptimizerUnderflow(Cause):
     """Adam's eps is 0 in fp16: finite gradients, NaN weights."""
 
     slug = "fp16-optimizer-underflow"
+    specific = 2
     fix = (
         "Keep trainable parameters in fp32 (autocast for the forward), or use the fused optimizer, or eps of at least 1e-4: "
         "1e-8 is 0 in fp16."

@@ -25,6 +25,10 @@ def _listed(bad: list[BadWeight]) -> str:
 
 
 def _repaired(case: Case, bad: list[BadWeight]) -> Trial:
+    """The control is the start of the run: weights that were finite then became non-finite later."""
+    at_start = case.details.get("largest_at_start")
+    if at_start is not None and all(math.isfinite(at_start.get(b.name, math.nan)) for b in bad):
+        return Trial(False, f"{bad[0].name} was finite when the run began: something made it non-finite since")
     with weights_as({b.tensor: torch.nan_to_num(b.tensor.detach(), 0.0, 0.0, 0.0) for b in bad}):
         return case.cured_by()
 
@@ -177,6 +181,7 @@ class UninitializedRows(Cause):
     """New rows of an embedding are garbage; only batches with their ids fail."""
 
     slug = "uninitialized-rows"
+    specific = 2
     fix = (
         "Initialise the new rows, for instance with the mean of the old ones (transformers: resize_token_embeddings(..., "
         "mean_resizing=True))."

@@ -198,25 +198,29 @@ class SafeRoot(Intervention):
         }
     )
 
+    def __init__(self, least: float = 1e-6) -> None:
+        super().__init__()
+        self._least = least
+
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        x = args[0]
+        x, least = args[0], self._least
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return func(*args, **kwargs)
         if name in ("sqrt", "rsqrt"):
-            return getattr(torch, name)(self.where(x.detach() <= _tiny(x), 1e-6, x))
+            return getattr(torch, name)(self.where(x.detach() <= _tiny(x), least, x))
         if name in ("pow", "__pow__"):
             p = args[1] if len(args) > 1 else kwargs.get("exponent")
             if isinstance(p, (int, float)) and p < 1 and p != 0:
-                x = self.where(x.detach() <= _tiny(x), 1e-6, x)
+                x = self.where(x.detach() <= _tiny(x), least, x)
             return torch.pow(x, p)
         self.acted += 1
         if name == "std":
-            return (torch.var(x, *args[1:], **kwargs) + 1e-12).sqrt()
+            return (torch.var(x, *args[1:], **kwargs) + least**2).sqrt()
         if name == "std_mean":
             var, mean = torch.var_mean(x, *args[1:], **kwargs)
-            return (var + 1e-12).sqrt(), mean
+            return (var + least**2).sqrt(), mean
         if name in ("dist", "cdist", "pairwise_distance"):
-            return func(x + 1e-6, *args[1:], **kwargs)
+            return func(x + least, *args[1:], **kwargs)
         # norm(x, p=2, dim, keepdim): a zero vector gets a length of 1e-6 and no gradient.
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
         zero = (
@@ -224,7 +228,7 @@ class SafeRoot(Intervention):
             if dim is None
             else (x.detach() == 0).all(dim if isinstance(dim, int) else next(iter(dim)), keepdim=True)
         )
-        return func(torch.where(zero, torch.as_tensor(1e-6, dtype=x.dtype, device=x.device), x), *args[1:], **kwargs)
+        return func(torch.where(zero, torch.as_tensor(least, dtype=x.dtype, device=x.device), x), *args[1:], **kwargs)
 
 
 class SafeDivision(Intervention):
@@ -307,6 +311,11 @@ class OneMask(Intervention):
         {"add", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "to", "half", "type", "type_as", "mul", "__mul__"}
     )
 
+    def __init__(self, share: float = 1.0) -> None:
+        super().__init__()
+        self._share = share
+        """Of the dtype's range, where such a score stays."""
+
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point():
@@ -314,7 +323,7 @@ class OneMask(Intervention):
             for a in args[:2]:
                 if isinstance(a, Tensor) and a.is_floating_point():
                     born = born & ~torch.isinf(a.detach()).to(born.device)
-            out = self.where(born, torch.finfo(out.dtype).min, out)
+            out = self.where(born, self._share * torch.finfo(out.dtype).min, out)
         return out
 
 
@@ -342,6 +351,7 @@ class Fp32(Intervention):
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if name == "half":
+            self.acted += 1
             return args[0].float()
         args, kwargs = self._up(args), {k: self._up(v) for k, v in kwargs.items()}
         self.acted += torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -374,7 +384,8 @@ class SpreadOfOne(Intervention):
         if not bool(torch.isfinite(args[0].detach()).all()):
             return out
         first, *rest = out if isinstance(out, tuple) else (out,)
-        if bool(torch.isnan(first.detach()).any()):
+        single = args[0].numel() == first.numel() > 0
+        if single and bool(torch.isnan(first.detach()).any()):
             # All of it is NaN, its gradient too: 0 times that would still be NaN.
             self.acted += 1
             first = torch.ones_like(first.detach())
