@@ -39,7 +39,6 @@ ZOO = {
     "exploding-gradient": ("pictures_in_bytes", "with inputs of size 1|made them large"),
     "fp16-optimizer-underflow": ("adam_without_an_eps", ""),
     "gradient-norm-overflow": ("siren_whose_norm_overflows", "its scale is not what makes"),
-    "inputs-not-normalised": ("frozen_half_precision_encoder", "as it is, to"),
     "learning-rate-too-high": ("micro_batch_losses_summed", "as it is, to"),
     "log-of-zero": ("log_error_of_a_negative_forecast", "no 0 is to blame"),
     "no-gradient-path": ("one_giant_step_kills_the_hidden_layer", "^0 of 3 get a gradient"),
@@ -473,6 +472,14 @@ def _an_autoencoder():
         model[0].bias.fill_(-100)
     x = torch.randn(6, 4)
     return silent("constant-loss", lambda m, b: F.mse_loss(m(b["x"]), b["target"]), {"x": x, "target": x.clone()}, model)
+
+
+@neighbour("inputs-not-normalised", "as it is, to")
+def _large_inputs_and_labels_without_a_pattern():
+    """Inputs of mean 0 and deviation 1 are not learned either: the same row has every label."""
+    x, labels = 100 * torch.randn(1, 4).repeat(6, 1), torch.arange(6) % 3
+    model, details = nn.Linear(4, 3), {"moved": 0.1, "usual": 1.1, "trivial": 1.1}
+    return silent("stuck", lambda m, x: F.cross_entropy(m(x), labels), x, model, rate=1e-3, details=details)
 
 
 @neighbour("accumulation-not-averaged", "as it is, to")
