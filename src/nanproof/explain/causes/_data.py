@@ -165,15 +165,18 @@ class NoSupervisedTargets(Cause):
         return case.cured_by_either((NoEmptyMean(),), (SafeDivision(),))
 
     def _supervised(self, case: Case) -> Trial:
-        """The control supervises every label: the step must be finite then, or the divisor of 0 comes from somewhere else."""
+        """The control supervises every label, and a count of 0 in the batch is 1: the step must be finite then, or the divisor of
+        0 comes from somewhere else."""
         assert case.replay is not None
-        labelled = case.replay.run(batches=case.batches_with(lambda t: torch.where(t == -100, 0, t) if _ids(t) else t))
+        labelled = case.replay.run(batches=case.batches_with(_labelled))
         reason = "" if labelled.finite else f"with every label supervised it is not finite either: {labelled}"
         return rejected(self._averaged(case), reason)
 
 
-def _ids(t: Tensor) -> bool:
-    return t.dtype in (torch.int64, torch.int32)
+def _labelled(t: Tensor) -> Tensor:
+    if t.dtype not in (torch.int64, torch.int32):
+        return t
+    return torch.where(t == -100, 0, t) if t.dim() else t.clamp(min=1)
 
 
 def _empty_shape(inputs: list[Operand]) -> str:
