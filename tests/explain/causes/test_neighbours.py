@@ -318,7 +318,8 @@ def _the_spread_of_nothing():
 @neighbour("nonpositive-std", "NaN of the batch")
 def _a_scale_that_a_nan_zeroes():
     def loss(m, x, ok):
-        return -torch.distributions.Normal(x[:, :3], F.softplus(m(x)) * ok[:, None]).log_prob(x[:, :3] + 0.1).mean()
+        scale = F.softplus(m(x)) * ok[:, None]
+        return -torch.distributions.Normal(x[:, :3], scale, validate_args=True).log_prob(x[:, :3] + 0.1).mean()
 
     return nan_decides(loss)
 

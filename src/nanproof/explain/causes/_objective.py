@@ -219,12 +219,12 @@ class IdenticalPair(Cause):
     def match(self, case: Case) -> Match | None:
         if case.signal not in ("constant-loss", "loss-at-ln2", "zero-gradients") or case.replay is None:
             return None
-        if len(case.replay.batches) != 1:
-            return None
+        if len(case.replay.batches) != 1 or case.record is None or not case.record.loss > 0:
+            return None  # a tie costs something
         pairs = _pairs(case.replay.batches[0])
         if not pairs:
             return None
-        loss = case.record.loss if case.record is not None else math.nan
+        loss = case.record.loss
         tie = " = ln 2" if abs(loss - math.log(2)) < 0.01 else ""
         said = f"{pairs[0][0]} are the same in every sample of the batch; the loss is {loss:.4g}{tie}, that of a tie"
         return Match(
