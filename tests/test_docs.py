@@ -104,8 +104,13 @@ def test_python_in_the_documents_runs(path, tmp_path, taught):
     assert done.returncode == 0, done.stderr
 
 
+SHOWN = [p for p in CAUSES if blocks(p.read_text(), "python")]
+SCRIPTS = [pytest.param(p, id=p.stem, marks=() if i % 3 == 0 else pytest.mark.slow) for i, p in enumerate(SHOWN)]
+"""Every third in the ordinary run: `test_zoo.py` runs the same cases."""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", [p for p in CAUSES if blocks(p.read_text(), "python")], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCRIPTS)
 def test_scripts_on_the_pages_of_causes_show_them(path, monkeypatch):
     """Each prints the diagnosis of its broken run, which names the cause of the page, and none of its healthy one."""
     from zoo.plain import load
