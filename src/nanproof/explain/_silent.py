@@ -192,6 +192,10 @@ class SilentWatch:
         return Signal("uncleared-gradients", message, {}, record.step - UNCLEARED + 1)
 
     def _constant(self, record: StepRecord) -> Signal | None:
+        before = self._recent[-2][0] if len(self._recent) > 1 else math.inf
+        near_ln2 = abs(record.loss - math.log(2)) < 0.01
+        if not near_ln2 and abs(record.loss - before) > 1e-6 * abs(record.loss):
+            return None
         losses = [loss for loss, _ in self._recent]
         last = losses[-CONSTANT:]
         if len(last) == CONSTANT and record.loss != 0 and max(last) - min(last) <= 1e-6 * abs(record.loss):
