@@ -316,7 +316,7 @@ class AccumulationNotAveraged(Cause):
     def match(self, case: Case) -> Match | None:
         if case.replay is None or not (case.kind == "divergence" or case.nonfinite or case.signal in ("stuck", "collapsed")):
             return None
-        if case.signal and case.details["moved"] < LARGE_UPDATE:
+        if case.signal and case.details.get("moved", 0.0) < LARGE_UPDATE:
             return None
         terms = _terms(case)
         if len(terms) < 2 or not case.moments:
