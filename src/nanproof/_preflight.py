@@ -307,7 +307,8 @@ class _Flight:
             details = {"inner": activated[0].inner, "outer": activated[0].outer}
             self._suspect("no-learning", signal="activation-twice", details=details, moments=[self._moment()])
         if broadcast:
-            details = {"prediction": list(broadcast[0].prediction), "result": list(broadcast[0].result)}
+            first = broadcast[0]
+            details = {"prediction": list(first.prediction), "result": list(first.result), "op": first.op}
             self._suspect("no-learning", signal="broadcast", details=details)
         if abs(outcome.loss - math.log(2)) < 0.01 or outcome.total == 0:
             self._suspect("no-learning", signal="loss-at-ln2", record=_record(outcome))

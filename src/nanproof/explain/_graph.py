@@ -46,6 +46,8 @@ class Broadcast:
 
     prediction: tuple[int, ...]
     result: tuple[int, ...]
+    op: str
+    """What combines predictions and targets: "mse_loss", "sub"."""
 
 
 def nodes_of(loss: Tensor) -> list[Any]:
@@ -103,7 +105,7 @@ def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
             continue
         few, many = [n for n in shape if n != 1], [n for n in result if n != 1]
         if few and many == [few[0], *few]:
-            return Broadcast(shape, result)
+            return Broadcast(shape, result, _snake(name_of(node)))
     return None
 
 
@@ -115,6 +117,11 @@ def _pairs_up(node: Any, index: int) -> bool:
         if shape is not None and before is not None and len(shape) > len(before) and math.prod(shape) == math.prod(before):
             return True
     return False
+
+
+def _snake(name: str) -> str:
+    """The name of an operation as it is written in Python: "smooth_l1_loss" of SmoothL1Loss."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def _shape(node: Any, index: int) -> tuple[int, ...] | None:

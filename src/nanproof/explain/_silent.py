@@ -175,7 +175,7 @@ class SilentWatch:
         if look.broadcast is not None:
             few, many = list(look.broadcast.prediction), list(look.broadcast.result)
             message = f"predictions of shape {few} are compared with targets in {many} pairs"
-            found.append(Signal("broadcast", message, {"prediction": few, "result": many}, 0))
+            found.append(Signal("broadcast", message, {"prediction": few, "result": many, "op": look.broadcast.op}, 0))
         if look.shifted is not None:
             inputs, labels = look.shifted
             message = f"{labels} is {inputs} moved by one, and the loss moves it again"

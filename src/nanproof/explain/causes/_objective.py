@@ -147,7 +147,7 @@ class LossBroadcast(Cause):
             evidence=(said,),
             phase="loss",
             where="loss_fn",
-            op=find.name or None,
+            op=case.details.get("op") or find.name or None,
             source=find.source or None,
             samples=(),
             trial=(lambda: self._shuffled(case)) if case.replay is not None else None,
