@@ -643,3 +643,23 @@ def test_a_spike_with_the_whole_state_is_not_blamed_on_it():
 
 def test_state_that_began_anew_without_a_spike_is_left_alone():
     assert resumed(lose_state=True, rate=1e-3).incidents == []
+
+
+def test_two_things_that_show_at_the_same_step_are_both_named():
+    """A parameter without a gradient is noticed at the third step too, and must not hide how the loss is made."""
+
+    class Spare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spare, self.head = nn.Parameter(torch.zeros(3)), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(x).softmax(-1)
+
+    model = Spare()
+    with nanproof.Guard(model, adam(model), loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1])) as guard:
+        for i in range(6):
+            g = torch.Generator().manual_seed(i)
+            x = torch.randn(16, 6, generator=g)
+            guard.train_step((x, x[:, :3].argmax(1)))
+    assert [i.diagnosis.cause for i in guard.incidents] == ["activation-applied-twice"]

@@ -262,9 +262,9 @@ class Examiner(Explainer):
         look = self._looks.pop(record.step, _Pending()).read(record)
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
+            done = steps_seen(self._stepper.optimizer)
+            self._watch.notice(self._watch.lost_state(record, done) if done is not None else None)
         signal = self._watch.see(record, look)
-        if record.spike and signal is None and (done := steps_seen(self._stepper.optimizer)) is not None:
-            signal = self._watch.lost_state(record, done)
         if self._bad_at_start and signal is None:
             seen = f"buffers were non-finite before the first step: {listed(self._bad_at_start)}"
             signal = Signal("nonfinite-buffers", seen, {}, record.step)

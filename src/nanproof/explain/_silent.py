@@ -13,7 +13,8 @@ any: each replay calls the model, and its forwards belong to the loop.
 | shifted-labels | 3 steps |
 | dead-parameters | 12 steps |
 | unchanged-weights, tiny-updates | two samples in a row: step 10, later every 50 steps |
-| huge-gradients, nonfinite-buffers, garbage-buffers | 1 step |
+| huge-gradients, nonfinite-buffers | 1 step |
+| garbage-buffers | 8 steps |
 | early-jump | 15 steps after it, within the first 20 |
 | activation-twice, broadcast | 3 steps |
 | uncleared-gradients | 10 steps |
@@ -127,6 +128,8 @@ class SilentWatch:
         self._jumped: StepRecord | None = None
         self._samples: list[tuple[float, float, float, float]] = []
         """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
+        self._due: deque[Signal] = deque()
+        """Signals that were noticed and not yet returned."""
         self._largest_rate = 0.0
         self._uncleared = self._clipped = self._collapsed = 0
         self._stuck_again = False
@@ -138,11 +141,11 @@ class SilentWatch:
         """A watch that counts from here, and does not say again what was said, but for what was dealt with."""
         new = SilentWatch(parameters, optimizer)
         new._said = (self._said | {"early-jump"}) - {dealt_with}  # a jump is one of a run's first steps
-        new._learned = self._learned
+        new._learned, new._due = self._learned, self._due
         return new
 
     def see(self, record: StepRecord, look: Look) -> Signal | None:
-        """The next accepted step, and what it showed."""
+        """Take the next accepted step, and return the next signal that is due."""
         self._steps += 1
         rate = max(record.lr, default=0.0)
         self._largest_rate = max(self._largest_rate, rate)
@@ -155,10 +158,14 @@ class SilentWatch:
         signals = [watch(record) for watch in (*of_record, self._jump, self._constant, self._heavy)]
         signals += [self._cleared(record, look), *self._of_loss(record, look)]
         for signal in signals:
-            if signal is not None and signal.name not in self._said:
-                self._said.add(signal.name)
-                return signal
-        return None
+            self.notice(signal)
+        return self._due.popleft() if self._due else None
+
+    def notice(self, signal: Signal | None) -> None:
+        """Queue a signal, once. Several may come at one step, and some of them only at that step."""
+        if signal is not None and signal.name not in self._said:
+            self._said.add(signal.name)
+            self._due.append(signal)
 
     @property
     def moves_every_step(self) -> bool:
@@ -216,8 +223,8 @@ class SilentWatch:
     def _level(
         self, record: StepRecord, spread: float, size: float, loss: float, trivial: float, samples: float
     ) -> Signal | None:
-        """A loss that is no lower than that of a constant prediction. Where few targets say what that is, it must not have fallen
-        either."""
+        """Compare the loss with that of a constant prediction. If too few targets tell what that is, the loss must not have
+        fallen either."""
         losses, rates = [x for x, _ in self._recent], [r for _, r in self._recent]
         if len(losses) < RECENT or rates[-1] > 1.02 * rates[0] or not trivial > 0:
             return None  # too early, or still warming up
@@ -304,9 +311,8 @@ class SilentWatch:
 
     def lost_state(self, record: StepRecord, done: int) -> Signal | None:
         """At a spike: the optimizer's state has seen far fewer steps than this watch."""
-        if "lost-state" in self._said or done + RECENT > self._steps:
+        if done + RECENT > self._steps:
             return None
-        self._said.add("lost-state")
         message = f"loss {record.loss:.4g} {done} steps after the optimizer's state began anew"
         return Signal("lost-state", message, {"done": done}, record.step)
 
