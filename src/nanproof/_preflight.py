@@ -41,7 +41,6 @@ HEADROOM = 8.0
 """An fp16 output within this factor of 65504 is reported."""
 
 
-@shielded
 def preflight(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -76,8 +75,8 @@ def preflight(
 
     Where forward and backward are finite, probes change one thing and compare: predictions that depend on later tokens, packed
     documents that see each other, padding that changes the loss, samples that depend on each other or not on their own input, an
-    input that nothing depends on,
-    training that differs from evaluation, accumulation that is not a mean, and state that a checkpoint does not hold.
+    input that nothing depends on, training that differs from evaluation, accumulation that is not a mean, and state that a
+    checkpoint does not hold.
     """
     return examine(
         model,
@@ -124,8 +123,8 @@ def examine(
         raise UsageError(f"preflight(scaler=...): a GradScaler is needed, not {type(scaler).__name__}")
     if accumulate < 1:
         raise UsageError(f"preflight(accumulate=...): a number of micro-batches from 1 is needed, not {accumulate}")
-    flight = _Flight(model, bare_optimizer(optimizer), batch, loss_fn, scaler, scheduler, max_norm, Deadline.after(seconds))
-    flight.accumulate = accumulate
+    deadline = Deadline.after(seconds)
+    flight = _Flight(model, bare_optimizer(optimizer), batch, loss_fn, scaler, scheduler, max_norm, deadline, accumulate)
     flight.look()
     return Examined(sorted(flight.found, key=lambda d: -d.confidence), flight.probes)
 
@@ -143,13 +142,14 @@ class _Flight:
         scheduler: Any,
         max_norm: float | None,
         deadline: Deadline,
+        accumulate: int,
     ) -> None:
         self.model, self.optimizer, self.batch, self.loss_fn = model, optimizer, batch, loss_fn
         self.scaler, self.scheduler, self.max_norm, self.deadline = scaler, scheduler, max_norm, deadline
         self.parameters = Parameters(model, optimizer)
         self.replay = Replay(model, loss_fn, [batch], deadline=deadline, mode=_as_training(model, self.parameters.device))
         self.found: list[Diagnosis] = []
-        self.accumulate = 1
+        self.accumulate = accumulate
         self.probes: list[ProbeResult] = []
 
     def look(self) -> None:

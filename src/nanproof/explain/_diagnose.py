@@ -195,13 +195,11 @@ def _unknown(case: Case, troubles: list[str]) -> Diagnosis:
     tokens: tuple[int, ...] = ()
     phase = "unknown"
     try:
-        if case.signal not in ("", "zero-gradients"):
-            birth = None  # only suspected: a healthy run may look the same, and is not run again for nothing
-        elif case.control is not None:
+        birth = None
+        # A step that is only suspected is not run again: a healthy run may look the same.
+        if case.signal in ("", "zero-gradients") and case.control is not None:
             evidence.append(f"run again: {case.control}")
             birth = case.birth
-        else:
-            birth = None
         if birth is not None:
             where, op, source = birth.op.path, birth.op.name.strip("_"), birth.op.source or None
             phase = "backward" if birth.in_backward else "forward"

@@ -26,7 +26,8 @@ _VIEWS = frozenset(
     "Unbind UpsampleBilinear2D UpsampleNearest2D UpsampleBicubic2D MaskedSelect AsStrided Movedim".split()
 )
 """Nodes that move or copy numbers."""
-_PAIRWISE = frozenset("MseLoss HuberLoss SmoothL1Loss Sub Rsub Mul Div BinaryCrossEntropy".split())
+_LOSSES = frozenset("MseLoss HuberLoss SmoothL1Loss".split())
+_PAIRWISE = _LOSSES | frozenset("Sub Rsub Mul Div".split())
 """Nodes that combine predictions with targets, element by element."""
 
 
@@ -89,15 +90,16 @@ def applied_twice(nodes: Sequence[Any]) -> Iterator[tuple[Activated, Any]]:
 def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
     """Return where N predictions and N targets were combined into N x N numbers, because one of them has a dimension more."""
     for node in nodes:
-        if name_of(node) not in _PAIRWISE:
+        name = name_of(node)
+        if name not in _PAIRWISE:
             continue
-        result = _shape(node, 0) if not name_of(node).endswith(("Loss", "Entropy")) else None
+        result = _shape(node, 0) if name not in _LOSSES else None
         inputs = [(below, index) for below, index in node.next_functions if below is not None]
         if len(inputs) != 1:
             continue  # both sides depend on the weights: pairs are compared on purpose
         below, index = inputs[0]
         shape = _shape(below, index)
-        if not name_of(node).endswith(("Loss", "Entropy")) and _pairs_up(below, index):
+        if name not in _LOSSES and _pairs_up(below, index):
             continue
         if name_of(below) == "Expand" and below.next_functions and below.next_functions[0][0] is not None:
             result, shape = shape, _shape(*below.next_functions[0])
@@ -105,7 +107,7 @@ def broadcast_in(nodes: Sequence[Any]) -> Broadcast | None:
             continue
         few, many = [n for n in shape if n != 1], [n for n in result if n != 1]
         if few and many == [few[0], *few]:
-            return Broadcast(shape, result, _snake(name_of(node)))
+            return Broadcast(shape, result, _snake(name))
     return None
 
 

@@ -54,7 +54,7 @@ class ActivationAppliedTwice(Cause):
             confidence=0.96,
             evidence=tuple(evidence),
             phase="loss",
-            where=call.path if call is not None else "loss_fn",
+            where="loss_fn",
             op="cross_entropy" if outer == "log_softmax" else outer,
             source=call.source or None if call is not None else None,
             samples=(),
@@ -103,7 +103,7 @@ class _Calls(Intervention):
         super().__init__()
         self.made: list[tuple[Any, str]] = []
         self.numbers: frozenset[int] = frozenset()
-        self.path, self.source = "loss_fn", ""
+        self.source = ""
 
     def change(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
