@@ -133,9 +133,9 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
 
 
 def outputs_of(nodes: Sequence[Any]) -> Tensor | None:
-    """Return, on the device, five numbers about the loss nearest to the end: how far apart the predictions of different samples
-    are, how large they are (of a regression, in deviations of its targets), the loss, the loss of the best constant prediction,
-    and from how many targets for each class that is known. None where no such loss is known."""
+    """Return, on the device, four numbers about the loss nearest to the end: how far apart the predictions of different samples
+    are (of a regression, in deviations of its targets), the loss, the loss of the best constant prediction, and from how many
+    targets for each class that is known. None where no such loss is known."""
     for node in nodes:
         name = name_of(node)
         if name in ("NllLoss", "NllLoss2D"):
@@ -163,7 +163,7 @@ def _classes(log_probabilities: Tensor, target: Tensor, ignored: int) -> Tensor 
     trivial = trivial + (present - 1) / (2 * rows_counted)  # of few samples the entropy comes out too low
     own = rows.gather(1, flat.clamp(0, rows.shape[1] - 1)[:, None])[:, 0].float()
     loss = -torch.where(counted, own, 0).sum() / rows_counted
-    return torch.stack((*_spread(rows), loss, trivial, rows_counted / present.clamp(min=1)))
+    return torch.stack((_spread(rows), loss, trivial, rows_counted / present.clamp(min=1)))
 
 
 def _binary(logits: Tensor, target: Tensor) -> Tensor | None:
@@ -173,7 +173,7 @@ def _binary(logits: Tensor, target: Tensor) -> Tensor | None:
     share = target.mean()
     trivial = -(torch.special.xlogy(share, share) + torch.special.xlogy(1 - share, 1 - share))
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, target)
-    return torch.stack((*_spread(logits.reshape(len(logits), -1)), loss, trivial, torch.full_like(loss, logits.numel() / 2)))
+    return torch.stack((_spread(logits.reshape(len(logits), -1)), loss, trivial, torch.full_like(loss, logits.numel() / 2)))
 
 
 def _regression(prediction: Tensor, target: Tensor) -> Tensor | None:
@@ -181,13 +181,11 @@ def _regression(prediction: Tensor, target: Tensor) -> Tensor | None:
         return None
     prediction, target = prediction.float(), target.float()
     trivial = target.reshape(len(target), -1).var(0, correction=0).mean()
-    spread, size = _spread(prediction.reshape(len(target), -1))
-    usual = trivial.sqrt().clamp(min=1e-30)
-    loss = (prediction - target).square().mean()
-    return torch.stack((spread / usual, size / usual, loss, trivial, torch.full_like(loss, len(target) / 2)))
+    spread = _spread(prediction.reshape(len(target), -1)) / trivial.sqrt().clamp(min=1e-30)
+    loss = torch.nn.functional.mse_loss(prediction, target)
+    return torch.stack((spread, loss, trivial, torch.full_like(loss, len(target) / 2)))
 
 
-def _spread(rows: Tensor) -> Iterator[Tensor]:
+def _spread(rows: Tensor) -> Tensor:
     some = rows[:: max(1, len(rows) // ROWS)].float()
-    yield (some.amax(0) - some.amin(0)).amax()
-    yield some.abs().amax()
+    return (some.amax(0) - some.amin(0)).amax()

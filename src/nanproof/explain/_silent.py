@@ -220,9 +220,7 @@ class SilentWatch:
         message = f"the gradients have been over {HEAVY:g} times the limit for 10 steps; they are clipped to 1/{record.clip:.3g}"
         return Signal("heavy-clipping", message, {}, record.step - 9)
 
-    def _level(
-        self, record: StepRecord, spread: float, size: float, loss: float, trivial: float, samples: float
-    ) -> Signal | None:
+    def _level(self, record: StepRecord, spread: float, loss: float, trivial: float, samples: float) -> Signal | None:
         """Compare the loss with that of a constant prediction. If too few targets tell what that is, the loss must not have
         fallen either."""
         losses, rates = [x for x, _ in self._recent], [r for _, r in self._recent]
@@ -231,7 +229,7 @@ class SilentWatch:
         usual, first = math.fsum(losses) / len(losses), min(self._early)
         self._collapsed = self._collapsed + 1 if spread < SAME and loss > 0.5 * trivial else 0
         moved = self._samples[-1][1] if self._samples else 0.0
-        details = {"trivial": trivial, "usual": usual, "first": first, "spread": spread, "moved": moved}
+        details = {"trivial": trivial, "usual": usual, "moved": moved}
         if self._collapsed >= 2:
             message = f"the model gives every sample the same output; the loss is {usual:.4g}"
             return Signal("collapsed", message, details, record.step)
@@ -325,7 +323,7 @@ class SilentWatch:
             return None
         shown = "0" if not any(record.lr) else f"{max(record.lr):.2g} or less"
         message = f"the learning rate has been {shown} for {self._no_rate} steps"
-        details = {"steps": self._no_rate, "rate": max(record.lr), "largest": self._largest_rate}
+        details = {"steps": self._no_rate, "largest": self._largest_rate}
         return Signal("zero-learning-rate", message, details, record.step - self._no_rate + 1)
 
     def _unchanged(self, record: StepRecord) -> Signal | None:
