@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from logs.formats import TEXT
 from nanproof import UsageError
-from nanproof.logs._points import Note, Point
+from nanproof.logs._points import Note, Point, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.read._sources import find, format_of, read
 from nanproof.logs.read._tables import csv_rows, json_lines
@@ -57,7 +57,7 @@ def test_what_was_logged_is_read(name, data):
     made = data.draw(logs(names))
     text = "".join("".join(f"{line}\n" for line in before) + render(point) + "\n" for point, before in made).encode()
     size = data.draw(st.integers(1, len(text)))
-    found = list(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text)), size)))
+    found = list(singly(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text)), size))))
     assert all(isinstance(item, Point) for item in found)
     kept = [Point({n: p.values[n] for n in names}, p.step if has_step else None) for p, _ in made]
     seen = [Point({n: v for n, v in p.values.items() if n in names}, p.step if has_step else None) for p in found]
@@ -92,7 +92,7 @@ def test_rubbish_is_read_as_nothing_or_refused(start, rest, packed, tmp_path_fac
     path.write_bytes(gzip.compress(start + rest) if packed else start + rest)
     try:
         for source in find([path]):
-            for item in read(source):
+            for item in singly(read(source)):
                 assert isinstance(item, (Point, Note))
     except UsageError:
         pass
@@ -101,7 +101,7 @@ def test_rubbish_is_read_as_nothing_or_refused(start, rest, packed, tmp_path_fac
 @given(line=st.text(alphabet="loss nan=:.0123456789|/[]{}'\"()%,eE+-stepgradinfWARNING\r\x1b\x00", max_size=400))
 @settings(max_examples=400)
 def test_any_line_of_the_letters_that_matter_is_read(line):
-    for item in TextReader().read([line.encode() + b"\n"] * 2):
+    for item in singly(TextReader().read([line.encode() + b"\n"] * 2)):
         assert isinstance(item, (Point, Note))
         assert len(item.text) <= 300 if isinstance(item, Note) else item.values
 
@@ -109,5 +109,5 @@ def test_any_line_of_the_letters_that_matter_is_read(line):
 def test_numbers_too_large_to_count_with_are_no_steps():
     """Also on the short way, which the second line takes."""
     line = "step {0} epoch {0} loss 1.5\n"
-    found = list(TextReader().read([(line.format(1) + line.format("9" * 500) + line.format(2)).encode()]))
+    found = list(singly(TextReader().read([(line.format(1) + line.format("9" * 500) + line.format(2)).encode()])))
     assert [(p.step, p.epoch) for p in found] == [(1, 1), (None, None), (2, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 BUCKETS = 2048
@@ -99,6 +100,24 @@ class Curve:
             return
         self.buckets.append(Bucket(place, value, 0, 0, 0.0, math.inf, -math.inf))
         self.buckets[-1].add(value, place)
+
+    def extend(self, values: Sequence[float], place: Callable[[int], Place]) -> None:
+        """Add finite values, the i-th of which stands at `place(i)`: the buckets of `add`, sums equal to rounding."""
+        done = 0
+        while done < len(values):
+            if not self.buckets or self.buckets[-1].count >= self.each:
+                if len(self.buckets) >= self.most:
+                    self._halve()
+                    continue
+                self.buckets.append(Bucket(Place(), 0.0, 0, 0, 0.0, math.inf, -math.inf))
+            bucket = self.buckets[-1]
+            part = values[done : done + self.each - bucket.count]
+            done += len(part)
+            bucket.place, bucket.last = place(done - 1), part[-1]
+            bucket.count += len(part)
+            bucket.finite += len(part)
+            bucket.total = sum(part, bucket.total)
+            bucket.low, bucket.high = min(bucket.low, min(part)), max(bucket.high, max(part))
 
     def _halve(self) -> None:
         """Neighbours merge; a last one without a neighbour has room for more."""

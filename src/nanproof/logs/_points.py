@@ -1,8 +1,9 @@
-"""Point and Note: what a reader finds in a log, whatever wrote it. Readers yield them in the order of the file."""
+"""Point, Batch and Note: what a reader finds in a log, whatever wrote it. Readers yield them in the order of the file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 METRICS = ("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped")
 """Names of values that are understood. `scale` is the loss scale; `skipped` how many steps have been left out, as the log counts
@@ -24,9 +25,61 @@ class Point:
     skipped_in_all: bool = True
     """Whether `skipped` counts from the start of the run."""
     settings: dict[str, float] = field(default_factory=dict)
-    """What a log says of the run as a whole: "steps" (planned), "logging_steps", "lr" (the base), "warmup", "epochs"."""
+    """What a log says of the run as a whole: "steps" (planned), "logging_steps", "lr" (the base), "warmup", "epochs";
+    "rewards" and "rounds" are 1 in reinforcement learning and in boosting."""
     refused: bool = False
     """A guard of nanproof did not take this step: the weights have not seen it."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Other values of training, by their names in the log: parts of the loss, a critic's loss, a KL divergence."""
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What the log calls each of `values`."""
+    loss_missing: bool = False
+    """The line has no loss, where lines like it have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Points on consecutive lines that have the same values and a step each, as columns: a tenth of the work of single ones."""
+
+    columns: dict[str, list[float]]
+    """By the names in `METRICS`."""
+    terms: dict[str, list[float]]
+    steps: list[float]
+    epochs: list[float] | None
+    line: int
+    """Of the first."""
+    like: Point
+    """One of them: what is the same for all."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """The first lines and the others."""
+        at = len(self) // 2
+        return self._part(slice(0, at)), self._part(slice(at, None))
+
+    def _part(self, part: slice) -> Batch:
+        return replace(
+            self,
+            columns={name: column[part] for name, column in self.columns.items()},
+            terms={name: column[part] for name, column in self.terms.items()},
+            steps=self.steps[part],
+            epochs=None if self.epochs is None else self.epochs[part],
+            line=self.line + part.start,
+        )
+
+    def points(self) -> Iterator[Point]:
+        """The same, one at a time."""
+        for i, step in enumerate(self.steps):
+            yield replace(
+                self.like,
+                values={name: column[i] for name, column in self.columns.items()},
+                terms={name: column[i] for name, column in self.terms.items()},
+                step=step,
+                epoch=None if self.epochs is None else self.epochs[i],
+                line=self.line + i,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +99,23 @@ NOTES = (
     "nan-warning",  # the run's own code says that a loss or a gradient is NaN or Inf
     "unscale-fp16",  # GradScaler refuses fp16 gradients
     "bad-probabilities",  # sampling was given NaN or Inf
+    "nonpositive-std",  # a normal distribution was given a standard deviation that is not positive, or NaN
     "device-assert",  # a CUDA assertion, often an index out of range
     "out-of-memory",
     "scale-at-minimum",  # the loss scale cannot fall any further
     "error",  # any other exception that ended the program
     "resumed",
 )
+
+
+Item = Point | Note | Batch
+"""What a reader yields."""
+
+
+def singly(items: Iterable[Item]) -> Iterator[Point | Note]:
+    """Yield the same items, with each batch as its points."""
+    for item in items:
+        if isinstance(item, Batch):
+            yield from item.points()
+        else:
+            yield item

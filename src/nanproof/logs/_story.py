@@ -7,13 +7,19 @@ had been before, and that is no jump of the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from nanproof.logs._curve import Curve, Place, finite
-from nanproof.logs._points import METRICS, Note, Point
+from nanproof.logs._points import METRICS, Batch, Item, Note, Point
 
 SEGMENTS = 64
+TERMS = 24
+"""Other values of training that are followed."""
+SINGLY = 16
+"""Points of a batch with a value that is not ordinary, at most, that are added one at a time."""
 NOTES_KEPT = 8
 
 
@@ -40,6 +46,11 @@ class Streak:
         self.first = self.first or place
         self.since = self.since or place
         self.last = place
+
+    def pass_over(self, count: int) -> None:
+        """Look at that many points that were not so."""
+        self.looked += count
+        self.since, self.unbroken = None, 0
 
 
 @dataclass(slots=True)
@@ -70,6 +81,16 @@ class Track:
             self.low, self.high = min(self.low, value), max(self.high, value)
             self.least = min(self.least, value) if value else self.least
         self.curve.add(value, place)
+
+    def extend(self, values: Sequence[float], place: Callable[[int], Place]) -> None:
+        """Add values that are all finite and not 0."""
+        self.bad.pass_over(len(values))
+        self.zero.pass_over(len(values))
+        low, high = min(values), max(values)
+        self.first_finite = self.first_finite or (place(0), values[0])
+        self.last_finite = (place(len(values) - 1), values[-1])
+        self.low, self.high, self.least = min(self.low, low), max(self.high, high), min(self.least, low)
+        self.curve.extend(values, place)
 
     @property
     def count(self) -> int:
@@ -116,6 +137,12 @@ class Segment:
     """It goes on from where an earlier one was, not from the start."""
     points: int = 0
     tracks: dict[str, Track] = field(default_factory=dict)
+    terms: dict[str, Track] = field(default_factory=dict)
+    """Other values of training, at most `TERMS` of them, by their names in the log."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the log calls each track."""
+    missing: Streak = field(default_factory=Streak)
+    """Lines that have no loss, where lines like them have one."""
     together: dict[str, Streak] = field(default_factory=lambda: {name: Streak() for name in TOGETHER})
     notes: dict[str, Noted] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)
@@ -132,20 +159,61 @@ class Segment:
         place = Place(self.points, step, point.epoch, point.line)
         self.points += 1
         self.settings.update(point.settings)
-        if not point.values:
+        if not point.values and not point.terms:
             return
         self.first, self.last = self.first or place, place
+        self._name(point)
         for name, value in point.values.items():
             if name in METRICS:
-                if name not in self.tracks:
-                    self.tracks[name] = Track()
-                self.tracks[name].add(float(value), place)
+                self._track(name).add(float(value), place)
+        for name, value in point.terms.items():
+            if (term := self._term(name)) is not None:
+                term.add(float(value), place)
+        if point.loss_missing or "loss" in point.values:
+            self.missing.look(point.loss_missing, place)
         if "loss" in point.values and "grad_norm" in point.values:
             for name, so in TOGETHER.items():
                 self.together[name].look(so(point.values["loss"], point.values["grad_norm"]), place)
         if "skipped" in point.values and finite(point.values["skipped"]):
             self.skipped_in_all = point.skipped_in_all
             self.skipped_sum = point.values["skipped"] + (0 if point.skipped_in_all else self.skipped_sum)
+
+    def extend(self, batch: Batch) -> None:
+        """Add points in which everything is finite and not 0."""
+        order, steps, epochs = self.points, batch.steps, batch.epochs
+
+        def place(i: int) -> Place:
+            return Place(order + i, steps[i] + self.offset, None if epochs is None else epochs[i], batch.line + i)
+
+        self.points += len(batch)
+        self.settings.update(batch.like.settings)
+        self.first, self.last = self.first or place(0), place(len(batch) - 1)
+        self._name(batch.like)
+        for name, column in batch.columns.items():
+            self._track(name).extend(column, place)
+        for name, column in batch.terms.items():
+            if (term := self._term(name)) is not None:
+                term.extend(column, place)
+        if "loss" in batch.columns:
+            self.missing.pass_over(len(batch))
+            if "grad_norm" in batch.columns:
+                for streak in self.together.values():
+                    streak.pass_over(len(batch))
+
+    def _name(self, point: Point) -> None:
+        if point.names and not point.names.items() <= self.names.items():
+            self.names = {**point.names, **self.names}
+
+    def _track(self, name: str) -> Track:
+        track = self.tracks.get(name)
+        if track is None:
+            track = self.tracks[name] = Track()
+        return track
+
+    def _term(self, name: str) -> Track | None:
+        if name not in self.terms and len(self.terms) < TERMS:
+            self.terms[name] = Track(Curve(256))
+        return self.terms.get(name)
 
     def note(self, note: Note) -> None:
         self.notes.setdefault(note.kind, Noted()).add(note, self.points, self.last)
@@ -164,6 +232,16 @@ def _sound(point: Point) -> Point:
     if step == point.step and epoch == point.epoch and len(settings) == len(point.settings):
         return point
     return replace(point, step=step, epoch=epoch, settings=settings)
+
+
+def _rises(values: Sequence[float], last: float | None, strictly: bool) -> bool:
+    before = operator.lt if strictly else operator.le
+    return (last is None or before(last, values[0])) and all(map(before, values, islice(values, 1, None)))
+
+
+def _ordinary(values: Sequence[float]) -> bool:
+    """Whether all of them are finite and none is 0; a sum with a NaN or an Inf in it is not finite."""
+    return math.isfinite(sum(values)) and finite(max(values)) and finite(min(values)) and 0.0 not in values
 
 
 def _count(value: float | None) -> float | None:
@@ -189,19 +267,52 @@ class Story:
     def now(self) -> Segment:
         return self.segments[-1]
 
-    def add(self, item: Point | Note) -> None:
+    def add(self, item: Item) -> None:
         """Points and notes in the order of the log."""
+        if isinstance(item, Batch):
+            if self._goes_on(item):
+                self._extend(item)
+            else:
+                for part in item.halves() if len(item) > SINGLY else item.points():
+                    self.add(part)
+            return
         if isinstance(item, Note):
             if item.kind == "resumed":
                 self._resume_said = True
             self.now.note(replace(item, step=_count(item.step)))
             return
         item = _sound(item)
-        if item.values:
+        if item.values or item.terms:
             self._place(item)
             self.points += 1
             self.refused += item.refused
         self.now.add(item)
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether these are ordinary points of the run that was read so far: later steps, and every value finite and not 0."""
+        steps, epochs = batch.steps, batch.epochs
+        if not _rises(steps, self._step, strictly=True) or not steps[-1] < COUNTED or "skipped" in batch.columns:
+            return False
+        if epochs is not None and not (_rises(epochs, self._epoch, strictly=False) and epochs[-1] < COUNTED):
+            return False
+        if any(abs(value) >= COUNTED for value in batch.like.settings.values()):
+            return False
+        return all(map(_ordinary, batch.columns.values())) and all(map(_ordinary, batch.terms.values()))
+
+    def _extend(self, batch: Batch) -> None:
+        steps, epochs = batch.steps, batch.epochs
+        before = steps[-2] if len(steps) > 1 else self._step
+        self._stride = steps[-1] - before if before is not None else self._stride
+        if epochs is not None:
+            known = epochs if self._epoch is None else [self._epoch, *epochs]
+            self._stride_of_epochs = next((b - a for a, b in zip(known[-2::-1], known[:0:-1], strict=False) if b > a), 0.0) or (
+                self._stride_of_epochs
+            )
+            self._epoch = epochs[-1]
+        self._step = steps[-1]
+        self._resume_said = False
+        self.points += len(batch)
+        self.now.extend(batch)
 
     def _place(self, point: Point) -> None:
         """Find out whether this point belongs to the same run as the last one."""

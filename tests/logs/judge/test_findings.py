@@ -185,6 +185,7 @@ def test_one_warning_with_good_losses_after_it_is_a_warning():
     ("note", "kind"),
     [
         ("bad-probabilities", "bad-probabilities"),
+        ("nonpositive-std", "bad-probabilities"),
         ("device-assert", "device-assert"),
         ("unscale-fp16", "unscale-fp16"),
         ("out-of-memory", "out-of-memory"),

@@ -13,13 +13,13 @@ import pytest
 
 from nanproof import StepRecord, UsageError
 from nanproof._records import line
-from nanproof.logs._points import Note, Point
+from nanproof.logs._points import Note, Point, singly
 from nanproof.logs.read import _documents as documents
 from nanproof.logs.read import _files as files
 from nanproof.logs.read._documents import json_document
 from nanproof.logs.read._sources import find, format_of, read
 from nanproof.logs.read._tables import csv_rows, json_lines
-from nanproof.logs.text._names import meaning
+from nanproof.logs.text._names import TERM, meaning
 
 DATA = Path(__file__).parents[1] / "data" / "readers"
 
@@ -84,29 +84,29 @@ def test_nanproofs_own_steps(tmp_path):
     )
     (source,) = find([tmp_path])
     assert source.format == "nanproof"
-    found = list(read(source))
+    found = list(singly(read(source)))
     assert [(p.step, p.refused) for p in found] == [(0, False), (1, False), (2, True), (3, False)]
     assert found[0].values == {"loss": 2.0, "grad_norm": 1.5, "lr": 1e-3, "scale": 8.0}, "no scaler has skipped a step"
     assert math.isnan(found[2].values["loss"])
-    assert list(read(find([tmp_path / "incidents.jsonl"])[0])) == []
+    assert list(singly(read(find([tmp_path / "incidents.jsonl"])[0]))) == []
 
 
 def test_both_versions_of_nanproofs_own_steps(tmp_path):
     """A run that version 1 wrote; the same lines with the number of version 2 are the same points."""
     old = Path(__file__).parents[2] / "version_1"
     (source,) = find([old])
-    found = list(read(source))
+    found = list(singly(read(source)))
     assert source.format == "nanproof" and len(found) == 29 and sum(p.refused for p in found) == 3
     assert [p.step for p in found if not math.isfinite(p.values["loss"])] == [4, 7, 16]
     text = (old / "steps.jsonl").read_text()
     (tmp_path / "steps.jsonl").write_text(text.replace('{"v":1,', '{"v":2,'))
-    assert repr(list(read(find([tmp_path])[0]))) == repr(found)
+    assert repr(list(singly(read(find([tmp_path])[0])))) == repr(found)
 
 
 def test_the_table_of_a_real_lightning_run():
     """The loss, the learning rate and the evaluation of one step stand in rows of their own; the mean of an epoch is no step."""
     (source,) = find([DATA / "lightning.csv"])
-    found = list(read(source))
+    found = list(singly(read(source)))
     assert source.format == "CSV"
     assert [p.step for p in found] == [0, 4, 9, 14, 19, 20, 24, 29, 34, 39]
     assert found[4].values == {"lr": 0.001, "loss": 0.3316287696361542, "eval_loss": 0.4020542502403259}
@@ -132,7 +132,7 @@ def test_a_trainer_state():
     """All that was logged, but the summary, and what was planned."""
     (source,) = find([DATA / "trainer_state.json"])
     assert source.format == "transformers trainer_state"
-    found = list(read(source))
+    found = list(singly(read(source)))
     history = json.loads((DATA / "trainer_state.json").read_text())["log_history"]
     assert [p.step for p in found] == [entry["step"] for entry in history if "train_runtime" not in entry]
     assert [p.values["loss"] for p in found if "loss" in p.values] == [entry["loss"] for entry in history if "loss" in entry]
@@ -144,7 +144,7 @@ def test_a_large_document_reads_like_a_small_one(tmp_path, monkeypatch):
     history = [{"step": n, "loss": 2.0 if n % 7 else math.nan, "epoch": n / 100, "note": "x" * 600} for n in range(15_000)]
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps({"global_step": 5, "log_history": history, "max_steps": 20_000, "num_train_epochs": 3}, indent=2))
-    whole = list(read(find([path])[0]))
+    whole = list(singly(read(find([path])[0])))
     monkeypatch.setattr(documents, "SMALL", 1 << 16)
     (source,) = find([path])
     tracemalloc.start()
@@ -152,7 +152,7 @@ def test_a_large_document_reads_like_a_small_one(tmp_path, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == len(whole) == 15_000
-    assert repr(list(read(source))) == repr(whole)
+    assert repr(list(singly(read(source)))) == repr(whole)
     assert whole[0].settings == {"steps": 20_000.0, "epochs": 3.0}
     assert peak < 8 << 20 < path.stat().st_size
 
@@ -202,14 +202,13 @@ def test_a_document_without_records_is_refused():
         ),
         *(
             (name, None)
-            for name in ("aux_loss", "max_grad_norm", "min_lr", "best_loss", "loss_fn", "perplexity", "eval_steps", "val/lr")
+            for name in ("max_grad_norm", "min_lr", "best_loss", "loss_fn", "eval_steps", "val/lr", "kl_coef", "loss_weight")
         ),
-        *(
-            (name, None)
-            for name in ("load_balancing_loss", "lr_scheduler", "samples_per_second", "train_steps_per_second", "", "_")
-        ),
+        *((name, TERM + name) for name in ("aux_loss", "load_balancing_loss", "critic/kl", "value_loss", "entropy")),
+        *((name, "loss") for name in ("perplexity", "ppl", "train-rmse", "train-logloss")),
+        *((name, None) for name in ("lr_scheduler", "samples_per_second", "train_steps_per_second", "", "_")),
     ],
 )
 def test_names(name, role):
     found = meaning(name)
-    assert (found[0] if found else None) == role
+    assert (found.role if found else None) == role

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanproof import UsageError
-from nanproof.logs._points import Point
+from nanproof.logs._points import Point, singly
 from nanproof.logs.read._sources import FORMATS, Source, find, format_of, read
 
 LOG = "".join(f"step {n} loss={n}.5\n" for n in range(5))
@@ -21,7 +21,7 @@ STEPS = [0, 1, 2, 3, 4]
 
 
 def steps(source: Source) -> list[float | None]:
-    return [item.step for item in read(source) if isinstance(item, Point)]
+    return [item.step for item in singly(read(source)) if isinstance(item, Point)]
 
 
 def names(found: list[Source], folder: Path) -> list[str]:
@@ -126,8 +126,8 @@ def test_standard_input(packed, monkeypatch):
 def test_a_pipe_that_comes_in_small_pieces():
     """A format is told by a whole head, though a pipe hands out a few bytes at a time."""
     code = (
-        "from nanproof.logs.read._sources import find, read\n"
-        "(source,) = find(['-'])\nprint(source.format, [int(p.step) for p in read(source)])"
+        "from nanproof.logs._points import singly\nfrom nanproof.logs.read._sources import find, read\n"
+        "(source,) = find(['-'])\nprint(source.format, [int(p.step) for p in singly(read(source))])"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     for n in range(3):

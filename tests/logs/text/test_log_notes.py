@@ -8,7 +8,7 @@ import io
 
 import pytest
 
-from nanproof.logs._points import NOTES, Note, Point
+from nanproof.logs._points import NOTES, Note, Point, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.text._notes import clean
 from nanproof.logs.text._text import TextReader
@@ -18,7 +18,7 @@ DEEPSPEED = "[2024-01-01 10:00:00,123] [INFO] [loss_scaler.py:190:update_scale] 
 
 
 def items(text: str) -> list[Point | Note]:
-    return list(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text.encode())))))
+    return list(singly(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text.encode()))))))
 
 
 KNOWN = [
@@ -38,6 +38,13 @@ KNOWN = [
     ("nan-warning", "RuntimeError: Function 'MulBackward0' returned nan values in its 0th output.", None, None),
     ("unscale-fp16", "ValueError: Attempting to unscale FP16 gradients.", None, None),
     ("bad-probabilities", "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0", None, None),
+    ("nonpositive-std", "RuntimeError: normal expects all elements of std >= 0.0", None, None),
+    ("nonpositive-std", "ValueError: Expected parameter scale (Tensor of shape (8, 2)) of distribution Normal(loc: torch.Size([8, 2]), scale: torch.Size([8, 2])) to satisfy the constraint GreaterThan(lower_bound=0.0), but found invalid values:", None, None),
+    ("bad-probabilities", "ValueError: Expected parameter logits (Tensor of shape (8, 4)) of distribution Categorical(logits: torch.Size([8, 4])) to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:", None, None),
+    ("nan-warning", "RuntimeError:  [!] NaN loss with decoder_loss.", None, None),
+    ("nan-warning", "***WARNING*** the loss of batch 12 is nan", 12.0, None),
+    ("nan-warning", "LossTensor is inf or nan. : Tensor had NaN values", None, None),
+    ("nan-warning", "2024-01-01 10:00:00,000 (e2e_asr:88) WARNING: loss (=250000064.000000) is not correct", None, None),
     ("device-assert", "RuntimeError: CUDA error: device-side assert triggered", None, None),
     ("out-of-memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", None, None),
     ("out-of-memory", "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.", None, None),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logs.formats import TEXT
-from nanproof.logs._points import Note, Point
+from nanproof.logs._points import Note, Point, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.text._layouts import TRIES
 from nanproof.logs.text._text import TextReader
@@ -24,7 +24,7 @@ NAN = math.nan
 
 
 def items(text: str) -> list[Point | Note]:
-    return list(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text.encode())))))
+    return list(singly(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text.encode()))))))
 
 
 def points(text: str) -> list[tuple[dict[str, float], float | None]]:
@@ -224,7 +224,7 @@ def test_lines_are_counted():
 def test_an_overlong_line_is_cut():
     """10 MB without an end: the start counts, what follows it is read, and nothing of it is kept."""
     text = b"step 1 loss=2.5 " + b"x" * (10 << 20) + b" step 9 loss=9\nstep 2 loss=2.4\n"
-    found = list(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text)))))
+    found = list(singly(TextReader().read(files.blocks(files.unpacked(io.BytesIO(text))))))
     assert [(p.values, p.step) for p in found] == [({"loss": 2.5}, 1.0), ({"loss": 2.4}, 2.0)]
     assert max(map(len, files.blocks(files.unpacked(io.BytesIO(text))))) <= files.LONGEST + files.BLOCK
 
@@ -243,4 +243,4 @@ def test_the_short_way_reads_like_the_long_way(seen, nans):
     text = ("\n".join(lines) + "\n").encode()
     long = TextReader()
     long._tries = TRIES
-    assert repr(list(TextReader().read([text]))) == repr(list(long.read([text])))
+    assert repr(list(singly(TextReader().read([text])))) == repr(list(long.read([text])))

@@ -20,6 +20,17 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         ),
         (SCAN, RUN, CHECK),
     ),
+    "nonpositive-std": (
+        "bad-probabilities",
+        "A normal distribution was given a standard deviation that is NaN, or not above 0: in reinforcement learning the policy's "
+        "own parameters.",
+        (
+            Likely("The weights are NaN since an earlier step, and so is what they predict", "nonfinite-batch"),
+            Likely("The standard deviation is learned without exp or softplus, and a step took it below 0", "nonpositive-std"),
+            Likely("A reward or an observation is Inf, and the value loss with it", "exp-overflow"),
+        ),
+        (SCAN, RUN, CHECK),
+    ),
     "device-assert": (
         "device-assert",
         "An assertion failed on the device. Most often an index is out of range: a label or a token id beyond the vocabulary.",

@@ -24,7 +24,7 @@ KINDS = {
     "scaler-skipping": "The loss scaler leaves steps out",
     "scale-collapse": "The loss scale has collapsed",
     "nan-gradient": "The gradient is NaN or Inf",
-    "bad-probabilities": "Sampling was given NaN or Inf",
+    "bad-probabilities": "Sampling was given invalid values",
     "device-assert": "A device-side assertion",
     "unscale-fp16": "GradScaler was given fp16 gradients",
     "no-targets": "Nothing to learn from: loss 0 and gradient 0",
@@ -84,6 +84,8 @@ class Finding:
     causes: tuple[Likely, ...] = ()
     commands: tuple[str, ...] = ()
     """What to run or to add next, the most useful first."""
+    about: str = ""
+    """What the log calls the value that it is about, where that is not the loss."""
     optimizer: str = ""
     """The optimizer that it is about, where a run of nanproof has several."""
     recorded: Recorded | None = None
@@ -91,8 +93,10 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        halted = self.recorded is not None and self.recorded.action == "halted"
-        return f"Training was halted. {KINDS[self.kind]}" if halted else KINDS[self.kind]
+        said = KINDS[self.kind]
+        if self.about and self.kind in ("nan", "inf"):
+            said = f"{self.about} is {'NaN' if self.kind == 'nan' else 'Inf'}"
+        return f"Training was halted. {said}" if self.recorded is not None and self.recorded.action == "halted" else said
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from nanproof.logs._story import Segment, Story
 from nanproof.logs.judge._crashes import crashes
 from nanproof.logs.judge._finding import Finding, Likely
 from nanproof.logs.judge._nonfinite import nonfinite
+from nanproof.logs.judge._parts import parts
 from nanproof.logs.judge._scaling import scaling
 from nanproof.logs.judge._shape import shapes
 from nanproof.logs.judge._standstill import standstill
@@ -35,6 +36,8 @@ def _of(segment: Segment) -> Iterator[Finding]:
     if scaled:  # the same thing, and the scale says it more exactly: such steps are left out, and the weights are not NaN
         scaled = [_with_loss(f, segment) for f in scaled]
         lost = [f for f in lost if f.kind not in ("scaler-skipping", "nan-gradient", "nan", "inf", "nan-warnings")]
+    if not any(f.severity == "failure" for f in lost):
+        lost += parts(segment)
     yield from lost
     yield from scaled
     ended = any(f.kind in LOST and f.severity == "failure" for f in lost) or any(f.severity == "failure" for f in scaled)

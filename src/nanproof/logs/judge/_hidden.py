@@ -83,9 +83,12 @@ def _vanished(segment: Segment) -> Finding | None:
     """Logs without grad_norm: a loss that was well above 0 and is exactly 0.0 from one line to the next, to the end."""
     loss = segment.track("loss")
     before = loss.curve.finite(loss.zero.since.order if loss.zero.since else 0)
-    if segment.track("grad_norm").count or loss.zero.since is None or loss.zero.unbroken < 3 or not before:
+    if segment.track("grad_norm").count or loss.zero.since is None or not before:
         return None
     if before[-1].low <= 0.1 * max(b.high for b in before) or loss.low < 0:
+        return None
+    certain = loss.zero.unbroken >= 3
+    if not certain and (before[-1].low < 0.5 or not _same_rate(segment, loss.zero.since)):
         return None
     said = (
         f"The loss falls from {number(before[-1].last)} to exactly 0.0 at {loss.zero.since} and stays there. A loss does not "
@@ -96,8 +99,21 @@ def _vanished(segment: Segment) -> Finding | None:
         Likely("Every label is ignored from there on: a loss over nothing", "no-supervised-targets"),
     )
     return Finding(
-        kind="hidden-nan", severity="failure", place=loss.zero.since, said=said, causes=causes, commands=(SCAN, UNFILTER, PROTECT)
+        kind="hidden-nan",
+        severity="failure" if certain else "warning",
+        place=loss.zero.since,
+        said=said,
+        causes=causes,
+        commands=(SCAN, UNFILTER, PROTECT),
     )
+
+
+def _same_rate(segment: Segment, since: Place) -> bool:
+    """The learning rate stands still where the loss is 0, or the log has none."""
+    rates = [b for b in segment.track("lr").curve.finite()]
+    before = [b.last for b in rates if b.place.order < since.order]
+    after = [b.last for b in rates if b.place.order >= since.order]
+    return not rates or (bool(before and after) and all(rate == before[-1] for rate in after))
 
 
 def _always_zero(segment: Segment) -> Finding | None:

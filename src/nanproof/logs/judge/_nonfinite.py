@@ -42,7 +42,7 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
         yield _warnings(segment)
 
 
-def _since(streak: Streak) -> tuple[Place, str, str]:
+def extent(streak: Streak) -> tuple[Place, str, str]:
     """Where it began, how severe it is, and how much of the run it takes."""
     assert streak.first is not None and streak.last is not None
     if streak.since is not None:
@@ -55,7 +55,7 @@ def _since(streak: Streak) -> tuple[Place, str, str]:
 
 def _shown(segment: Segment) -> Finding:
     loss = segment.track("loss")
-    first, severity, much = _since(loss.bad)
+    first, severity, much = extent(loss.bad)
     kind = "nan" if math.isnan(loss.first_bad) else "inf"
     said = f"The loss is {number(loss.first_bad)} at {first}, {much}."
     if loss.bad.first != first:
@@ -107,7 +107,7 @@ def _of_backward(rose: str) -> tuple[Likely, ...]:
 
 
 def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Likely, ...]:
-    early = place.order <= 1
+    early = segment.track("loss").first_finite is None or place.order == 0
     half = bool(segment.track("scale").count or segment.notes.get("overflow"))
     causes = []
     if rose:
@@ -130,7 +130,7 @@ def _gradient(segment: Segment) -> Finding | None:
     moved = skipping(segment)
     if moved is not None:
         return left_out(segment, moved)
-    first, severity, much = _since(norm.bad)
+    first, severity, much = extent(norm.bad)
     if norm.bad.since is None:
         severity = "warning"  # the loss is finite: whatever it was, the run outlived it
     at_start = norm.bad.last is not None and norm.bad.last.order < START  # where a scaler finds its scale
@@ -141,7 +141,10 @@ def _gradient(segment: Segment) -> Finding | None:
     loss = segment.track("loss")
     unlogged = loss.last_finite is not None and loss.last_finite[0].order < first.order and norm.bad.since is not None
     said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
-    said += "and no loss is logged there: Megatron leaves out a NaN." if unlogged else "while the logged loss is finite."
+    if unlogged:
+        said += "and no loss is logged there: Megatron does not print a NaN."
+    else:
+        said += "while the logged loss is finite." if loss.count else "and the log has no loss."
     falls = _falls(segment)
     if severity == "note":
         said += " With a loss scaler those steps are skipped, and a few are normal; without one they were taken."
@@ -166,13 +169,14 @@ def _falls(segment: Segment) -> bool:
 
 def _evaluation(segment: Segment) -> Finding:
     evaluated = segment.track("eval_loss")
-    first, severity, much = _since(evaluated.bad)
+    first, severity, much = extent(evaluated.bad)
     causes = (
         Likely("Running statistics took in a bad batch: training does not use them, evaluation does", "poisoned-buffer"),
         Likely("The evaluation data holds NaN or Inf", "nonfinite-batch"),
         Likely("An evaluation batch without a supervised token is 0/0", "no-supervised-targets"),
     )
-    said = f"The evaluation loss is {number(evaluated.first_bad)} at {first}, {much}, while the training loss is finite."
+    said = f"The evaluation loss is {number(evaluated.first_bad)} at {first}, {much}"
+    said += ", while the training loss is finite." if segment.track("loss").count else "; the log has no training loss."
     return Finding(
         kind="eval-nan", severity=severity, place=first, said=said, causes=causes, commands=(SCAN, "nanproof check train:build")
     )
@@ -186,6 +190,7 @@ def _warnings(segment: Segment) -> Finding:
     after = loss.last_finite is not None and loss.last_finite[0].order >= noted.last_order and loss.last_finite[1] != 0
     ended = noted.last_order >= segment.points and _ENDS.search(last.text) is not None
     lasting = ended or (not after and (noted.count > 2 or not loss.count))
+    stopped = any(_ENDS.search(note.text) for note in (*noted.first, last))
     where = noted.place
     times = "once," if noted.count == 1 else f"{noted.count} times, first"
     said = f'The run\'s own code warns of NaN or Inf {times} at {where}: "{first.text}"'
@@ -194,9 +199,9 @@ def _warnings(segment: Segment) -> Finding:
     said += "."
     if ended:
         said += " The run ended there."
-    elif lasting and noted.count > 2:
+    elif lasting and noted.count > 2 and not stopped:
         since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
-        said += f" It never stopped: the weights are NaN, and everything after {since} is lost."
+        said += f" The weights are most likely NaN, and everything after {since} is lost."
     causes = (
         Likely("A guard that zeroes NaN gradients still lets the optimizer step on its moments, and an Inf passes isnan", None),
         Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),

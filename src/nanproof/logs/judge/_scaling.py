@@ -13,12 +13,25 @@ CAUSES = (
     Likely("The data or the weights hold NaN, so that no scale helps", "nonfinite-batch"),
     Likely("The gradient grows with every layer or step until any scale is too high", "exploding-gradient"),
 )
+SUNK = 1 / 64
+"""A scale below this is a collapse, however the log begins."""
+LOW = 128.0
+"""A scaler that searches for its scale at the start comes from 65536 or more, and stays far above this."""
+HALVED = 3
+"""Overflows at the end of a log that are more than chance where the scale is low."""
 COMMANDS = (PROTECT, CHECK, SCAN)
 
 
 def scaling(segment: Segment) -> Iterator[Finding]:
     """At most one."""
-    found = _collapse(segment) or _at_minimum(segment) or _overflows(segment) or _counted(segment)
+    found = (
+        _collapse(segment)
+        or _at_minimum(segment)
+        or _overflows(segment)
+        or _counted(segment)
+        or _sunk(segment)
+        or _halving(segment)
+    )
     if found is not None:
         yield found
 
@@ -39,6 +52,38 @@ def _collapse(segment: Segment) -> Finding | None:
         "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."
     )
     return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _sunk(segment: Segment) -> Finding | None:
+    """A scale below 1 by its level: it was lowered until it makes gradients smaller instead of larger. Where the log begins
+    there, nothing else shows it."""
+    scale = segment.track("scale")
+    if scale.last_finite is None or not 0 < scale.last_finite[1] < 1 or scale.first_finite is None:
+        return None
+    last, first = scale.last_finite[1], scale.first_finite[1]
+    place = next(b.place for b in scale.curve.finite() if b.low < 1)
+    falls = last <= first / 4
+    said = f"The loss scale is {number(last)}"
+    said += f", from {number(first)} at {scale.first_finite[0]}." if falls else f" from {place} on."
+    said += " A scale below 1 makes gradients smaller: it was lowered at every overflow, and each of those steps was skipped."
+    severity = "failure" if falls or last < SUNK else "warning"
+    return Finding(kind="scale-collapse", severity=severity, place=place, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _halving(segment: Segment) -> Finding | None:
+    """A scale that is already low and still falls where the log ends, with no step in between that raises it."""
+    scale, noted = segment.track("scale"), segment.notes.get("overflow")
+    values = [b.last for b in scale.curve.finite()]
+    if noted is None or noted.last is None or noted.count < HALVED or len(values) < HALVED or scale.curve.each > 1:
+        return None
+    ended = noted.last_order >= segment.points - 2
+    if not ended or values[-1] > LOW or any(b > a for a, b in zip(values[-HALVED:], values[-HALVED + 1 :], strict=False)):
+        return None
+    said = (
+        f"The loss scale falls to {number(values[-1])} at the end of the log: {noted.count} steps overflow and are skipped, from "
+        f"{noted.place} on. If it goes on like this the scale reaches its minimum in a few steps."
+    )
+    return Finding(kind="scale-collapse", severity="warning", place=noted.place, said=said, causes=CAUSES, commands=COMMANDS)
 
 
 def _at_minimum(segment: Segment) -> Finding | None:

@@ -7,8 +7,10 @@ alike. Losses of reinforcement learning hover about 0 and have no direction: of 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from nanproof.logs._curve import Bucket, number
@@ -18,6 +20,9 @@ from nanproof.logs.judge._numbers import level, noise, smooth
 
 ENOUGH = 8
 """Points below which a curve has no shape."""
+ABSURD = 1e8
+UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
+"""Names of losses that are as large as the square of what they measure, or a sum over all data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
     diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
+    diverged = diverged or _rounds_rise(segment) or _absurd(segment)
     if diverged is not None:
         yield diverged
     if diverged is None:
@@ -150,6 +156,51 @@ def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
     said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
     causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
     return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE))
+
+
+def _rounds_rise(segment: Segment) -> Finding | None:
+    """Boosting lowers the loss on its training data in every round, unless a step is too long."""
+    values = [b.mean for b in segment.track("loss").curve.finite()]
+    if not segment.settings.get("rounds") or len(values) < 4:
+        return None
+    best = values.index(min(values))
+    after = values[best:]
+    if len(after) < 4 or not all(a < b for a, b in pairwise(after)) or after[-1] < 1.02 * abs(after[0]):
+        return None
+    name, place = segment.names.get("loss", "the loss"), segment.track("loss").curve.finite()[best].place
+    said = (
+        f"{name} rises in every round from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting lowers "
+        "the loss on the training data, unless its step is too long or the objective and the metric are not about the same thing."
+    )
+    causes = (
+        Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),
+        Likely("A custom objective has a gradient of the wrong sign, or the labels are not those that it expects"),
+    )
+    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER,))
+
+
+def _absurd(segment: Segment) -> Finding | None:
+    """A loss or a gradient norm that is too large for any network that learns, where the log shows nothing from before."""
+    if segment.settings.get("rounds"):
+        return None
+    for name, kind in (("loss", "divergence"), ("grad_norm", "exploding-gradient")):
+        buckets = segment.track(name).curve.finite()
+        values = [b.mean for b in buckets]
+        if len(values) < 2 or level(values[-3:]) < ABSURD or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
+            continue
+        called = segment.names.get(name, name)
+        if UNITS.search(called):
+            continue
+        place = next(b.place for b in buckets if b.high >= ABSURD)
+        said = f"{called} is about {number(level(values[-3:]))}, and not falling. "
+        said += "It has exploded, unless the targets themselves are that large: then scale them."
+        causes = (
+            Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
+            Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
+            Likely("The gradient grows with every layer or time step", "exploding-gradient"),
+        )
+        return Finding(kind=kind, severity="warning", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE, CHECK))
+    return None
 
 
 def _beyond_noise(f: Form, above: float) -> bool:

@@ -10,9 +10,14 @@ from nanproof.logs.judge._finding import CHECK, RUN, Finding, Likely
 from nanproof.logs.judge._numbers import level
 
 
+VANISHED = 1e-3
+LABELS = "print((batch['labels'] != -100).sum(1))    # supervised tokens of each sample"
+REWARDS = "print(rewards.view(-1, num_generations).std(1))    # 0: all rewards of a group are equal"
+
+
 def standstill(segment: Segment) -> Iterator[Finding]:
     """At most one: the first that explains the others."""
-    found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment)
+    found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment) or _vanished(segment)
     if found is not None:
         yield found
 
@@ -22,7 +27,7 @@ def _no_targets(segment: Segment) -> Finding | None:
     if not streak.count or streak.first is None:
         return None
     share = streak.count / streak.looked
-    policy = loss.low < 0
+    policy = loss.low < 0 or bool(segment.settings.get("rewards"))
     lasting = streak.since is not None and streak.unbroken >= 3
     if not lasting and (share < 0.5 if policy else streak.count < 2):
         return None
@@ -45,8 +50,31 @@ def _no_targets(segment: Segment) -> Finding | None:
         place=place,
         said=said,
         causes=(equal, targets) if policy else (targets, equal),
-        commands=(CHECK, "print((batch['labels'] != -100).sum(1))    # supervised tokens of each sample"),
+        commands=(CHECK, REWARDS if policy else LABELS),
     )
+
+
+def _vanished(segment: Segment) -> Finding | None:
+    """From one line to the next loss and gradient lose all but a thousandth, and stay there."""
+    losses, norms = segment.track("loss").curve.finite(), segment.track("grad_norm").curve.finite()
+    if len(losses) != len(norms) or len(losses) < 3 or segment.track("loss").low < 0:
+        return None
+    for i in range(1, len(losses) - 1):
+        before, later = losses[i - 1].low, max(b.high for b in losses[i:])
+        if later > VANISHED * before or max(b.high for b in norms[i:]) > VANISHED * norms[i - 1].low:
+            continue
+        place = losses[i].place
+        said = (
+            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} from one line to the next, at {place}, and "
+            f"the gradient norm from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: what is "
+            "left to predict is trivial."
+        )
+        causes = (
+            Likely("Every target that counts is the same token, or all others are ignored", "no-supervised-targets"),
+            Likely("The model sees what it has to predict: labels are shifted twice, or not at all", "labels-shifted-twice"),
+        )
+        return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(CHECK, LABELS))
+    return None
 
 
 def _moves(segment: Segment) -> bool:

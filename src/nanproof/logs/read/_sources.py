@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
-from nanproof.logs._points import Note, Point
+from nanproof.logs._points import Item
 from nanproof.logs.read import _files as files
 from nanproof.logs.read import _tables as tables
 from nanproof.logs.read import _tensorboard as tensorboard
@@ -114,7 +114,7 @@ def _of_stream(path: str, stream: io.BufferedReader) -> Source:
     return Source(path, format_of(files.head(stream)), None, (), stream)
 
 
-def read(source: Source) -> Iterator[Point | Note]:
+def read(source: Source) -> Iterator[Item]:
     """Points and notes in the order of the log. Needs little memory, however large the log is."""
     if source.stream is not None:
         yield from _read_stream(source.stream, source.format)
@@ -198,7 +198,7 @@ def _events(path: Path) -> Iterator[bytes]:
         yield from tensorboard.records(stream)
 
 
-def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> Iterator[Point | Note]:
+def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> Iterator[Item]:
     if format == "Weights & Biases":
         yield from wandb.points(stream)
     elif format == "TensorBoard":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from nanproof.logs._points import METRICS, Note, Point
+from nanproof.logs._points import METRICS, Item, Point
 from nanproof.logs.text._names import Collector, Found, meaning, number
 from nanproof.logs.text._text import TextReader
 
@@ -19,7 +19,7 @@ _decode = json.JSONDecoder().decode
 _NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
 
 
-def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point | Note]:
+def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Item]:
     """A line that is no JSON object is text: the traceback that ended the run may stand there. One cut short says nothing."""
     names = Collector()
     others = TextReader()
@@ -61,7 +61,8 @@ def merged(points: Iterable[Point]) -> Iterator[Point]:
     for point in points:
         if last is not None and point.step is not None and point.step == last.step and not point.values.keys() & last.values:
             epoch = last.epoch if point.epoch is None else point.epoch
-            last = replace(last, values={**last.values, **point.values}, epoch=epoch)
+            terms, names = {**last.terms, **point.terms}, {**last.names, **point.names}
+            last = replace(last, values={**last.values, **point.values}, epoch=epoch, terms=terms, names=names)
             continue
         if last is not None:
             yield last
@@ -122,4 +123,4 @@ def is_table(first: bytes, second: bytes) -> bool:
 
 def _is_metric(name: str) -> bool:
     found = meaning(name)
-    return found is not None and found[0] in METRICS
+    return found is not None and found.role in METRICS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from nanproof.logs._points import Point
 from nanproof.logs.read._tables import merged
@@ -76,11 +77,11 @@ def _points(events: Iterable[bytes]) -> Iterator[Point]:
             step, scalars = _scalars(event)
         except Damaged:
             continue
-        pairs = [(found, value) for tag, value in scalars if (found := meaning(tag)) is not None and found[0] != "step"]
-        epoch = next(((step, value) for (role, _), value in pairs if role == "epoch"), epoch)
+        pairs = [(found, value) for tag, value in scalars if (found := meaning(tag)) is not None and found.role != "step"]
+        epoch = next(((step, value) for found, value in pairs if found.role == "epoch"), epoch)
         point = names.point(pairs, number)
         if point is not None:
-            yield Point(point.values, float(step), epoch[1] if epoch is not None and epoch[0] == step else None, number)
+            yield replace(point, step=float(step), epoch=epoch[1] if epoch is not None and epoch[0] == step else None)
 
 
 def _scalars(event: bytes) -> tuple[int, list[tuple[str, float]]]:

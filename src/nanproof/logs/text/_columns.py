@@ -9,6 +9,8 @@ from nanproof.logs.text._names import Found, meaning, number
 
 _NAME = re.compile(r"[A-Za-z#_][\w ./()#%@-]{0,39}")
 _RULE = re.compile(rb"[\s|:=+-]*")
+_COUNTS = re.compile(rb"\s*(?:epoch|step|iter|iteration)s? ", re.I)
+_LOSSES = re.compile(rb"\b(train|training|valid|validation|val|test|eval) (loss)\b", re.I)
 _COUNTED = re.compile(rb"(\d{1,12})/\d{1,12}")
 
 
@@ -21,18 +23,23 @@ class Columns:
 
     @classmethod
     def of(cls, text: bytes) -> Columns | None:
-        """None if this line is no line of names: it needs two or more, and a loss among them."""
-        if b"  " not in text and b"|" not in text and b"\t" not in text:
-            return None
-        separator = b"|" if b"|" in text else b"\t" if b"\t" in text.strip() else None
+        """None if this line is not a line of names: it needs two or more, and a loss among them."""
         if len(text) > 1000 or b"loss" not in text.lower():
             return None
-        parts = re.split(rb"\s{2,}", text.strip()) if separator is None else _cells(text, separator)
+        separator = b"|" if b"|" in text else b"\t" if b"\t" in text.strip() else None
+        if separator is not None:
+            parts = _cells(text, separator)
+        elif b"  " in text:
+            parts = re.split(rb"\s{2,}", text.strip())
+        elif _COUNTS.match(text):  # one space between columns, and within names
+            parts = _LOSSES.sub(rb"\1_\2", text).split()
+        else:
+            return None
         said = [part.decode("utf-8", "replace") for part in parts]
         if not 2 <= len(said) <= 60 or not all(_NAME.fullmatch(name) and len(name.split()) <= 3 for name in said):
             return None
         found = [meaning(name) for name in said]
-        return cls(separator, found) if any(name is not None and name[0] in ("loss", "eval_loss") for name in found) else None
+        return cls(separator, found) if any(name is not None and name.role in ("loss", "eval_loss") for name in found) else None
 
     def row(self, text: bytes) -> list[tuple[Found, float]] | None:
         """Names and values; empty for a rule between rows, None where the table has ended."""
@@ -47,10 +54,10 @@ class Columns:
                 continue
             counted = _COUNTED.fullmatch(cell)
             value = number(counted[1] if counted is not None else cell.rstrip(b":"))
-            if value is None and name[0] in METRICS and cell not in (b"", b"-", b"No", b"None"):
+            if value is None and name.role in METRICS and cell not in (b"", b"-", b"No", b"None"):
                 return None
             pairs += [(name, value)] if value is not None else []
-        return pairs if any(role in METRICS for (role, _), _ in pairs) else None
+        return pairs if any(found.role in METRICS for found, _ in pairs) else None
 
 
 def _cells(text: bytes, separator: bytes) -> list[bytes]:

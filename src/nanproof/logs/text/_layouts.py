@@ -2,28 +2,37 @@
 
 Looking for names in every line costs tens of microseconds. A log repeats itself, so the line that was understood becomes a
 pattern: the text as it is, a group for each value that counted, any number where another number stood. A line that fits has the
-same meaning; one that does not goes the long way.
+same meaning; one that does not goes the long way. Lines that follow each other and fit are one batch, whose numbers are converted a
+column at a time.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nanproof.logs._points import METRICS, Point
-from nanproof.logs.text._names import finite
+from nanproof.logs._points import METRICS, Batch, Point
+from nanproof.logs.text._names import TERM, finite
+from nanproof.logs.text._values import PLAIN
 
 MOST = 6
 """Kept at a time, the last used first."""
+FEW = 4
+"""Lines that make a batch."""
+NEAR = 1 << 13
+"""Bytes in which the next lines of a batch are looked for, and then twice as many."""
 TRIES = 200
 """Made for one log. One that never repeats itself would only pay for making them."""
 
-_NUMBER = rb"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
-_VALUE = rb"(" + _NUMBER + rb"|[+-]?(?:[nN]a[nN]|[iI]nf(?:inity)?))"
-_PLACE = rb"(" + _NUMBER + rb")"
+_VALUE = rb"(" + PLAIN + rb"|[+-]?(?:[nN]a[nN]|[iI]nf(?:inity)?))"
+_PLACE = rb"(" + PLAIN + rb")"
+_LETTERS = rb"([-+.\deEnaifNAIF]+)"
+"""What such a value may consist of. Matches twice as fast; whether it is a number shows when it is converted."""
 _DRAWING = rb"[ ]{0,8}\d{1,3}%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})"
-_LOOSE = re.compile(rb"(?<![\w/.@+-])" + _NUMBER + rb"|[ \t]+")
+_LOOSE = re.compile(rb"(?<![\w/.@+-])" + PLAIN + rb"|(?<=\d)[ \t]+|[ \t]{2,}|[ \t](?=[+-]?[\dnNiI])")
+_DIGITS = rb"[-+]?\d[-+.\deE]*"
+"""A number whose value does not count."""
 
 
 def rounded_away(rate: bytes) -> bool:
@@ -61,16 +70,20 @@ class Layout:
             fixed = [*fixed, bar.span(2)]
         spans.sort(key=lambda span: span.start)
         for span in spans:
-            pattern = _DRAWING if span.role == "bar" else _VALUE if span.role in METRICS else _PLACE
+            pattern = _DRAWING if span.role == "bar" else _PLACE if span.role in ("step", "epoch") else _VALUE
             parts += [_loosened(text, at, span.start, fixed), pattern]
             at = span.end
         parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*\n" if bar is None else rb"[ \t]*[\r\n]"]
         self.match = re.compile(b"".join(parts)).match
+        loose = (_LETTERS if part in (_VALUE, _PLACE) else part for part in parts)
+        self._lines = re.compile(rb"(?m)^" + b"".join(loose)).findall
         roles = [span.role for span in spans]
         self.total = int(bar[2]) if bar is not None else None
         """Of the bar."""
         self._bar = roles.index("bar") if bar is not None else 0
         self._values = [(index, role) for index, role in enumerate(roles) if role in METRICS]
+        self._terms = [(index, role[len(TERM) :]) for index, role in enumerate(roles) if role.startswith(TERM)]
+        self._like = like
         self._step = roles.index("step") if "step" in roles else None
         self._epoch = roles.index("epoch") if "epoch" in roles else None
         self._rate = roles.index("lr") if "lr" in roles else 0
@@ -96,7 +109,42 @@ class Layout:
             line,
             self._in_all,
             self.settings,
+            terms={name: found[index] for index, name in self._terms},
+            names=self._like.names,
         )
+
+    def batch(self, data: bytes, at: int, line: int) -> tuple[Batch, int] | None:
+        """The lines from here on that fit, and where they end. None if they are few, or have no step."""
+        if self._step is None or self.total is not None:
+            return None
+        rows: list[tuple[bytes, ...]] = []
+        while len(rows) < FEW:
+            match = self.match(data, at)
+            if match is None:
+                return None
+            rows.append(match.groups())
+            at = match.end()
+        near = NEAR
+        while (end := data.rfind(b"\n", at, at + near) + 1) > at:
+            more = self._lines(data, at, end)
+            if len(more) < data.count(b"\n", at, end):
+                break  # one of them does not fit
+            rows += more
+            at, near = end, 2 * near
+        while (match := self.match(data, at)) is not None:
+            rows.append(match.groups())
+            at = match.end()
+        try:
+            columns = [list(map(float, column)) for column in zip(*rows, strict=True)]
+        except ValueError:
+            return None
+        values = {role: columns[index] for index, role in self._values}
+        if "lr" in values and 0.0 in values["lr"]:
+            return None  # it may have been rounded away
+        like = replace(self._like, settings=self.settings, skipped_in_all=self._in_all)
+        epochs = None if self._epoch is None else columns[self._epoch]
+        terms = {name: columns[index] for index, name in self._terms}
+        return Batch(values, terms, columns[self._step], epochs, line, like), at
 
 
 def _loosened(text: bytes, start: int, end: int, fixed: Sequence[tuple[int, int]]) -> bytes:
@@ -105,6 +153,6 @@ def _loosened(text: bytes, start: int, end: int, fixed: Sequence[tuple[int, int]
     for match in _LOOSE.finditer(text, start, end):
         if not match[0].isspace() and any(a < match.end() and match.start() < b for a, b in fixed):
             continue
-        parts += [re.escape(text[at : match.start()]), rb"[ \t]+" if match[0].isspace() else _NUMBER]
+        parts += [re.escape(text[at : match.start()]), rb"[ \t]+" if match[0].isspace() else _DIGITS]
         at = match.end()
     return b"".join([*parts, re.escape(text[at:end])])

@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanproof.logs._points import Point
+from nanproof.logs._points import METRICS, Point
 
 COARSE = 10
 """Ranks of one ten may stand for each other from line to line. Once a better ten was seen, the others are left out: an epoch's
 mean is not one more step, and W&B's own counter is not the trainer's."""
+
+MEASURED = 3 * COARSE
+"""From this rank on it is a measure that stands for the loss where there is none: a perplexity, what boosting minimises."""
 
 _BASE: dict[str, dict[str, int]] = {
     "loss": {
@@ -26,6 +29,7 @@ _BASE: dict[str, dict[str, int]] = {
         **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
         **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
         **dict.fromkeys(("loss epoch", "epoch loss"), COARSE),
+        **dict.fromkeys(("ppl", "perplexity"), MEASURED),
     },
     "grad_norm": {
         **dict.fromkeys(("grad norm", "gradnorm", "gnorm", "gradient norm", "gradients norm", "norm grad"), 0),
@@ -53,11 +57,12 @@ _BASE: dict[str, dict[str, int]] = {
         **dict.fromkeys(("step", "steps", "train step", "optimizer step", "update step", "cur step"), COARSE + 1),
         **dict.fromkeys(("_step",), 2 * COARSE),
         **dict.fromkeys(("update", "batch", "batch idx"), 2 * COARSE + 1),
+        **dict.fromkeys(("learning iteration", "nupdates", "n updates", "total timesteps", "timesteps"), 3 * COARSE),
     },
-    "epoch": {"epoch": 0, "ep": 1},
+    "epoch": {"epoch": 0, "ep": 1, "itn": 2},
 }
 _TABLE = {name: (role, rank) for role, names in _BASE.items() for name, rank in names.items()}
-_TRAINING = {"train", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
+_TRAINING = {"train", "trn", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 _OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
 """What a setting or a summary is called, not a step."""
@@ -66,44 +71,67 @@ _AUXILIARY = set(
     " type mask at window tokens ppl perplexity".split()
 )
 """With one of these a name that has "loss" in it is not the loss."""
+_MEASURES = frozenset("logloss mlogloss rmse rmsle mse mae mape merror deviance".split())
+"""What boosting minimises. Of `l1`, `l2` and `error` the name has to say on which data."""
+_TERMS = frozenset("loss kl kld approxkl entropy logps logits advantage advantages elbo".split())
+"""A name with one of these is a value of training that must be finite, whatever else it is."""
+_SETTING = frozenset(
+    "coef coeff coefficient weight weights type fn py mask at window tokens target beta scale scaler ratio".split()
+)
+TERM = "term:"
+"""Roles that begin so are of values that are only judged for NaN, Inf and 0."""
 
-Found = tuple[str, int]
+
+class Found(NamedTuple):
+    """What a name means."""
+
+    role: str
+    """One of METRICS, "step", "epoch", "nan_count", or `TERM` and the name."""
+    rank: int
+    name: str = ""
+    """As the log writes it."""
 
 
 def meaning(name: str) -> Found | None:
-    """(one of METRICS, "step", "epoch" or "nan_count"; rank), or None."""
+    """Return what a name means, None if it is not known."""
     return _meaning(name) if len(name) <= 80 else None
 
 
 @lru_cache(maxsize=4096)
 def _meaning(name: str) -> Found | None:
     if name == "_step":
-        return "step", 2 * COARSE
+        return Found("step", 2 * COARSE, name)
     words = re.sub(r"\([^()]*\)|[\W_]+", " ", re.sub(r"([a-z])([A-Z][a-z])", r"\1 \2", name)).lower().split()
     if "dataloader" in words:
         words = words[: words.index("dataloader")]
     evaluation = any(word in _EVALUATION for word in words)
+    placed = evaluation or any(word in _TRAINING for word in words)
     twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
     if not words or any(word in _OTHER for word in words):
         return None
-    found = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words))
-    if found is None:
-        found = _similar(words)
-    if found is not None and twice:
-        found = found[0], found[1] + COARSE
-    if found is None or not evaluation:
-        return found
-    role, rank = found
-    return ("eval_loss", rank % COARSE) if role == "loss" else None
+    role, rank = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words)) or _similar(words, placed) or ("", 0)
+    if evaluation:
+        return Found("eval_loss", rank if rank >= MEASURED else rank % COARSE, name) if role == "loss" else None
+    if role:
+        return Found(role, rank + COARSE * twice, name)
+    return Found(TERM + name, 0, name) if _is_term(words) else None
 
 
-def _similar(words: list[str]) -> Found | None:
+def _similar(words: list[str], placed: bool) -> tuple[str, int] | None:
     if words[0] == "lr" and len(words) <= 3 and re.fullmatch(r"[a-z]*(adam|sgd|lion|muon|adafactor|opt)[a-z]*", words[1]):
         return "lr", 2 + words.count("pg2")
     if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words) and not any(word.isdigit() for word in words):
         return "loss", 2 * COARSE
+    if words[-1] in _MEASURES or (placed and words[-1] in ("l1", "l2", "error")):
+        return "loss", MEASURED + 1
     return None
+
+
+def _is_term(words: list[str]) -> bool:
+    if _SETTING.intersection(words) or any(word.isdigit() for word in words):
+        return False  # one loss for each of many groups is NaN where a group is empty
+    return "loss" in (words[0], words[-1]) or not _TERMS.isdisjoint(words)
 
 
 def number(value: Any) -> float | None:
@@ -133,6 +161,7 @@ class Collector:
         """The best rank seen, by role."""
         self._chosen: dict[tuple[Found, ...], dict[str, int]] = {}
         self._plans: dict[tuple[str, ...], list[tuple[str, Found]]] = {}
+        self._names: dict[tuple[Found, ...], dict[str, str]] = {}
 
     def chosen(self, names: tuple[Found, ...]) -> dict[str, int]:
         """By role, the index of the name that counts."""
@@ -140,16 +169,22 @@ class Collector:
         if known is not None:
             return known
         found: dict[str, int] = {}
-        for index, (role, rank) in enumerate(names):
-            if role not in found or rank < names[found[role]][1]:
+        for index, (role, rank, _) in enumerate(names):
+            if role not in found or rank < names[found[role]].rank:
                 found[role] = index
         for role, index in list(found.items()):
-            rank, best = names[index][1], self.best.get(role)
+            if role.startswith(TERM):
+                continue
+            rank, best = names[index].rank, self.best.get(role)
             if best is None or rank < best:
                 self.best[role] = rank
                 self._chosen.clear()
+                self._names.clear()
             elif rank // COARSE > best // COARSE:
                 del found[role]
+        if "loss" in found:  # of a line that has several, the others must be finite too
+            others = (i for i, name in enumerate(names) if name.role == "loss" and name.rank < MEASURED and i != found["loss"])
+            found |= {TERM + names[i].name: i for i in others if names[i].name != names[found["loss"]].name}
         if len(self._chosen) > 1024:
             self._chosen.clear()
         self._chosen[names] = found
@@ -157,10 +192,28 @@ class Collector:
 
     def point(self, pairs: Sequence[tuple[Found, float]], line: int) -> Point | None:
         """None if nothing in it is a metric."""
-        values = {role: pairs[index][1] for role, index in self.chosen(tuple([found for found, _ in pairs])).items()}
+        found = tuple([found for found, _ in pairs])
+        values: dict[str, float] = {}
+        terms: dict[str, float] = {}
+        for role, index in self.chosen(found).items():
+            if role.startswith(TERM):
+                terms[role[len(TERM) :]] = pairs[index][1]
+            else:
+                values[role] = pairs[index][1]
         step, epoch = values.pop("step", None), values.pop("epoch", None)
         values.pop("nan_count", None)
-        return Point(values, finite(step), finite(epoch), line) if values else None
+        if not values and not terms:
+            return None
+        return Point(values, finite(step), finite(epoch), line, terms=terms, names=self._named(found))
+
+    def _named(self, found: tuple[Found, ...]) -> dict[str, str]:
+        """By metric, the name that counts."""
+        known = self._names.get(found)
+        if known is None:
+            self._names = {} if len(self._names) > 1024 else self._names
+            chosen = self.chosen(found)
+            known = self._names[found] = {role: found[i].name for role, i in chosen.items() if role in METRICS}
+        return known
 
     def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:
         """A point from a dictionary, one level of nesting deep. The closing summary of a transformers run is no step."""
@@ -196,4 +249,4 @@ def is_summary(names: Iterable[str]) -> bool:
 def is_step(point: Point) -> bool:
     """Whether a point tells of the course of training. A learning rate alone may be a setting that was printed."""
     values = point.values
-    return "loss" in values or "eval_loss" in values or "grad_norm" in values or point.step is not None
+    return bool(point.terms) or "loss" in values or "eval_loss" in values or "grad_norm" in values or point.step is not None

@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200
 
 _SIGNS = rb"\xe2\x9a\xa0(?:\xef\xb8\x8f)?|\xe2\x9d\x8c|\xf0\x9f\x9a\xa8"  # a warning sign, a cross, a light
 _PREFIX = re.compile(
-    rb"(?:\s|"
+    rb"(?:\s|\*{2,6}|"
     + _SIGNS
     + rb"|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
     rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
@@ -27,6 +27,9 @@ _LEVEL = re.compile(rb"\b(?:WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4}\b|\
 _EXCEPTION = re.compile(
     rb"(?:[A-Za-z_]\w{0,60}\.){0,8}(?:[A-Z]\w{0,60}(?:Error|Exception|Interrupt|Exit|Failure)|Exception)(?=: |:?\s*$)"
 )
+_GLUED = re.compile(rb"\)(?=(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception): )")
+"""Between a line of code and the exception that was printed right behind it."""
+_FRAME = re.compile(rb"[\r\n]?\s+File \"[^\"\r\n]{1,400}\", line \d{1,7}, in [^\r\n]{1,200}[\r\n]")
 _CODE = re.compile(
     rb"\s*(?:if|elif|def|for|while|return|assert|print|raise|import|from|logger|log|self|with|class|warnings)\b[ (.:]"
     rb"|.*(?:torch\.|math\.|np\.|==|isnan|isinf|isfinite|\.any\(|%[sdf]\b|\{\w+[:}])"
@@ -50,6 +53,17 @@ _KNOWN = (
     ("scale-at-minimum", re.compile(rb"Current loss scale already at minimum|Minimum loss scale reached")),
     ("unscale-fp16", re.compile(rb"Attempting to unscale FP16 gradients")),
     ("bad-probabilities", re.compile(rb"probability tensor contains either `?inf`?, `?nan`? or element < 0")),
+    (
+        "nonpositive-std",
+        re.compile(
+            rb"normal expects all elements of std >= 0|normal expects std >= 0"
+            rb"|Expected parameter scale .{1,200}to satisfy the constraint GreaterThan|The parameter scale has invalid values"
+        ),
+    ),
+    (
+        "bad-probabilities",
+        re.compile(rb"Expected parameter (?:loc|logits|probs) .{1,200}to satisfy the constraint .{1,80}but found"),
+    ),
     ("device-assert", re.compile(rb"device-side assert triggered")),
     (
         "out-of-memory",
@@ -62,7 +76,7 @@ _KNOWN = (
     (
         "nan-warning",
         re.compile(
-            rb"Loss is -?(?:nan|inf)\b|The loss returned in `training_step` is|Detected nan and/or inf values in"
+            rb"Loss is -?(?:nan|inf)\b|LossTensor is inf or nan|loss \(=\S{1,40}\) is not correct|The loss returned in `training_step` is|Detected nan and/or inf values in"
             rb"|returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
             rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
             rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
@@ -77,17 +91,29 @@ _RESUMED = re.compile(
     rb"|loaded checkpoint .* @ [1-9]\d* updates|loading the checkpoint at step [1-9]",
     re.I,
 )
-_NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|non-?finite|not finite)(?![\w(])", re.I)
+_NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|infinity|non-?finite|not finite)(?![\w(])", re.I)
 _THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation", re.I)
 
 
 _MESSAGES = (
     *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
     *(b"outofmemory", b"oom_kill", b"invalid loss", b"fatal python error", b"terminate called", b" cancelled at "),
+    *(b"is not correct", b"normal expects", b"expected parameter", b"invalid values"),
 )
-_MARKS = (*_MESSAGES, b"nan", b"inf", b"finite", b"resum", b"loaded checkpoint", b"the checkpoint", b"continuing t")
+_MARKS = (
+    *_MESSAGES,
+    b"error",
+    b"exception",
+    b"nan",
+    b"inf",
+    b"finite",
+    b"resum",
+    b"loaded checkpoint",
+    b"the checkpoint",
+    b"continuing t",
+)
 """In small letters: outside of a traceback, a line without any of these is no note."""
-_ONCE = {"error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "scale-at-minimum"}
+_ONCE = {"error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "nonpositive-std", "scale-at-minimum"}
 
 
 class Notes:
@@ -102,14 +128,16 @@ class Notes:
         """Whether this line is source code that a traceback shows."""
         return line < self._until and text[:2].isspace()
 
-    def of(self, text: bytes, low: bytes, line: int, rank: bytes | None) -> Iterator[Note | Point]:
-        """A note, and a point if the message names a new loss scale."""
+    def of(self, text: bytes, low: bytes, line: int, rank: bytes | None, before: bytes = b"") -> Iterator[Note | Point]:
+        """A note, and a point if the message names a new loss scale. `before` is the text above the line."""
         if b"raceback (most recent call last)" in text:
             self._until = line + 400
             return
         if line >= self._until and not any(mark in low for mark in _MARKS):
             return
-        kind = self._kind(text, low, line)
+        glued = _GLUED.search(text) if b"rror: " in text or b"xception: " in text else None
+        text = text if glued is None else text[glued.end() :]
+        kind = self._kind(text, low, line, glued is not None, before)
         if kind is None:
             return
         if kind in _ONCE:
@@ -132,10 +160,11 @@ class Notes:
             except ValueError:
                 return
 
-    def _kind(self, text: bytes, low: bytes, line: int) -> str | None:
+    def _kind(self, text: bytes, low: bytes, line: int, glued: bool, before: bytes) -> str | None:
         resumed = _RESUMED.search(text) is not None if b"checkpoint" in low or b"resum" in low or b"continuing" in low else False
         finite = _NOT_FINITE.search(text) is None
-        if finite and not resumed and line >= self._until and not any(mark in low for mark in _MESSAGES):
+        raised = glued or line < self._until or (b"rror" in text and _FRAME.search(before) is not None)
+        if finite and not resumed and not raised and not any(mark in low for mark in _MESSAGES):
             return None  # the prefix is not worth a look
         message = without_prefix(text)
         prefix = len(text) - len(message)
@@ -149,7 +178,9 @@ class Notes:
             found = pattern.search(message, 0, 1200)
             if found is not None and (exception is not None or level or found.start() == 0 or _PROGRAM.match(message)):
                 return kind
-        if exception is not None and line < self._until and not _LAUNCHER.match(message):
+        if exception is not None and not finite and (raised or _THINGS.search(message)):
+            return "nan-warning"  # NaN is what it complains of
+        if exception is not None and raised and not _LAUNCHER.match(message):
             return "error"
         if resumed and _RESUMED.match(message):
             return "resumed"

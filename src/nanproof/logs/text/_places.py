@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nanproof.logs._points import Point
 
 BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})/(\d{1,15})\s{0,8}\[")
 """tqdm's: `12%|#2   | 12/100 [`."""
+_WHOLE_BAR = re.compile(rb".*\d%\|[^|\r\n]{0,400}\|\s{0,8}\d{1,15}/\d{1,15}\s{0,8}\[[^\]]{0,400}\]\s*")
 _KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
 _KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
 _NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
@@ -27,7 +29,6 @@ _HEADING = re.compile(
 """A line that names a step or an epoch and nothing after it; the values stand in the lines below."""
 _BELOW = 40
 """How many lines below it a step counts. An epoch counts until the next."""
-_ABOVE = re.compile(rb"\[batch=(\d{1,15})/(\d{1,15})\]:\s*\n")
 
 
 class Places:
@@ -60,7 +61,7 @@ class Places:
                 point = replace(point, epoch=float(self._keras[0]))
                 settings["epochs"] = float(self._keras[1])
             return self.in_bar(int(keras[1]), int(keras[2]), point, settings), True
-        point = _in_brackets(text, before, point, settings)
+        point = _in_brackets(text, point, settings)
         return (point if b"{" in text else self._headed(before, point)), False
 
     def _headed(self, before: bytes, point: Point) -> Point:
@@ -82,14 +83,26 @@ class Places:
             if epochs is not None:
                 settings["steps"] = epochs * total
             done = max(int(point.epoch) - (0 if epochs is None else 1), 0)
-            return Point(point.values, float(done * total + count), done + count / max(total, 1), point.line, settings=settings)
+            step, part = float(done * total + count), done + count / max(total, 1)
+            return replace(point, step=step, epoch=part, settings=settings)
         last, of = self._last
         if count < last and total == of and last >= 0.98 * of:
             self._turns += 1  # a bar for each epoch
         self._last = count, total
         if not self._turns:
             settings["steps"] = float(total)
-        return Point(point.values, float(self._turns * total + count), point.epoch, point.line, settings=settings)
+        return replace(point, step=float(self._turns * total + count), settings=settings)
+
+    def passes(self, steps: Sequence[float], epochs: Sequence[float] | None) -> bool:
+        """Whether a batch goes on with the steps as they are. Remembers its end if so."""
+        if epochs is None:
+            return True
+        if self._offset or steps[0] <= self._step or epochs[-1] < epochs[0]:
+            return False
+        if epochs[-1].is_integer():
+            self._spacing = steps[-1] - steps[-2] if epochs[-1] == epochs[-2] else self._spacing
+            self._epoch, self._step = epochs[-1], steps[-1]
+        return True
 
     def going_on(self, point: Point) -> Point:
         """With a step that goes on where the log's own starts anew in each epoch, as in `Epoch [2/5], Step [100/600]`."""
@@ -106,10 +119,10 @@ class Places:
         planned = {name: value for name, value in point.settings.items() if name != "steps"}
         if "steps" in point.settings and "epochs" in planned:
             planned["steps"] = point.settings["steps"] * planned["epochs"]
-        return Point(point.values, step + self._offset, epoch, point.line, point.skipped_in_all, planned)
+        return replace(point, step=step + self._offset, settings=planned)
 
 
-def _in_brackets(text: bytes, before: bytes, point: Point, settings: dict[str, float]) -> Point:
+def _in_brackets(text: bytes, point: Point, settings: dict[str, float]) -> Point:
     if (nested := _NESTED.search(text)) is not None:
         number, count, total = map(int, nested.groups())
         number -= 0 if text[: nested.start()].rstrip().endswith(b":") else 1
@@ -127,10 +140,14 @@ def _in_brackets(text: bytes, before: bytes, point: Point, settings: dict[str, f
         return replace(point, step=float(counted[1]))
     if point.epoch is None and (bare := _BARE.match(text)) is not None:
         return replace(point, step=float(bare[1]))
-    if text[:1].isspace() and (above := _ABOVE.findall(before)):  # Composer's, with names and values in the lines below
-        settings["steps"] = float(above[-1][1])
-        return replace(point, step=float(above[-1][0]))
     return point
+
+
+def after_bar(text: bytes) -> int:
+    """Where a message begins that stands in the line of a bar, after it; 0 without one."""
+    if b"]" not in text or (bar := None if b"%|" not in text else _WHOLE_BAR.match(text)) is None:
+        return 0
+    return bar.end() if text[bar.end() :].strip() else 0
 
 
 def last_bar(text: bytes) -> tuple[int, int] | None:

@@ -6,18 +6,40 @@ one are looked at. Of those, each `name: number` whose name is known counts (see
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice, pairwise
 
-from nanproof.logs._points import Note, Point
+from nanproof.logs._points import Batch, Item, Note, Point
 from nanproof.logs.text._columns import Columns
+from nanproof.logs.text._forms import nameless
 from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
-from nanproof.logs.text._names import COARSE, Collector, Found, finite, is_step, meaning
+from nanproof.logs.text._names import COARSE, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
-from nanproof.logs.text._places import BAR, Places, first_bar, last_bar
+from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar
+from nanproof.logs.text._records import Record, is_value, records, unfinished
+from nanproof.logs.text._values import ANY, parse
 
-WORDS = (b"loss", b"grad", b"xent", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training")
+WORDS = (
+    *(b"loss", b"grad", b"xent", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training"),
+    *(
+        b"ppl",
+        b"perplex",
+        b" avg",
+        b"g  ",
+        b"'s ",
+        b"rmse",
+        b"-auc:",
+        b"-mae:",
+        b"learn: ",
+        b"overflow",
+        b"exception",
+        b"exiting",
+    ),
+)
 """A line without one of these, in any case, is not looked at."""
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
@@ -26,14 +48,11 @@ MOST_PAIRS = 100
 NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
-_NUMBER = (
-    rb"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?"
-    rb"|[nN]a[nN]|NAN|[iI]nf(?:inity)?|INF)"
-)
 _PAIR = re.compile(
-    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\()?[\"'\[(]{0,2}\s{0,4}"
-    rb"(" + _NUMBER + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
+    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\(|array\()?"
+    rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
 )
+_BETWEEN = re.compile(rb"\s*[/|,;]\s*")
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
 _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
@@ -44,6 +63,8 @@ _BEFORE_ALONE = re.compile(
     rb"\s*\{[\"']|(?:[\s\d:|,\[\]-]|\b(?:train|training|val|validation|eval|test|set|average|avg|mean|running|current|total|batch|end)\b)*",
     re.I,
 )
+_METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse")
+_REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len")
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
 _LAST_WORDS = frozenset(
     b"loss losses norm lr rate scale iterations skipped step iter iteration epoch ep updates train curr value update".split()
@@ -80,31 +101,42 @@ class TextReader:
         self._is_drawn = False
         self._total: int | None = None
         """Steps of the run, from its bar."""
-        self._block: Point | None = None
-        """Of a log that puts "[step=10/500]" above, and names and values in the lines below."""
         self._columns: Columns | None = None
         """Of a table whose rows are being read."""
         self._table_end = 0
 
-    def read(self, blocks: Iterable[bytes]) -> Iterator[Point | Note]:
-        for data in blocks:
-            yield from self.feed(data.replace(b"\r\n", b"\n") if b"\r\n" in data else data)
+    def read(self, blocks: Iterable[bytes]) -> Iterator[Item]:
+        rest = b""
+        for block in blocks:
+            data = rest + (block.replace(b"\r\n", b"\n") if b"\r\n" in block else block)
+            cut = unfinished(data)
+            yield from self.feed(data[:cut])
+            rest = data[cut:]
+        yield from self.feed(rest)
         yield from self.finish()
 
     def finish(self) -> Iterator[Point | Note]:
         return self._release()
 
-    def feed(self, data: bytes, line: int | None = None) -> Iterator[Point | Note]:
+    def feed(self, data: bytes, line: int | None = None) -> Iterator[Item]:
         """Goes through whole lines; the first is `line`, or the one after what was read before."""
         self._line = self._line if line is None else line
         low = data.lower()
         size = len(data)
         bare_returns = b"\r" in data
         counted = 0
-        done = self._below(data, 0)
+        done = 0
         if self._columns is not None:
             yield from self._table(data, done, counted)
             done = self._table_end
+        if self._expects_layouts():  # lines that are all alike need no search
+            self._line += data.count(b"\n", counted, done)
+            counted = done
+            for batch, done in self._batches(data, done):
+                yield batch
+                counted = done
+        taken = done
+        """Where the last line ended that had something."""
         places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
         while (at := min(places)) < size:
             newline = data.rfind(b"\n", done, at)
@@ -119,22 +151,29 @@ class TextReader:
                 end = end if back < 0 else back
             self._pass_over(data, done, start)
             after = start
-            for point, match in self._repeated(data, start):
-                if after == start or self._is_drawn or self._drawn is not None or self._held is not None:
+            if self._expects_layouts():
+                for batch, after in self._batches(data, start):
+                    yield batch
+                counted = after
+            for point, match in self._repeated(data, after):
+                if self._is_drawn or not self._expects_layouts():
                     yield from self._give(point, match[0]) if point is not None else ()
                 elif point is not None and not self._again(point):
                     yield point
                 counted = after = match.end()
-            if after == start:
+            if after == start and is_value(data[start:end]) and (found := records(data, taken, start)) is not None:
+                yield from self._records(data, *found[:2], start)
+                taken = end = max(end, found[2])
+            elif after == start:
                 stop = min(end, start + LONGEST)
-                yield from self._one(data[start:stop], low[start:stop])
-                if self._block is not None and data[end : end + 1] == b"\n":
-                    end = max(end, self._below(data, end + 1) - 1)
+                for item in self._one(data[start:stop], low[start:stop]):
+                    yield item
+                    taken = end
                 if self._columns is not None and data[end : end + 1] == b"\n":
                     yield from self._table(data, end + 1, counted)
                     end = max(end, self._table_end - 1)
             else:
-                end = after - 1
+                taken = end = after - 1
             done = end
             for index, place in enumerate(places):
                 if place < end:
@@ -142,6 +181,43 @@ class TextReader:
                     places[index] = size if place < 0 else place
         self._pass_over(data, done, size)
         self._line += data.count(b"\n", counted)
+
+    def _expects_layouts(self) -> bool:
+        """Whether nothing is held back that a line in between could belong to."""
+        return self._held is None and self._drawn is None
+
+    def _batches(self, data: bytes, at: int) -> Iterator[tuple[Batch, int]]:
+        """Lines from here on that are like one that was understood before, as long as their steps rise; where each batch ends."""
+        layouts = self._layouts
+        while (layout := next((known for known in layouts if known.match(data, at) is not None), None)) is not None:
+            found = layout.batch(data, at, self._line)
+            if found is None:
+                return
+            batch, at = found
+            steps = batch.steps
+            known = None if self._last is None else self._last.step
+            rises = (known is None or known < steps[0]) and all(map(operator.lt, steps, islice(steps, 1, None)))
+            if not rises or not self._places.passes(steps, batch.epochs):
+                return
+            self._line += len(steps)
+            self._last = replace(batch.like, step=steps[-1])
+            self._after = self._before = b""
+            yield batch, at
+
+    def _records(self, data: bytes, found: list[Record], begin: int, start: int) -> Iterator[Point | Note]:
+        """One point of each record. Its line is that of the first value that is not finite, else of its first metric."""
+        yield from self._release()
+        first = self._line - data.count(b"\n", begin, start)
+        for record in found:
+            metrics = [i for i, (name, _) in enumerate(record.pairs) if name.role not in ("step", "epoch")]
+            if not metrics:
+                continue
+            bad = (i for i in metrics if not math.isfinite(record.pairs[i][1]))
+            point = self._names.point(record.pairs, first + record.lines[next(bad, metrics[0])])
+            if point is not None and is_step(point):
+                point = replace(point, settings=record.settings)
+                if not self._again(point):
+                    yield point
 
     def _repeated(self, data: bytes, at: int) -> Iterator[tuple[Point | None, re.Match[bytes]]]:
         """Lines from here on that are like one that was understood before."""
@@ -168,17 +244,6 @@ class TextReader:
             yield point, match
             at = match.end()
             match = None
-
-    def _below(self, data: bytes, at: int) -> int:
-        """Goes through the lines of a block, from the start of one; gives the place after them."""
-        while self._block is not None and data[at : at + 1] in (b" ", b"\t"):
-            end = data.find(b"\n", at)
-            end = len(data) if end < 0 else end
-            point = self._point(data[at : min(end, at + LONGEST)], b"", True)
-            if point is not None:
-                self._block = replace(self._block, values={**self._block.values, **point.values})
-            at = end + 1
-        return min(at, len(data))
 
     def _table(self, data: bytes, at: int, counted: int) -> Iterator[Point | Note]:
         """The rows of a table, from the start of one; `_table_end` is the place after them. A row that was drawn again and again
@@ -214,50 +279,57 @@ class TextReader:
             text = _ESCAPES.sub(b"", text)
             low = text.lower()
         line = self._line
+        said = after_bar(text)
+        noted = (
+            list(self._notes.of(text[said:], low[said:], line, None if rank is None else rank[1], self._before)) if said else []
+        )
+        if noted:  # a message that was printed where a bar had been drawn
+            text, low = text[:said], low[:said]
         point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
+        if noted:
+            if point is not None:
+                yield from self._give(point, text)
+            yield from self._release()
+            yield from noted
+            return
         if point is None:
             if self._held is not None:
                 self._after += text[:NEAR]  # a traceback may start where the bar ends
-            noted = False
-            for found in self._notes.of(text, low, line, None if rank is None else rank[1]):
+            for found in self._notes.of(text, low, line, None if rank is None else rank[1], self._before):
                 yield from self._release()
                 yield found
-                noted = True
+                noted.append(found)
             self._columns = None if noted or others or b"loss" not in low else Columns.of(text)
             return
         if rank is not None:
             self._rank = rank[1]
-        if not point.values:
-            yield from self._release()
-            self._block = point
-        else:
-            if raw.endswith(text):
-                self._learn(raw, text, point)
-            yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
+        if raw.endswith(text):
+            self._learn(raw, text, point)
+        yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
 
     # -- one line ----------------------------------------------------------------------------------------------------------
 
-    def _point(self, text: bytes, low: bytes, inside: bool = False) -> Point | None:
-        """What the line says, None if that is nothing. The line above a block has a step and no values."""
+    def _point(self, text: bytes, low: bytes) -> Point | None:
+        """What the line says, None if that is nothing."""
         self._matches = []
         self._is_drawn = False
-        if not (inside or b"loss" in low or b"grad" in low or b"gnorm" in low or b"xent" in low or b"step=" in low):
+        if (found := nameless(text, low)) is not None:
+            point = self._names.point(found[0], self._line)
+            return None if point is None else replace(point, settings=found[1])
+        if not any(word in low for word in _METRIC):
             return None
         pairs, settings, strong = self._pairs(text, low)
         if not pairs or b"train_runtime" in low:
             return None
-        if b"[step=" in low and all(role in ("step", "epoch") for (role, _), _ in pairs):
-            at = {role: value for (role, _), value in pairs}
-            return Point({}, finite(at.get("step")), finite(at.get("epoch")), self._line, settings=settings)
         point = self._names.point(pairs, self._line)
         if (
             point is not None
             and point.values.get("lr") == 0
-            and any(role == "lr" and rounded_away(match[3]) for (role, _), match in self._matches)
+            and any(found.role == "lr" and rounded_away(match[3]) for found, match in self._matches)
         ):
             point = replace(point, values={name: value for name, value in point.values.items() if name != "lr"})
-        if point is None or inside:
-            return point
+        if point is None:
+            return None
         if point.step is None:
             placed, self._is_drawn = self._places.of(text, self._before, point, settings)
             if placed is None:
@@ -266,11 +338,21 @@ class TextReader:
         if b"skipped iterations" in low:
             point = replace(point, skipped_in_all=False)
         scale_alone = "scale" in point.values and b"[Rank " in text  # DeepSpeed's
-        headed = point.epoch is not None and all(role != "epoch" for (role, _), _ in pairs)
+        headed = point.epoch is not None and all(found.role != "epoch" for found, _ in pairs)
         if not (is_step(point) or scale_alone) or (len(pairs) == 1 and point.step is None and not _alone(text, strong or headed)):
             return None
         if not strong and point.step is None and point.epoch is None:
             return None
+        if _REWARDS.search(low):
+            settings["rewards"] = 1.0
+        values = point.values
+        if (
+            "loss" not in values
+            and "lr" in values
+            and ("scale" in values or "grad_norm" in values)
+            and "loss" in self._names.best
+        ):
+            point = replace(point, loss_missing=True)  # Megatron prints no loss that is NaN
         return replace(point, settings=settings) if settings else point
 
     def _pairs(self, text: bytes, low: bytes) -> tuple[list[tuple[Found, float]], dict[str, float], bool]:
@@ -288,22 +370,25 @@ class TextReader:
             if found is None:
                 if word != b"val" or b"loss train" not in low:
                     continue
-                found = ("eval_loss", 0)
-            role, rank = found
+                found = Found("eval_loss", 0, "val")
+            role, rank, name = found
             if role == "step" and text[match.end() : match.end() + 1] == b"%":
                 continue  # a bar: "Steps:   4%|"
-            if role == "loss" and word.lower() in (b"loss", b"value"):
+            if role == "loss" and word.lower() in (b"loss", b"value", b"ppl", b"perplexity"):
                 if evaluation is None:
                     said = _EVALUATION.search(text)
                     evaluation = len(text) if said is None else said.start()
-                found = ("eval_loss" if evaluation < start else "loss", rank)
+                found = Found("eval_loss" if evaluation < start else "loss", rank, name)
             elif total is not None and role in ("step", "epoch"):
                 settings["steps" if role == "step" else "epochs"] = float(total)
             strong = strong or not separator.isspace()
-            pairs.append((found, float(value.replace(b",", b""))))
+            pairs.append((found, parse(value)))
             self._matches.append((found, match))
             if len(pairs) == MOST_PAIRS:
                 break
+        if not strong:  # "loss 0.5 / acc 0.9"
+            ends = ((a.end(), b.start()) for (_, a), (_, b) in pairwise(self._matches))
+            strong = any(_BETWEEN.fullmatch(text, *between) for between in ends)
         return pairs, settings, strong
 
     def _learn(self, raw: bytes, text: bytes, point: Point) -> None:
@@ -312,7 +397,9 @@ class TextReader:
             self._known = dict(self._names.best)
             self._layouts.clear()
         chosen = self._names.chosen(tuple(found for found, _ in self._matches))
-        if any(role == "nan_count" and float(match[3]) for (role, _), match in self._matches):
+        if not self._matches or point.loss_missing or "rewards" in point.settings:
+            return
+        if any(found.role == "nan_count" and float(match[3]) for found, match in self._matches):
             return  # a note goes with it
         bar = BAR.search(raw) if self._is_drawn else None
         if bar is None and b"%|" in raw:
@@ -324,7 +411,7 @@ class TextReader:
         counted = {role: self._matches[index][1] for role, index in chosen.items() if role != "nan_count"}
         spans = [Span(offset + match.start(3), offset + match.end(3), role) for role, match in counted.items()]
         fixed = [(0, offset)]
-        for (role, _), match in self._matches:
+        for (role, _, _), match in self._matches:
             fixed += [(offset + match.start(), offset + match.start(3)), (offset + match.start(4), offset + match.end(4))]
             fixed += [(offset + match.start(3), offset + match.end(3))] if role == "nan_count" else []
         self._layouts = [Layout(raw, spans, fixed, point, bar), *self._layouts[: MOST - 1]]
@@ -349,11 +436,11 @@ class TextReader:
         words = match[1].split(b" ")
         if any(other.lower() in _SETTINGS for other in words):
             return None
-        if found is not None and found[0] in ("step", "epoch"):
+        if found is not None and found.role in ("step", "epoch"):
             return found
         for count in range(len(words)):
             longer = self._meaning(b" ".join([*words[count:], word]))
-            if longer is not None and longer[1] < 2 * COARSE:
+            if longer is not None and longer.rank < 2 * COARSE:
                 return longer
         return None if separator.isspace() or word.lower() in (b"norm", b"scale") else found
 
@@ -385,13 +472,13 @@ class TextReader:
         last, self._last = self._last, point
         if last is None or point.step is None or point.step != last.step:
             return False
-        return repr(point.values) == repr(last.values)  # NaN is the same as NaN here
+        return repr((point.values, point.terms)) == repr((last.values, last.terms))  # NaN is the same as NaN here
 
     def _release(self, crowded: bool = False) -> Iterator[Point | Note]:
         """The point that was held back, with the step of the bar that was drawn anew after it, or of the one in its own line.
         Where output was buffered there is no bar before or none after, and the step stays unknown."""
-        held, block, drawn = self._held, self._block, self._drawn
-        self._held = self._block = self._drawn = None
+        held, drawn = self._held, self._drawn
+        self._held = self._drawn = None
         if drawn is not None and not self._again(drawn):
             yield drawn
         if held is not None:
@@ -402,8 +489,6 @@ class TextReader:
                 self._total = bar[1]
                 held = replace(held, step=float(bar[0]), settings={**held.settings, "steps": float(bar[1])})
             yield held
-        if block is not None and block.values:
-            yield block
 
 
 def _from_above(point: Point, chosen: dict[str, int]) -> bool:

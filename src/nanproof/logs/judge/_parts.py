@@ -1,0 +1,159 @@
+"""Values of training beside the loss: the parts of a loss, a critic's loss, a KL divergence, a log without its loss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from nanproof.logs._curve import Place, number
+from nanproof.logs._story import Segment, Track
+from nanproof.logs.judge._finding import CHECK, RUN, SCAN, Finding, Likely
+from nanproof.logs.judge._nonfinite import extent
+
+RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
+"""Names of values that are computed from log-probabilities."""
+CRITIC = re.compile(r"critic|value|vf|\bq", re.I)
+PLAYER = re.compile(r"(?:^|[\W_])(?:g|d|gen|disc|generator|discriminator|adv)(?:$|[\W_])", re.I)
+"""Names of the losses of two networks that work against each other."""
+FEW = 3
+"""Lines from which on a value that never changes is no accident."""
+ENOUGH = 5
+ALONE = 0.1
+"""A part that is NaN on fewer lines than this share, and finite on the last ones, is only mentioned."""
+
+
+def parts(segment: Segment) -> Iterator[Finding]:
+    """At most one finding: a part that is NaN or Inf, a loss that is no longer logged, parts that never change."""
+    found = _missing(segment) or _bad(segment) or _unchanging(segment) or _silent_player(segment)
+    if found is not None:
+        yield found
+
+
+def _bad(segment: Segment) -> Finding | None:
+    """The part that was lost first. Where a part came back to finite values it is a warning."""
+    bad = {name: track for name, track in segment.terms.items() if track.bad.count}
+    if not bad:
+        return None
+    name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, _first(item[1]).order))
+    first, severity, much = extent(track.bad)
+    if severity != "failure" and track.bad.count <= ALONE * track.count:
+        severity = "note"
+    kind = "nan" if math.isnan(track.first_bad) else "inf"
+    said = f"{name} is {number(track.first_bad)} at {first}, {much}."
+    others = [other for other in bad if other != name]
+    if others:
+        said += f" So {'is' if len(others) == 1 else 'are'} {_listed(others)}."
+    loss = segment.track("loss")
+    if loss.last_finite is not None and loss.last_finite[0].order >= first.order:
+        said += (
+            f" {segment.names.get('loss', 'The loss')} is still finite: {number(loss.last_finite[1])} at {loss.last_finite[0]}."
+        )
+    return Finding(
+        kind=kind,
+        severity=severity,
+        place=first,
+        said=said,
+        about=name,
+        causes=_causes(name, kind),
+        commands=(SCAN, RUN, CHECK) if severity == "failure" else (RUN, CHECK),
+    )
+
+
+def _first(track: Track) -> Place:
+    return track.bad.since or track.bad.first or Place()
+
+
+def _causes(name: str, kind: str) -> tuple[Likely, ...]:
+    if RATIO.search(name):
+        return (
+            Likely("exp of a difference of log-probabilities overflows, on masked tokens too", "exp-overflow"),
+            Likely("A row of logits is masked completely", "attention-row-fully-masked"),
+            Likely("The log of a probability of 0", "log-of-zero"),
+        )
+    if CRITIC.search(name):
+        return (
+            Likely("The critic's targets grow without bound: rewards or returns are not normalised", "exploding-gradient"),
+            Likely("An observation or a reward is NaN or Inf", "nonfinite-batch"),
+            Likely("The learning rate is too high for the critic", "learning-rate-too-high"),
+        )
+    if kind == "inf":
+        return (
+            Likely("Something overflows, such as exp of a large number", "exp-overflow"),
+            Likely("The loss of a sample that cannot be aligned is Inf", "ctc-infeasible"),
+        )
+    return (
+        Likely("A division by a count, a variance or a norm that is 0", "zero-denominator"),
+        Likely("The log of a probability of 0", "log-of-zero"),
+        Likely("A batch with NaN or Inf", "nonfinite-batch"),
+    )
+
+
+def _missing(segment: Segment) -> Finding | None:
+    """Megatron prints no loss where it is NaN."""
+    first = segment.missing.since
+    loss = segment.track("loss")
+    if first is None or loss.last_finite is None or segment.track("grad_norm").bad.since is not None:
+        return None
+    name = segment.names.get("loss", "the loss")
+    count = segment.missing.unbroken
+    lines = "the last line" if count == 1 else f"the last {count} lines"
+    said = (
+        f"From {first} on the log has no {name} any more, on {lines}; it was {number(loss.last_finite[1])} at "
+        f"{loss.last_finite[0]}. Megatron does not print a loss that is NaN."
+    )
+    causes = (
+        Likely("A batch with NaN or Inf", "nonfinite-batch"),
+        Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient"),
+    )
+    return Finding(kind="nan", severity="failure", place=first, said=said, about=name, causes=causes, commands=(SCAN, RUN, CHECK))
+
+
+def _unchanging(segment: Segment) -> Finding | None:
+    """Every part of the loss is the same on all lines to the last digit, and one of them is 0."""
+    loss = segment.track("loss")
+    tracks = {segment.names.get("loss", "loss"): loss} if loss.count else {}
+    tracks |= {name: track for name, track in segment.terms.items() if "loss" in name.lower()}
+    if len(tracks) < 2 or any(t.count < FEW or t.bad.count or t.low != t.high for t in tracks.values()):
+        return None
+    zero = [name for name, track in tracks.items() if track.high == 0]
+    others = {name: track.high for name, track in tracks.items() if track.high != 0}
+    if not zero or not others:
+        return None
+    place = next(iter(tracks.values())).zero.first or segment.first or Place()
+    said = (
+        f"{_listed(zero)} {'is' if len(zero) == 1 else 'are'} exactly 0 and {_listed(others)} stays at "
+        f"{', '.join(map(number, others.values()))} on all {loss.count or next(iter(tracks.values())).count} lines: no sample has a "
+        "target that the model is trained on."
+    )
+    causes = (
+        Likely("No target is assigned: labels are missing, or the predictions are NaN and match none", "no-supervised-targets"),
+        Likely("The weights are NaN, and parts of the loss that compare with NaN come out as 0", "nonfinite-weights-mid-run"),
+    )
+    return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(SCAN, CHECK))
+
+
+def _silent_player(segment: Segment) -> Finding | None:
+    """One of two networks has a loss of exactly 0 to the end: it gets no gradient any more."""
+    if segment.track("loss").count:
+        return None
+    players = {name: track for name, track in segment.terms.items() if PLAYER.search(name)}
+    for name, track in players.items():
+        others = [other for other in players if other != name]
+        since = track.zero.since
+        if since is None or track.zero.unbroken < ENOUGH or not others:
+            continue
+        said = f"{name} is exactly 0 from {since} on, {track.zero.unbroken} of {track.count} lines: that network has nothing to learn from"
+        last = players[others[0]].last_finite
+        said += f", while {others[0]} is {number(last[1])}." if last is not None else "."
+        causes = (
+            Likely("One of the two networks has won: its learning rate is too high for the other", "learning-rate-too-high"),
+            Likely("A sigmoid saturates: use the loss that takes logits", "dead-units"),
+        )
+        return Finding(kind="no-targets", severity="failure", place=since, said=said, causes=causes, commands=(CHECK, RUN))
+    return None
+
+
+def _listed(names: list[str] | dict[str, float]) -> str:
+    shown = [*names][:4] + ["others"] * (len(names) > 4)
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

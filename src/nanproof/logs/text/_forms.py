@@ -1,0 +1,84 @@
+"""Lines that have numbers without names, or names that are not words: darknet, YOLO, fastai's bar, and boosting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from nanproof.logs.text._names import COARSE, TERM, Found, meaning
+from nanproof.logs.text._values import ANY, parse
+
+Pairs = list[tuple[Found, float]]
+
+STEP, EPOCH = Found("step", COARSE), Found("epoch", 0)
+LOSS, EVALUATION = Found("loss", 0, "loss"), Found("eval_loss", 0, "loss")
+
+_DARKNET = re.compile(rb"\s{0,9}(\d{1,9}): (" + ANY + rb"), (" + ANY + rb") avg(?: loss)?, (" + ANY + rb") rate")
+_YOLO = re.compile(rb"\s{0,20}(\d{1,6})/\d{1,6}\s+[\d.]+[GM]((?:\s+" + ANY + rb"){3,8})\s*(?::|$)")
+_FASTAI = re.compile(rb"\s{0,9}[\d.]+% \[\d+/\d+ [\d:]+<[\d:]+ (" + ANY + rb")\]")
+_CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
+_ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
+_ON_DATA = re.compile(rb"([A-Za-z][\w. ]{0,40}?)(?:'s |-)([\w@.-]{1,40}?)\s?:\s{0,4}(" + ANY + rb")(?![\w.])")
+
+
+def _darknet(text: bytes) -> Pairs | None:
+    match = _DARKNET.match(text)
+    if match is None:
+        return None
+    step, loss, mean, rate = map(parse, match.groups())
+    return [(STEP, step), (LOSS, loss), (Found(TERM + "avg", 0, "avg"), mean), (Found("lr", 0, "rate"), rate)]
+
+
+def _yolo(text: bytes) -> Pairs | None:
+    """A row of a table whose header was not pasted: the columns after the memory are parts of the loss."""
+    match = _YOLO.match(text)
+    if match is None:
+        return None
+    first, second, third = map(parse, match[2].split()[:3])
+    parts = [(Found(TERM + name, 0, name), value) for name, value in (("second loss", second), ("third loss", third))]
+    return [(EPOCH, float(match[1])), (Found("loss", 2 * COARSE, "first loss"), first), *parts]
+
+
+def _fastai(text: bytes) -> Pairs | None:
+    match = _FASTAI.match(text)
+    return None if match is None else [(Found("loss", 1, "smooth loss"), parse(match[1]))]
+
+
+def _catboost(text: bytes) -> Pairs | None:
+    match = _CATBOOST.match(text)
+    if match is None:
+        return None
+    tested = [] if match[3] is None else [(EVALUATION._replace(name="test"), parse(match[3]))]
+    return [(STEP, float(match[1])), (LOSS._replace(name="learn"), parse(match[2])), *tested]
+
+
+def _boosting(text: bytes) -> Pairs | None:
+    """`[7]  train's l2: 0.093  valid's l2: 0.099` and `[7]  train-rmse:0.093`. What boosting maximises must be finite, too."""
+    match = _ROUND.match(text)
+    if match is None:
+        return None
+    pairs: Pairs = []
+    for data, measure, value in _ON_DATA.findall(text.replace(b"#011", b"\t"), match.end() - 1):
+        name = f"{data.decode('ascii', 'replace').strip()} {measure.decode('ascii', 'replace')}"
+        found = meaning(name) or (Found(TERM + name, 0, name) if measure in (b"auc", b"ndcg", b"map") else None)
+        pairs += [(found, parse(value))] if found is not None else []
+    return [(STEP, float(match[1])), *pairs] if pairs else None
+
+
+FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
+    (b" avg", _darknet),
+    (b"g  ", _yolo),
+    (b"% [", _fastai),
+    (b"learn: ", _catboost),
+    (b"]", _boosting),
+)
+"""With the letters, in lower case, without which a line has not this form."""
+ROUNDS = (_catboost, _boosting)
+
+
+def nameless(text: bytes, low: bytes) -> tuple[Pairs, dict[str, float]] | None:
+    """Names and values of such a line, and what it says of the run; None for other lines."""
+    for letters, read in FORMS:
+        if letters in low and (pairs := read(text)) is not None:
+            return pairs, {"rounds": 1.0} if read in ROUNDS else {}
+    return None

@@ -1,0 +1,21 @@
+"""How programs write a number, NaN and Inf included: one pattern and one parser for every reader of text."""
+
+from __future__ import annotations
+
+import math
+
+PLAIN = rb"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
+NONFINITE = rb"[+-]?(?:(?:[nN]a[nN]|NAN)(?:\(ind\)|\(snan\)|x{1,6})?|[iI]nf(?:inity)?|INF(?:INITY)?|1\.#(?:QNAN|SNAN|IND|INF)0*)"
+"""C prints `-nan`, `nan(ind)` and `1.#QNAN`; a format without room for a NaN fills it up with x."""
+ANY = rb"(?:" + NONFINITE + rb"|[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|" + PLAIN + rb"|[+-]?\.\d+(?:[eE][+-]?\d+)?)"
+
+
+def parse(text: bytes) -> float:
+    """Return the value of a match of `ANY`."""
+    try:
+        return float(text)
+    except ValueError:
+        low = text.lower()
+        if b"inf" in low:
+            return -math.inf if low.startswith(b"-") else math.inf
+        return math.nan if b"n" in low else float(text.replace(b",", b""))
