@@ -103,6 +103,7 @@ wheels: .venv/ready  ## both wheels in dist/, installed into an empty environmen
 
 logs: .venv/ready  ## the logs that doctor is tested on, made anew by running the tools that write them
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --group logs
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --group logs-alone
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/logs/make_corpus.py
 
 optimizers: build/optimizers/ready  ## what the guard does with each optimizer people use: docs/optimizers.md; under ten minutes on two cores

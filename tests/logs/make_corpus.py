@@ -84,7 +84,7 @@ def main(names: list[str]) -> None:
     sys.path.insert(0, str(HERE))
     import make_corpus  # the makers register in the module, not in __main__
 
-    for part in ("corpus_torch", "corpus_transformers", "corpus_others", "corpus_held_out"):
+    for part in ("corpus_torch", "corpus_transformers", "corpus_others", "corpus_tools", "corpus_held_out"):
         if (HERE / f"{part}.py").exists():
             __import__(part)
     CORPUS.mkdir(exist_ok=True)
