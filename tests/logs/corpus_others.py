@@ -227,7 +227,7 @@ def _(path):
 @log(
     "megatron_nan.log",
     "Megatron-LM's format, which leaves a NaN loss out and counts it; bf16, NaN data at iteration 42",
-    "nan-warnings",
+    "nan",
     step=(42, 42),
 )
 def _(path):

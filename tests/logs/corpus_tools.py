@@ -77,26 +77,6 @@ def _(path):
     lightgbm(path, rate=lambda i: 0.1 if i < 8 else 1e200)
 
 
-@log(
-    "lightgbm_nan_objective.log",
-    "LightGBM with an objective whose gradient is NaN from round 8 on: it warns, and nothing changes any more",
-    "plateau",
-    severity="warning",
-    step=(7, 9),
-)
-def _(path):
-    import numpy as np
-
-    asked = []
-
-    def objective(predicted, data):
-        asked.append(1)
-        left = predicted - data.get_label()
-        return np.sqrt(-np.abs(left)) if len(asked) > 7 else left, np.ones_like(left)
-
-    lightgbm(path, 24, objective=objective, verbose=0)
-
-
 def xgboost(path: Path, rounds: int = 20, rate: Any = None, **settings: Any) -> None:
     import xgboost as xgb
 
@@ -295,7 +275,7 @@ def _(path):
 @log(
     "sb3_noise_annealed.log",
     "Stable-Baselines3, PPO; a callback lowers the noise in a line that reaches 0 at the seventh rollout: the real traceback",
-    "nonpositive-std",
+    "bad-probabilities",
     line=(124, 157),
 )
 def _(path):
@@ -426,7 +406,7 @@ def _(path):
 @log(
     "rsl_rl_std.log",
     "rsl_rl with an entropy coefficient of the wrong sign: the std, a plain parameter, falls below 0 in iteration 8",
-    "nonpositive-std",
+    "bad-probabilities",
     line=(139, 169),
 )
 def _(path):
@@ -450,7 +430,7 @@ def megatron(row: dict[str, float], total: int) -> None:
 @log(
     "megatron_loss_missing.log",
     "Megatron-LM's format in bf16, where nothing counts NaN: from iteration 31 on lm loss is not in the line",
-    "hidden-nan",
+    "nan",
     step=(31, 31),
 )
 def _(path):
@@ -764,7 +744,7 @@ def _(path):
 @log(
     "gan_saturated.log",
     "A small GAN; the discriminator's learning rate goes from 2e-3 to 0.5 at step 300, line 31: it saturates, its gradient is 0",
-    "divergence",
+    "no-targets",
     line=(31, 33),
 )
 def _(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,8 @@ METRICS = ("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped")
 """Names of values that are understood. `scale` is the loss scale; `skipped` how many steps have been left out, as the log counts
 them: in all, or since the last line (`Point.skipped_in_all`). Readers translate each framework's names; what has none
 here is left out."""
+SCORES = {**dict.fromkeys("acc accuracy top1 map map50 f1 bleu".split(), 0.0), **dict.fromkeys(("wer", "cer"), 1.0)}
+"""Names of scores, with the worst that each can be. They may be NaN; that none ever gets better is what counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +122,9 @@ def singly(items: Iterable[Item]) -> Iterator[Point | Note]:
             yield from item.points()
         else:
             yield item
+
+
+def worst_score(name: str) -> float | None:
+    """Return the worst value of a score, such as 0 for an accuracy; None if a name is not that of a score."""
+    words = re.sub(r"[\W_]+", " ", name).lower().split()
+    return next((SCORES[word] for word in words if word in SCORES), None)

@@ -22,8 +22,8 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
     ),
     "nonpositive-std": (
         "bad-probabilities",
-        "A normal distribution was given a standard deviation that is NaN, or not above 0: in reinforcement learning the policy's "
-        "own parameters.",
+        "A normal distribution was given a standard deviation that is NaN or not above 0. In reinforcement learning it is a "
+        "parameter of the policy.",
         (
             Likely("The weights are NaN since an earlier step, and so is what they predict", "nonfinite-batch"),
             Likely("The standard deviation is learned without exp or softplus, and a step took it below 0", "nonpositive-std"),

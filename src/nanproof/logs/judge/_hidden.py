@@ -110,7 +110,7 @@ def _vanished(segment: Segment) -> Finding | None:
 
 def _same_rate(segment: Segment, since: Place) -> bool:
     """The learning rate stands still where the loss is 0, or the log has none."""
-    rates = [b for b in segment.track("lr").curve.finite()]
+    rates = segment.track("lr").curve.finite()
     before = [b.last for b in rates if b.place.order < since.order]
     after = [b.last for b in rates if b.place.order >= since.order]
     return not rates or (bool(before and after) and all(rate == before[-1] for rate in after))

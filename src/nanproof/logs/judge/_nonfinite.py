@@ -27,7 +27,9 @@ _ENDS = re.compile(r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|ter
 def nonfinite(segment: Segment) -> Iterator[Finding]:
     """At most one finding of the loss, one of the evaluation, and one of the warnings if nothing else says it."""
     loss, norm = segment.track("loss"), segment.track("grad_norm")
-    found = hidden(segment) if not loss.bad.count else _shown(segment)
+    found = hidden(segment) if not loss.bad.count else None if _placeholder(segment) else _shown(segment)
+    if found is None:
+        found = missing(segment)
     if found is None and norm.bad.count:
         found = _gradient(segment)
     if found is None:
@@ -82,6 +84,37 @@ def _shown(segment: Segment) -> Finding:
         causes=_of_backward(rose) if backward is not None else _of_loss(segment, kind, first, rose),
         commands=(SCAN, RUN, CHECK),
     )
+
+
+def _placeholder(segment: Segment) -> bool:
+    """A loss that is NaN on every line, while the gradient norm and another loss on the same lines are finite, is not a loss:
+    Lightning's bar has such an entry where a module takes its own steps."""
+    loss, norm = segment.track("loss"), segment.track("grad_norm")
+    others = [track for name, track in segment.terms.items() if "loss" in name.lower() and track.count == loss.count]
+    return loss.bad.count == loss.count == norm.count and not norm.bad.count and any(not track.bad.count for track in others)
+
+
+def missing(segment: Segment) -> Finding | None:
+    """Megatron prints no loss where it is NaN."""
+    first = segment.missing.since
+    loss = segment.track("loss")
+    if first is None or loss.last_finite is None:
+        return None
+    name = segment.names.get("loss", "the loss")
+    count = segment.missing.unbroken
+    lines = "the last line" if count == 1 else f"the last {count} lines"
+    said = (
+        f"From {first} on the log has no {name} any more, on {lines}; it was {number(loss.last_finite[1])} at "
+        f"{loss.last_finite[0]}. Megatron does not print a loss that is NaN."
+    )
+    norm = segment.track("grad_norm")
+    if norm.bad.since is not None:
+        said += f" grad_norm is {number(norm.first_bad)} from {norm.bad.since} on."
+    causes = (
+        Likely("A batch with NaN or Inf", "nonfinite-batch"),
+        Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient"),
+    )
+    return Finding(kind="nan", severity="failure", place=first, said=said, about=name, causes=causes, commands=(SCAN, RUN, CHECK))
 
 
 def rising_before(segment: Segment, place: Place) -> str:
@@ -139,12 +172,8 @@ def _gradient(segment: Segment) -> Finding | None:
     elif severity == "failure" and norm.bad.unbroken < 3 and norm.count > 10:
         severity = "warning"  # a scaler meets one now and then; the log ends there by chance
     loss = segment.track("loss")
-    unlogged = loss.last_finite is not None and loss.last_finite[0].order < first.order and norm.bad.since is not None
     said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
-    if unlogged:
-        said += "and no loss is logged there: Megatron does not print a NaN."
-    else:
-        said += "while the logged loss is finite." if loss.count else "and the log has no loss."
+    said += "while the logged loss is finite." if loss.count else "and the log has no loss."
     falls = _falls(segment)
     if severity == "note":
         said += " With a loss scaler those steps are skipped, and a few are normal; without one they were taken."

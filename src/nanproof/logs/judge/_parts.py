@@ -1,4 +1,4 @@
-"""Values of training beside the loss: the parts of a loss, a critic's loss, a KL divergence, a log without its loss."""
+"""Values of training beside the loss: the parts of a loss, a critic's loss, a KL divergence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from nanproof.logs._curve import Place, number
+from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment, Track
 from nanproof.logs.judge._finding import CHECK, RUN, SCAN, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
@@ -19,20 +20,21 @@ PLAYER = re.compile(r"(?:^|[\W_])(?:g|d|gen|disc|generator|discriminator|adv)(?:
 FEW = 3
 """Lines from which on a value that never changes is no accident."""
 ENOUGH = 5
+EXPLODED = 1e6
 ALONE = 0.1
 """A part that is NaN on fewer lines than this share, and finite on the last ones, is only mentioned."""
 
 
 def parts(segment: Segment) -> Iterator[Finding]:
-    """At most one finding: a part that is NaN or Inf, a loss that is no longer logged, parts that never change."""
-    found = _missing(segment) or _bad(segment) or _unchanging(segment) or _silent_player(segment)
+    """At most one finding: a part that is NaN or Inf, that explodes, or that never changes."""
+    found = _bad(segment) or _exploded(segment) or _unchanging(segment) or _silent_player(segment)
     if found is not None:
         yield found
 
 
 def _bad(segment: Segment) -> Finding | None:
     """The part that was lost first. Where a part came back to finite values it is a warning."""
-    bad = {name: track for name, track in segment.terms.items() if track.bad.count}
+    bad = {name: track for name, track in segment.terms.items() if track.bad.count and worst_score(name) is None}
     if not bad:
         return None
     name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, _first(item[1]).order))
@@ -89,24 +91,28 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
     )
 
 
-def _missing(segment: Segment) -> Finding | None:
-    """Megatron prints no loss where it is NaN."""
-    first = segment.missing.since
-    loss = segment.track("loss")
-    if first is None or loss.last_finite is None or segment.track("grad_norm").bad.since is not None:
-        return None
-    name = segment.names.get("loss", "the loss")
-    count = segment.missing.unbroken
-    lines = "the last line" if count == 1 else f"the last {count} lines"
-    said = (
-        f"From {first} on the log has no {name} any more, on {lines}; it was {number(loss.last_finite[1])} at "
-        f"{loss.last_finite[0]}. Megatron does not print a loss that is NaN."
-    )
-    causes = (
-        Likely("A batch with NaN or Inf", "nonfinite-batch"),
-        Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient"),
-    )
-    return Finding(kind="nan", severity="failure", place=first, said=said, about=name, causes=causes, commands=(SCAN, RUN, CHECK))
+def _exploded(segment: Segment) -> Finding | None:
+    """A part that is a million times what it was, and does not come back."""
+    for name, track in segment.terms.items():
+        buckets = track.curve.finite()
+        if len(buckets) < ENOUGH or worst_score(name) is not None:
+            continue
+        sizes = [max(abs(b.low), abs(b.high)) for b in buckets]
+        usual = sorted(sizes)[len(sizes) // 2 if len(sizes) > ENOUGH else 1]
+        if usual <= 0 or sizes[-1] < EXPLODED * max(usual, 1.0):
+            continue
+        first = next(i for i in range(len(sizes) - 1, -1, -1) if sizes[i] < EXPLODED * max(usual, 1.0)) + 1
+        before, place = buckets[first - 1], buckets[first].place
+        said = f"{name} goes from {number(before.last)} to {number(buckets[first].last)} at {place}, and stays there."
+        causes = (
+            Likely("Gradients that grow from step to step", "exploding-gradient"),
+            Likely("The learning rate is too high", "learning-rate-too-high"),
+            Likely("A sample that no prediction can explain, such as a target longer than its input", "ctc-infeasible"),
+        )
+        return Finding(
+            kind="divergence", severity="failure", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
+        )
+    return None
 
 
 def _unchanging(segment: Segment) -> Finding | None:
@@ -120,11 +126,11 @@ def _unchanging(segment: Segment) -> Finding | None:
     others = {name: track.high for name, track in tracks.items() if track.high != 0}
     if not zero or not others:
         return None
-    place = next(iter(tracks.values())).zero.first or segment.first or Place()
+    first = tracks[zero[0]]
+    place = first.zero.first or Place()
     said = (
         f"{_listed(zero)} {'is' if len(zero) == 1 else 'are'} exactly 0 and {_listed(others)} stays at "
-        f"{', '.join(map(number, others.values()))} on all {loss.count or next(iter(tracks.values())).count} lines: no sample has a "
-        "target that the model is trained on."
+        f"{', '.join(map(number, others.values()))} on all {first.count} lines: no sample has a target."
     )
     causes = (
         Likely("No target is assigned: labels are missing, or the predictions are NaN and match none", "no-supervised-targets"),
@@ -143,9 +149,10 @@ def _silent_player(segment: Segment) -> Finding | None:
         since = track.zero.since
         if since is None or track.zero.unbroken < ENOUGH or not others:
             continue
-        said = f"{name} is exactly 0 from {since} on, {track.zero.unbroken} of {track.count} lines: that network has nothing to learn from"
+        said = f"{name} is exactly 0 from {since} on, {track.zero.unbroken} of {track.count} lines"
         last = players[others[0]].last_finite
-        said += f", while {others[0]} is {number(last[1])}." if last is not None else "."
+        said += f", while {others[0]} is {number(last[1])}" if last is not None else ""
+        said += ": that network has nothing to learn from."
         causes = (
             Likely("One of the two networks has won: its learning rate is too high for the other", "learning-rate-too-high"),
             Likely("A sigmoid saturates: use the loss that takes logits", "dead-units"),

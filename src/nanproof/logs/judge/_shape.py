@@ -75,8 +75,9 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
 def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
-    diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
-    diverged = diverged or _rounds_rise(segment) or _absurd(segment)
+    diverged = _rounds_rise(segment) or _absurd(segment)
+    if diverged is None:
+        diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
     if diverged is not None:
         yield diverged
     if diverged is None:
@@ -169,8 +170,8 @@ def _rounds_rise(segment: Segment) -> Finding | None:
         return None
     name, place = segment.names.get("loss", "the loss"), segment.track("loss").curve.finite()[best].place
     said = (
-        f"{name} rises in every round from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting lowers "
-        "the loss on the training data, unless its step is too long or the objective and the metric are not about the same thing."
+        f"{name} rises in every round from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting "
+        "lowers the loss on the training data, unless its step is too long or the objective does not fit the metric."
     )
     causes = (
         Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),

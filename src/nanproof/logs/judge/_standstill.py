@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nanproof.logs._curve import number
+from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, RUN, Finding, Likely
 from nanproof.logs.judge._numbers import level
 
-
 VANISHED = 1e-3
+TINY = 1e-30
+"""A learning rate below this is 0 in fp32, whatever it is multiplied with."""
+SCHEDULE = (
+    Likely("The schedule's total number of steps, its decay, its warm-up or its last value is wrong", "learning-rate-zero"),
+)
+SCHEDULED = ("print(scheduler.get_last_lr())    # and compare its number of steps with that of the loop", RUN)
 LABELS = "print((batch['labels'] != -100).sum(1))    # supervised tokens of each sample"
 REWARDS = "print(rewards.view(-1, num_generations).std(1))    # 0: all rewards of a group are equal"
 
 
 def standstill(segment: Segment) -> Iterator[Finding]:
     """At most one: the first that explains the others."""
-    found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment) or _vanished(segment)
+    found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment) or _vanished(segment) or _worst(segment)
     if found is not None:
         yield found
 
@@ -65,15 +71,44 @@ def _vanished(segment: Segment) -> Finding | None:
             continue
         place = losses[i].place
         said = (
-            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} from one line to the next, at {place}, and "
-            f"the gradient norm from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: what is "
-            "left to predict is trivial."
+            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} at {place} within a line, "
+            f"and the gradient norm from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: "
+            "what is left to predict is trivial."
         )
         causes = (
             Likely("Every target that counts is the same token, or all others are ignored", "no-supervised-targets"),
             Likely("The model sees what it has to predict: labels are shifted twice, or not at all", "labels-shifted-twice"),
         )
         return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(CHECK, LABELS))
+    return None
+
+
+def _worst(segment: Segment) -> Finding | None:
+    """A score that is at its worst on every line, while the loss does not fall either."""
+    loss = segment.track("loss")
+    values = [b.mean for b in loss.curve.finite()]
+    if (
+        len(values) < 3
+        or segment.settings.get("rewards")
+        or min(values[len(values) // 2 :]) < 0.995 * values[0]
+        or values[0] <= 0
+    ):
+        return None
+    for name, track in segment.terms.items():
+        worst = worst_score(name)
+        if worst is None or track.count < 3 or not track.low == track.high == worst:
+            continue
+        place = loss.curve.buckets[0].place
+        said = (
+            f"{name} is {number(worst)} on all {track.count} lines, and {segment.names.get('loss', 'the loss')} does not fall: "
+            f"{number(values[0])} on the first, {number(values[-1])} on the last."
+        )
+        causes = (
+            Likely("The path from the loss to the parameters is cut (detach, no_grad), or they are frozen", "no-gradient-path"),
+            Likely("The learning rate is too high: the outputs collapsed to one answer", "learning-rate-too-high"),
+            Likely("Labels and inputs do not belong together", "labels-shifted-twice"),
+        )
+        return Finding(kind="plateau", severity="warning", place=place, said=said, causes=causes, commands=(CHECK, RUN))
     return None
 
 
@@ -89,6 +124,10 @@ def _moves(segment: Segment) -> bool:
 
 def _rate_zero(segment: Segment) -> Finding | None:
     lr = segment.track("lr")
+    if lr.last_finite is not None and 0 < lr.last_finite[1] < TINY:
+        said = f"The learning rate is {number(lr.last_finite[1])} at {lr.last_finite[0]}: no weight moves."
+        began = next(b.place for b in lr.curve.finite() if b.low < TINY)
+        return Finding(kind="learning-rate-zero", severity="failure", place=began, said=said, causes=SCHEDULE, commands=SCHEDULED)
     if lr.count < 3 or not lr.zero.count or lr.zero.first is None:
         return None
     all_zero = lr.zero.count == lr.count
@@ -107,8 +146,8 @@ def _rate_zero(segment: Segment) -> Finding | None:
         severity="failure" if all_zero else "warning",
         place=place,
         said=said,
-        causes=(Likely("The schedule's total number of steps, its warm-up or its last value is wrong", "learning-rate-zero"),),
-        commands=("print(scheduler.get_last_lr())    # and compare its number of steps with that of the loop", RUN),
+        causes=SCHEDULE,
+        commands=SCHEDULED,
     )
 
 

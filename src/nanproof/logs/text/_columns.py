@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 
 from nanproof.logs._points import METRICS
-from nanproof.logs.text._names import Found, meaning, number
+from nanproof.logs.text._names import COARSE, Found, meaning, number
 
 _NAME = re.compile(r"[A-Za-z#_][\w ./()#%@-]{0,39}")
 _RULE = re.compile(rb"[\s|:=+-]*")
 _COUNTS = re.compile(rb"\s*(?:epoch|step|iter|iteration)s? ", re.I)
 _LOSSES = re.compile(rb"\b(train|training|valid|validation|val|test|eval) (loss)\b", re.I)
+_MARGIN = re.compile(rb"^\s*(?:\[[^\]]{0,40}\]|#)(?=\s)")
+"""What stands in front of a row: the share that is done, or the sign of a comment."""
+_SHORT = {"E": Found("epoch", 0), "#": Found("step", COARSE)}
 _COUNTED = re.compile(rb"(\d{1,12})/\d{1,12}")
 
 
@@ -24,8 +27,9 @@ class Columns:
     @classmethod
     def of(cls, text: bytes) -> Columns | None:
         """None if this line is not a line of names: it needs two or more, and a loss among them."""
-        if len(text) > 1000 or b"loss" not in text.lower():
+        if len(text) > 1000:
             return None
+        text = _MARGIN.sub(b"", text)
         separator = b"|" if b"|" in text else b"\t" if b"\t" in text.strip() else None
         if separator is not None:
             parts = _cells(text, separator)
@@ -38,12 +42,13 @@ class Columns:
         said = [part.decode("utf-8", "replace") for part in parts]
         if not 2 <= len(said) <= 60 or not all(_NAME.fullmatch(name) and len(name.split()) <= 3 for name in said):
             return None
-        found = [meaning(name) for name in said]
+        found = [_SHORT.get(name) or meaning(name) for name in said]
         return cls(separator, found) if any(name is not None and name.role in ("loss", "eval_loss") for name in found) else None
 
     def row(self, text: bytes) -> list[tuple[Found, float]] | None:
         """Names and values; empty for a rule between rows, None where the table has ended."""
-        if _RULE.fullmatch(text, 0, 400) and len(text) <= 400:
+        text = _MARGIN.sub(b"", text)
+        if len(text) <= 400 and (_RULE.fullmatch(text) or text.startswith(b"#")):
             return []
         cells = text[:4000].split() if self._separator is None else _cells(text[:4000], self._separator)
         if len(cells) < len(self._names) or (self._separator is not None and len(cells) > len(self._names)):
@@ -53,7 +58,7 @@ class Columns:
             if name is None:
                 continue
             counted = _COUNTED.fullmatch(cell)
-            value = number(counted[1] if counted is not None else cell.rstrip(b":"))
+            value = number(counted[1] if counted is not None else cell.strip(b":[],"))
             if value is None and name.role in METRICS and cell not in (b"", b"-", b"No", b"None"):
                 return None
             pairs += [(name, value)] if value is not None else []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from nanproof.logs.text._names import COARSE, TERM, Found, meaning
-from nanproof.logs.text._values import ANY, parse
+from nanproof.logs.text._values import ANY, NONFINITE, parse
 
 Pairs = list[tuple[Found, float]]
 
@@ -16,6 +16,11 @@ LOSS, EVALUATION = Found("loss", 0, "loss"), Found("eval_loss", 0, "loss")
 _DARKNET = re.compile(rb"\s{0,9}(\d{1,9}): (" + ANY + rb"), (" + ANY + rb") avg(?: loss)?, (" + ANY + rb") rate")
 _YOLO = re.compile(rb"\s{0,20}(\d{1,6})/\d{1,6}\s+[\d.]+[GM]((?:\s+" + ANY + rb"){3,8})\s*(?::|$)")
 _FASTAI = re.compile(rb"\s{0,9}[\d.]+% \[\d+/\d+ [\d:]+<[\d:]+ (" + ANY + rb")\]")
+_FASTAI_ROW = re.compile(rb"\s{0,9}\[(\d{1,9}), (" + ANY + rb"), (" + ANY + rb")(?:, " + ANY + rb"){0,9}, '[\d:]{4,9}'\]\s*")
+_TUTORIAL = re.compile(rb"\s{0,9}(\d{1,9}) \d{1,3}% \(\d{1,9}m \d{1,2}s\) (" + ANY + rb")(?: |$)")
+_TUTORIAL_2 = re.compile(rb"\s{0,9}\d{1,9}m \d{1,2}s \(- \d{1,9}m \d{1,2}s\) \((\d{1,9}) \d{1,3}%\) (" + ANY + rb")\s*")
+_TENSOR = re.compile(rb"\s{0,9}tensor\((" + NONFINITE + rb")(?:,\s{0,9}(?:device|dtype|grad_fn|requires_grad)=[^()]{0,60})*\)\s*")
+_TAGGED = re.compile(rb"([A-Za-z][\w-]{0,40}/[\w./-]{1,40}) (" + ANY + rb") (\d{1,12})\s*")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
 _ON_DATA = re.compile(rb"([A-Za-z][\w. ]{0,40}?)(?:'s |-)([\w@.-]{1,40}?)\s?:\s{0,4}(" + ANY + rb")(?![\w.])")
@@ -44,6 +49,33 @@ def _fastai(text: bytes) -> Pairs | None:
     return None if match is None else [(Found("loss", 1, "smooth loss"), parse(match[1]))]
 
 
+def _fastai_row(text: bytes) -> Pairs | None:
+    """fastai without a bar: epoch, loss, validation loss, metrics, time."""
+    match = _FASTAI_ROW.fullmatch(text)
+    if match is None:
+        return None
+    return [(EPOCH, float(match[1])), (LOSS, parse(match[2])), (EVALUATION, parse(match[3]))]
+
+
+def _tutorial(text: bytes) -> Pairs | None:
+    """The tutorials of PyTorch on names and on translation: step, share, time and loss without a name."""
+    match = _TUTORIAL.match(text) or _TUTORIAL_2.fullmatch(text)
+    return None if match is None else [(STEP, float(match[1])), (LOSS, parse(match[2]))]
+
+
+def _tensor(text: bytes) -> Pairs | None:
+    """A tensor that was printed alone. Only that it is NaN or Inf counts: nothing says what it is."""
+    match = _TENSOR.fullmatch(text)
+    return None if match is None else [(Found(TERM + "tensor", 0, "the printed tensor"), parse(match[1]))]
+
+
+def _tagged(text: bytes) -> Pairs | None:
+    """`losses/q1_loss 64.05 193000`: a tag, its value and the step."""
+    match = _TAGGED.fullmatch(text)
+    found = None if match is None else meaning(match[1].decode("ascii", "replace"))
+    return None if match is None or found is None else [(STEP, float(match[3])), (found, parse(match[2]))]
+
+
 def _catboost(text: bytes) -> Pairs | None:
     match = _CATBOOST.match(text)
     if match is None:
@@ -69,6 +101,11 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b" avg", _darknet),
     (b"g  ", _yolo),
     (b"% [", _fastai),
+    (b", '", _fastai_row),
+    (b"% (", _tutorial),
+    (b"%) ", _tutorial),
+    (b"tensor(", _tensor),
+    (b"loss ", _tagged),
     (b"learn: ", _catboost),
     (b"]", _boosting),
 )

@@ -2,8 +2,8 @@
 
 Looking for names in every line costs tens of microseconds. A log repeats itself, so the line that was understood becomes a
 pattern: the text as it is, a group for each value that counted, any number where another number stood. A line that fits has the
-same meaning; one that does not goes the long way. Lines that follow each other and fit are one batch, whose numbers are converted a
-column at a time.
+same meaning; one that does not goes the long way. Lines that follow each other and fit are one batch: their numbers are
+converted a column at a time.
 """
 
 from __future__ import annotations

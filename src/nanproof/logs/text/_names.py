@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from nanproof.logs._points import METRICS, Point
+from nanproof.logs._points import METRICS, SCORES, Point
 
 COARSE = 10
 """Ranks of one ten may stand for each other from line to line. Once a better ten was seen, the others are left out: an epoch's
@@ -29,7 +29,7 @@ _BASE: dict[str, dict[str, int]] = {
         **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
         **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
         **dict.fromkeys(("loss epoch", "epoch loss"), COARSE),
-        **dict.fromkeys(("ppl", "perplexity"), MEASURED),
+        **dict.fromkeys(("ppl", "perplexity", "si snr"), MEASURED),
     },
     "grad_norm": {
         **dict.fromkeys(("grad norm", "gradnorm", "gnorm", "gradient norm", "gradients norm", "norm grad"), 0),
@@ -73,7 +73,7 @@ _AUXILIARY = set(
 """With one of these a name that has "loss" in it is not the loss."""
 _MEASURES = frozenset("logloss mlogloss rmse rmsle mse mae mape merror deviance".split())
 """What boosting minimises. Of `l1`, `l2` and `error` the name has to say on which data."""
-_TERMS = frozenset("loss kl kld approxkl entropy logps logits advantage advantages elbo".split())
+_TERMS = frozenset("loss kl kld approxkl entropy logps logits advantage advantages elbo objf smoothl1 err nll bce div".split())
 """A name with one of these is a value of training that must be finite, whatever else it is."""
 _SETTING = frozenset(
     "coef coeff coefficient weight weights type fn py mask at window tokens target beta scale scaler ratio".split()
@@ -115,7 +115,7 @@ def _meaning(name: str) -> Found | None:
         return Found("eval_loss", rank if rank >= MEASURED else rank % COARSE, name) if role == "loss" else None
     if role:
         return Found(role, rank + COARSE * twice, name)
-    return Found(TERM + name, 0, name) if _is_term(words) else None
+    return Found(TERM + name, 0, name) if _is_term(words) or not SCORES.keys().isdisjoint(words) else None
 
 
 def _similar(words: list[str], placed: bool) -> tuple[str, int] | None:

@@ -38,10 +38,15 @@ _MARKUP = re.compile(rb"\s*(?:#|\*|-\s|>|\||\d{1,3}[.)]\s|`|<)")
 _LAUNCHER = re.compile(rb"\S*ChildFailedError|subprocess\.CalledProcessError: ")
 """Only says that another process failed, which said why itself."""
 _PROGRAM = re.compile(rb"[\w-]{1,30}: error: ")
+_NUMBERED = re.compile(rb"! Rank (\d{1,6}) Skipping step")
+"""DeepSpeed's messages name the rank in their words."""
+_AFTER_WORDS = re.compile(rb"(?:: |\d[smh]|instance of ')$")
+"""What stands right before a message that another program quotes."""
 _STEP = re.compile(rb"(?:global[_ ]step|step|iteration|iter|update|batch|@)\W{0,3}(\d{1,15})\b", re.I)
 
 _OVERFLOW = re.compile(
-    rb"OVERFLOW!|Gradient overflow\.|(?<!No )(?<!no )Grad overflow on iteration|gradient overflow detected, "
+    rb"OVERFLOW!|fp16 dynamic loss scale overflow!|Gradient overflow\.|(?<!No )(?<!no )Grad overflow on iteration"
+    rb"|gradient overflow detected, "
     rb"|overflow detected, setting"
 )
 _NEW_SCALE = re.compile(
@@ -64,7 +69,7 @@ _KNOWN = (
         "bad-probabilities",
         re.compile(rb"Expected parameter (?:loc|logits|probs) .{1,200}to satisfy the constraint .{1,80}but found"),
     ),
-    ("device-assert", re.compile(rb"device-side assert triggered")),
+    ("device-assert", re.compile(rb"device-side assert triggered|\S{1,300}\.cuh?:\d{1,6}: .{0,300}Assertion .{1,200}failed")),
     (
         "out-of-memory",
         re.compile(rb"CUDA out of memory|OutOfMemoryError|out of memory\. Tried|oom_kill event|Out of memory: Killed"),
@@ -76,10 +81,12 @@ _KNOWN = (
     (
         "nan-warning",
         re.compile(
-            rb"Loss is -?(?:nan|inf)\b|LossTensor is inf or nan|loss \(=\S{1,40}\) is not correct|The loss returned in `training_step` is|Detected nan and/or inf values in"
-            rb"|returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
+            rb"Loss is -?(?:nan|NaN|inf)\b|LossTensor is inf or nan|loss \(=\S{1,40}\) is not correct"
+            rb"|The loss returned in `training_step` is|Detected nan and/or inf values in"
+            rb"|Function '\w{1,60}' returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
             rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
             rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
+            rb"|Encountered NaN|\S{0,80}EncounteredNaNError"
             rb"|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
         ),
     ),
@@ -92,13 +99,13 @@ _RESUMED = re.compile(
     re.I,
 )
 _NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|infinity|non-?finite|not finite)(?![\w(])", re.I)
-_THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation", re.I)
+_THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation|matrix|prediction", re.I)
 
 
 _MESSAGES = (
     *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
     *(b"outofmemory", b"oom_kill", b"invalid loss", b"fatal python error", b"terminate called", b" cancelled at "),
-    *(b"is not correct", b"normal expects", b"expected parameter", b"invalid values"),
+    *(b"is not correct", b"normal expects", b"expected parameter", b"invalid values", b"assertion"),
 )
 _MARKS = (
     *_MESSAGES,
@@ -123,6 +130,9 @@ class Notes:
         self._until = 0  # the traceback that is being printed ends before this line
         self._ranks: dict[str, bytes | None] = {}
         self._said: set[str] = set()
+        self.ended = 0
+        """The line of an exception that nothing shows to have ended the program, unless it is the last line."""
+        self._end: Note | None = None
 
     def in_traceback(self, text: bytes, line: int) -> bool:
         """Whether this line is source code that a traceback shows."""
@@ -138,14 +148,19 @@ class Notes:
         glued = _GLUED.search(text) if b"rror: " in text or b"xception: " in text else None
         text = text if glued is None else text[glued.end() :]
         kind = self._kind(text, low, line, glued is not None, before)
+        if kind is None and _EXCEPTION.match(text) is not None and not _LAUNCHER.match(text):
+            self.ended, self._end = line, Note("error", clean(text), line)
         if kind is None:
             return
+        self._end = None
         if kind in _ONCE:
             self._until = 0
             if (said := clean(text)) not in self._said and len(self._said) < 100:  # each rank says the same
                 self._said.add(said)
                 yield Note(kind, said, line)
             return
+        numbered = _NUMBERED.search(text) if kind == "overflow" else None
+        rank = rank if numbered is None else numbered[1]
         if self._ranks.setdefault(kind, rank) not in (rank, None):
             return
         scale = _NEW_SCALE.search(text) or _TRIED_SCALE.search(text) if kind in ("overflow", "scale") else None
@@ -159,6 +174,11 @@ class Notes:
                 yield Point({"scale": float(value.rstrip(b".,"))}, at, None, line)
             except ValueError:
                 return
+
+    def at_the_end(self) -> Iterator[Note]:
+        """The exception in the last line of the log, where it has not been given yet."""
+        if self._end is not None:
+            yield self._end
 
     def _kind(self, text: bytes, low: bytes, line: int, glued: bool, before: bytes) -> str | None:
         resumed = _RESUMED.search(text) is not None if b"checkpoint" in low or b"resum" in low or b"continuing" in low else False
@@ -176,7 +196,10 @@ class Notes:
         level = _LEVEL.search(text, 0, min(prefix + 1, 400)) is not None
         for kind, pattern in _KNOWN:
             found = pattern.search(message, 0, 1200)
-            if found is not None and (exception is not None or level or found.start() == 0 or _PROGRAM.match(message)):
+            if found is None:
+                continue
+            quoted = kind == "nan-warning" and _AFTER_WORDS.search(message, max(0, found.start() - 20), found.start()) is not None
+            if exception is not None or level or quoted or found.start() == 0 or _PROGRAM.match(message):
                 return kind
         if exception is not None and not finite and (raised or _THINGS.search(message)):
             return "nan-warning"  # NaN is what it complains of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nanproof.logs.text._forms import EPOCH, STEP, Pairs
 from nanproof.logs.text._names import meaning
-from nanproof.logs.text._values import ANY, parse
+from nanproof.logs.text._values import ANY, parse, plain
 
 MOST = 100
 """Lines that are looked at before and after one that has a value alone."""
@@ -53,7 +53,7 @@ def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] 
     for line in range(2 * MOST):
         end = data.find(b"\n", at)
         end = len(data) if end < 0 else end
-        text = data[at:end]
+        text = plain(data[at:end])
         if at >= len(data) or (gap > _GAP and at > start):
             break
         gap = 0 if _take(found, text, line) else gap + 1
@@ -68,8 +68,7 @@ def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] 
 
 def unfinished(data: bytes) -> int:
     """Where the lines begin that the next block may go on with; the end of `data` if there are none."""
-    begin = _first(data, 0, len(data)) if data.endswith(b"\n") else len(data)
-    return begin
+    return _first(data, 0, len(data)) if data.endswith(b"\n") else len(data)
 
 
 def _take(found: list[Record], text: bytes, line: int) -> bool:
@@ -116,7 +115,7 @@ def _first(data: bytes, low: int, start: int) -> int:
             break
         before = data.rfind(b"\n", low, at - 1) + 1
         before = max(before, low)
-        text = data[before : at - 1]
+        text = plain(data[before : at - 1])
         fits = len(text) <= 200 and (_LINE.fullmatch(text) or _headed(text))
         if not fits and (gap >= _GAP or _EDGE.fullmatch(text) or _OTHER.search(text)):
             break

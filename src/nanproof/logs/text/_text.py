@@ -21,24 +21,11 @@ from nanproof.logs.text._names import COARSE, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
 from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar
 from nanproof.logs.text._records import Record, is_value, records, unfinished
-from nanproof.logs.text._values import ANY, parse
+from nanproof.logs.text._values import ANY, parse, plain
 
-WORDS = (
-    *(b"loss", b"grad", b"xent", b"nan", b"error", b"raceback", b"resum", b"checkpoint", b"step=", b"continuing training"),
-    *(
-        b"ppl",
-        b"perplex",
-        b" avg",
-        b"g  ",
-        b"'s ",
-        b"rmse",
-        b"-auc:",
-        b"-mae:",
-        b"learn: ",
-        b"overflow",
-        b"exception",
-        b"exiting",
-    ),
+WORDS = tuple(
+    b"loss|grad|xent|entropy|ppl|perplex|rmse|nan|error|exception|overflow|raceback|assertion|resum|checkpoint"
+    b"|continuing training|step=| avg|g  |'s |-auc:|learn: ".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
 LONGEST = 1 << 15
@@ -49,12 +36,14 @@ NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
 _PAIR = re.compile(
-    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}(\s{0,3}[:=]\s{0,12}|\s{1,12})(?:tensor\(|array\()?"
+    rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}"
+    rb"(\s{0,3}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
     rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
 )
+_SENTENCE = re.compile(rb"(?:^|[.\]}] )$")
+"""What stands before a sentence that a program writes: "... Loss is 6.91. Current learning rate is ..."."""
 _BETWEEN = re.compile(rb"\s*[/|,;]\s*")
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
-_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
 _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
 _EVALUATION = re.compile(
     rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
@@ -63,11 +52,12 @@ _BEFORE_ALONE = re.compile(
     rb"\s*\{[\"']|(?:[\s\d:|,\[\]-]|\b(?:train|training|val|validation|eval|test|set|average|avg|mean|running|current|total|batch|end)\b)*",
     re.I,
 )
-_METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse")
+_METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse", b"entropy", b"si-snr", b"err_", b"nan")
 _REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len")
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
 _LAST_WORDS = frozenset(
-    b"loss losses norm lr rate scale iterations skipped step iter iteration epoch ep updates train curr value update".split()
+    b"loss losses norm lr rate scale total value train curr step iter iteration iterations skipped epoch ep updates"
+    b" update".split()
 )
 
 
@@ -116,7 +106,9 @@ class TextReader:
         yield from self.finish()
 
     def finish(self) -> Iterator[Point | Note]:
-        return self._release()
+        yield from self._release()
+        if self._last is not None and not (self._before + self._after).strip():
+            yield from self._notes.at_the_end()
 
     def feed(self, data: bytes, line: int | None = None) -> Iterator[Item]:
         """Goes through whole lines; the first is `line`, or the one after what was read before."""
@@ -132,9 +124,9 @@ class TextReader:
         if self._expects_layouts():  # lines that are all alike need no search
             self._line += data.count(b"\n", counted, done)
             counted = done
-            for batch, done in self._batches(data, done):
+            for batch, end in self._batches(data, done):
                 yield batch
-                counted = done
+                counted = done = end
         taken = done
         """Where the last line ended that had something."""
         places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
@@ -152,9 +144,9 @@ class TextReader:
             self._pass_over(data, done, start)
             after = start
             if self._expects_layouts():
-                for batch, after in self._batches(data, start):
+                for batch, end_of_batch in self._batches(data, start):
                     yield batch
-                counted = after
+                    counted = after = end_of_batch
             for point, match in self._repeated(data, after):
                 if self._is_drawn or not self._expects_layouts():
                     yield from self._give(point, match[0]) if point is not None else ()
@@ -252,7 +244,7 @@ class TextReader:
         while self._columns is not None and at < len(data):
             end = data.find(b"\n", at)
             end = len(data) if end < 0 else end
-            text = _ESCAPES.sub(b"", data[max(at, end - LONGEST) : end].rstrip(b"\r").rpartition(b"\r")[2])
+            text = plain(data[max(at, end - LONGEST) : end].rstrip(b"\r").rpartition(b"\r")[2])
             pairs = self._columns.row(text)
             if pairs is None:
                 self._columns = None
@@ -275,9 +267,8 @@ class TextReader:
         if rank is not None:
             text, low = text[rank.end() :], low[rank.end() :]
         others = rank is not None and self._rank is not None and rank[1] != self._rank
-        if b"\x1b" in text or b"\x08" in text or b"\x00" in text:
-            text = _ESCAPES.sub(b"", text)
-            low = text.lower()
+        if (shown := plain(text)) is not text:
+            text, low = shown, shown.lower()
         line = self._line
         said = after_bar(text)
         noted = (
@@ -285,6 +276,9 @@ class TextReader:
         )
         if noted:  # a message that was printed where a bar had been drawn
             text, low = text[:said], low[:said]
+            bar = last_bar(text)
+            if bar is not None:
+                noted = [item if item.step is not None else replace(item, step=float(bar[0])) for item in noted]
         point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
         if noted:
             if point is not None:
@@ -299,7 +293,9 @@ class TextReader:
                 yield from self._release()
                 yield found
                 noted.append(found)
-            self._columns = None if noted or others or b"loss" not in low else Columns.of(text)
+            if self._notes.ended == line:
+                self._before = self._after = b""
+            self._columns = None if noted or others or not (b"loss" in low or b"rmse" in low) else Columns.of(text)
             return
         if rank is not None:
             self._rank = rank[1]
@@ -365,6 +361,8 @@ class TextReader:
             word, separator, value, total = match.groups()
             found = self._meaning(word)
             start = match.start()
+            if separator == b" is " and not _SENTENCE.search(text, max(0, start - 4), start):
+                continue
             if text[start - 1 : start] == b" " and text[start - 2 : start - 1].isalpha() and word.lower() in _LAST_WORDS:
                 found = self._phrase(word, text[max(0, start - 32) : start], found, separator)
             if found is None:
@@ -381,7 +379,7 @@ class TextReader:
                 found = Found("eval_loss" if evaluation < start else "loss", rank, name)
             elif total is not None and role in ("step", "epoch"):
                 settings["steps" if role == "step" else "epochs"] = float(total)
-            strong = strong or not separator.isspace()
+            strong = strong or not (separator.isspace() or separator == b" is ")
             pairs.append((found, parse(value)))
             self._matches.append((found, match))
             if len(pairs) == MOST_PAIRS:

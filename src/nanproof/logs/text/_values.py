@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 PLAIN = rb"[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?"
 NONFINITE = rb"[+-]?(?:(?:[nN]a[nN]|NAN)(?:\(ind\)|\(snan\)|x{1,6})?|[iI]nf(?:inity)?|INF(?:INITY)?|1\.#(?:QNAN|SNAN|IND|INF)0*)"
@@ -19,3 +20,11 @@ def parse(text: bytes) -> float:
         if b"inf" in low:
             return -math.inf if low.startswith(b"-") else math.inf
         return math.nan if b"n" in low else float(text.replace(b",", b""))
+
+
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
+
+
+def plain(text: bytes) -> bytes:
+    """Return a line without colours and other marks that a terminal does not show."""
+    return _ESCAPES.sub(b"", text) if b"\x1b" in text or b"\x08" in text or b"\x00" in text else text
