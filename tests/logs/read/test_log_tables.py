@@ -7,9 +7,12 @@ import json
 import math
 import tracemalloc
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanproof import StepRecord, UsageError
 from nanproof._records import line
@@ -29,6 +32,11 @@ def lines(text: str | bytes):
     return files.lines(files.unpacked(io.BytesIO(data)))
 
 
+def json_points(text: str | bytes):
+    data = text if isinstance(text, bytes) else text.encode()
+    return list(singly(json_lines(files.whole_lines(stream(data)))))
+
+
 def stream(data: bytes) -> io.BufferedReader:
     return files.unpacked(io.BytesIO(data))
 
@@ -46,15 +54,34 @@ def stream(data: bytes) -> io.BufferedReader:
     ],
 )
 def test_json_lines(text, values):
-    (point,) = json_lines(lines(text))
+    (point,) = json_points(text)
     assert repr(sorted(point.values.items())) == repr(sorted(values.items()))
     assert point.step == 3
+
+
+@given(
+    losses=st.lists(
+        st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, 0.0])), min_size=1, max_size=40
+    ),
+    shapes=st.lists(st.sampled_from(["plain", "text", "null", "more", "prose"]), min_size=1, max_size=40),
+)
+@settings(max_examples=150)
+def test_lines_that_are_converted_together_read_like_those_that_are_decoded(losses, shapes):
+    """The same points, whatever lines of other shapes stand between them."""
+    made = []
+    for step, (loss, shape) in enumerate(zip(losses, shapes * len(losses), strict=False)):
+        row = {"step": step, "loss": loss, "lr": 1e-4 * (step + 1), "tokens": 512 * step, "note": f"shard-{step} of 12"}
+        row |= {"text": {"loss": str(loss)}, "null": {"lr": None}, "more": {"grad_norm": abs(loss)}}.get(shape, {})
+        made.append("a line of words\n" * (shape == "prose") + json.dumps(row) + "\n")
+    together = json_points("".join(made))
+    apart = [replace(p, line=0) for line in made for p in json_points(line)]
+    assert repr([replace(p, line=0) for p in together]) == repr(apart)
 
 
 def test_text_between_lines_of_json_and_a_last_line_cut_short():
     text = '{"step": 1, "loss": 2.5}\nTraceback (most recent call last):\n  File "x"\nValueError: bad\n{"step": 2, "lo'
     assert format_of(text.encode()) == "JSON lines"
-    point, note = json_lines(lines(text))
+    point, note = json_points(text)
     assert point == Point({"loss": 2.5}, 1.0, None, 1)
     assert note == Note("error", "ValueError: bad", 4)
 

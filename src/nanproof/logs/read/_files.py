@@ -51,20 +51,26 @@ def blocks(stream: io.BufferedReader, size: int = BLOCK) -> Iterator[bytes]:
         yield rest
 
 
+def whole_lines(stream: io.BufferedReader, size: int = BLOCK) -> Iterator[bytes]:
+    """The text in pieces that end where a line ends, the last one included."""
+    last = b""
+    for block in blocks(stream, size):
+        text = last + block if last else block
+        cut = text.rfind(b"\n") + 1
+        if cut:
+            yield text[:cut]
+        last = text[cut : cut + LONGEST]
+    if last:
+        yield last + b"\n"
+
+
 def lines(stream: io.BufferedReader, size: int = BLOCK) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line), without the line's end."""
     number = 0
-    last = b""
-    for block in blocks(stream, size):
-        found = (last + block).split(b"\n") if last else block.split(b"\n")
-        last = found.pop()
-        if len(last) > LONGEST:
-            last = last[:LONGEST]
-        for text in found:
+    for text in whole_lines(stream, size):
+        for line in text[:-1].split(b"\n"):
             number += 1
-            yield number, text
-    if last:
-        yield number + 1, last
+            yield number, line
 
 
 def _utf8(stream: io.BufferedReader, size: int) -> Iterator[bytes]:

@@ -204,7 +204,7 @@ def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> I
     elif format == "TensorBoard":
         yield from tensorboard.points(tensorboard.records(stream))
     elif format in ("JSON lines", "nanproof"):
-        yield from tables.json_lines(files.lines(stream))
+        yield from tables.json_lines(files.whole_lines(stream))
     elif format == "CSV":
         yield from tables.csv_rows(files.lines(stream))
     elif format == "notebook":

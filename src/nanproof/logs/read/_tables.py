@@ -11,32 +11,66 @@ from dataclasses import replace
 from typing import Any
 
 from nanproof.logs._points import METRICS, Item, Point
+from nanproof.logs.text._layouts import TRIES, Layout, Span
 from nanproof.logs.text._names import Collector, Found, meaning, number
 from nanproof.logs.text._text import TextReader
+from nanproof.logs.text._values import ANY
 
 DELIMITERS = (",", "\t", ";", "|")
+_KEY = re.compile(rb'"(?:[^"\\]|\\.)*"\s*:')
 _decode = json.JSONDecoder().decode
 _NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
 
 
-def json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[Item]:
-    """A line that is no JSON object is text: the traceback that ended the run may stand there. One cut short says nothing."""
+def json_lines(blocks: Iterable[bytes]) -> Iterator[Item]:
+    """Read whole lines. One that is not a JSON object is text: the traceback that ended the run may stand there. One that was cut
+    short says nothing. Lines that have the keys of the one before are converted together, without being decoded."""
     names = Collector()
     others = TextReader()
-    for line, text in lines:
-        if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
-            yield from others.feed(text + b"\n", line)
-            continue
-        data = _object(text)
-        if data is None:
-            continue
-        own = "v" in data and "kind" in data  # nanproof's own
-        if own and data["kind"] != "step":
-            continue
-        point = names.of_mapping(data, line)
-        if point is not None:
-            yield replace(point, refused=True) if own and data.get("action") == "skipped" else point
+    layout: Layout | None = None
+    known: dict[str, int] = {}
+    keys: list[str] = []
+    line = made = 0
+    for data in blocks:
+        at = 0
+        while at < len(data):
+            if layout is not None and known == names.best and (found := layout.batch(data, at, line + 1)) is not None:
+                batch, at = found
+                line += len(batch)
+                yield batch
+                continue
+            end = data.index(b"\n", at)
+            text, at, line = data[at:end], end + 1, line + 1
+            if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
+                yield from others.feed(text + b"\n", line)
+                continue
+            record = _object(text)
+            if record is None:
+                continue
+            own = "v" in record and "kind" in record  # nanproof's own
+            if own and record["kind"] != "step":
+                continue
+            point = names.of_mapping(record, line)
+            if point is not None:
+                yield replace(point, refused=True) if own and record.get("action") == "skipped" else point
+                if not own and made < TRIES and list(record) == keys:
+                    layout, known, made = _layout(text, record, names, point), dict(names.best), made + 1
+                keys = list(record)
     yield from others.finish()
+
+
+def _layout(text: bytes, record: dict[str, Any], names: Collector, point: Point) -> Layout | None:
+    """The pattern of a flat record: all keys as they are, and a number for each value that counts."""
+    if len(text) > 4000 or any(isinstance(value, (dict, list)) for value in record.values()):
+        return None
+    fixed = [match.span() for match in _KEY.finditer(text)]
+    spans = []
+    for role, key in names.keys_of(record).items():
+        places = list(re.finditer(re.escape(json.dumps(key).encode()) + rb"\s*:\s*\"?(" + ANY + rb")(?=[\",}\s])", text))
+        if len(places) != 1:
+            return None
+        spans.append(Span(*places[0].span(1), role))
+    return Layout(text, spans, fixed, point)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:

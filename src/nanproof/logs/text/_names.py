@@ -231,6 +231,11 @@ class Collector:
         point = self.point(pairs, line) if pairs else None
         return point if point is not None and is_step(point) else None
 
+    def keys_of(self, data: Mapping[str, Any]) -> dict[str, str]:
+        """By role, the key of a flat dictionary whose value counts."""
+        plan = [(key, found) for key, found in self._plans.get(tuple(data), []) if number(data[key]) is not None]
+        return {role: plan[index][0] for role, index in self.chosen(tuple(found for _, found in plan)).items()}
+
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}

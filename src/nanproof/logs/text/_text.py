@@ -24,10 +24,13 @@ from nanproof.logs.text._records import Record, is_value, records, unfinished
 from nanproof.logs.text._values import ANY, parse, plain
 
 WORDS = tuple(
-    b"loss|grad|xent|entropy|ppl|perplex|rmse|nan|error|exception|overflow|raceback|assertion|resum|checkpoint"
-    b"|continuing training|step=| avg|g  |'s |-auc:|learn: ".split(b"|")
+    b"loss|grad|xent|entropy|ppl|perplex|nan|error|exception|overflow|raceback|assertion|resum|checkpoint|continuing training"
+    b"|step=".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
+WORDS_OF_FORMS = tuple(b"rmse| avg|g  |'s |-auc:|learn: ".split(b"|"))
+"""The same of lines whose numbers have no names. Not searched for once `SURE` points were read and none of such a line."""
+SURE = 64
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
 MOST_PAIRS = 100
@@ -74,6 +77,10 @@ class TextReader:
         self._known: dict[str, int] = {}
         self._tries = 0
         self._line = 1
+        self._read = 0
+        """Points, to be sure of what kind of log this is."""
+        self._formed = False
+        """Some of them were of lines whose numbers have no names."""
         self._rank: bytes | None = None
         self._last: Point | None = None
         self._after = b""
@@ -129,7 +136,8 @@ class TextReader:
                 counted = done = end
         taken = done
         """Where the last line ended that had something."""
-        places = [size if at < 0 else at for at in (low.find(word, done) for word in WORDS)]
+        words = WORDS if self._read >= SURE and not self._formed else (*WORDS, *WORDS_OF_FORMS)
+        places = [size if at < 0 else at for at in (low.find(word, done) for word in words)]
         while (at := min(places)) < size:
             newline = data.rfind(b"\n", done, at)
             start = newline + 1 if newline >= 0 else done
@@ -169,7 +177,7 @@ class TextReader:
             done = end
             for index, place in enumerate(places):
                 if place < end:
-                    place = low.find(WORDS[index], end)
+                    place = low.find(words[index], end)
                     places[index] = size if place < 0 else place
         self._pass_over(data, done, size)
         self._line += data.count(b"\n", counted)
@@ -192,6 +200,7 @@ class TextReader:
             if not rises or not self._places.passes(steps, batch.epochs):
                 return
             self._line += len(steps)
+            self._read += len(steps)
             self._last = replace(batch.like, step=steps[-1])
             self._after = self._before = b""
             yield batch, at
@@ -250,6 +259,7 @@ class TextReader:
                 self._columns = None
                 break
             point = self._names.point(pairs, line) if pairs else None
+            self._formed = True
             if point is not None and is_step(point) and not self._again(point):
                 yield point
             at, line = end + 1, line + 1
@@ -311,6 +321,7 @@ class TextReader:
         self._is_drawn = False
         if (found := nameless(text, low)) is not None:
             point = self._names.point(found[0], self._line)
+            self._formed = True
             return None if point is None else replace(point, settings=found[1])
         if not any(word in low for word in _METRIC):
             return None
@@ -467,6 +478,7 @@ class TextReader:
 
     def _again(self, point: Point) -> bool:
         """Whether this is the last point once more: a bar that was drawn again, or another rank."""
+        self._read += 1
         last, self._last = self._last, point
         if last is None or point.step is None or point.step != last.step:
             return False
