@@ -58,6 +58,23 @@ class Read:
             return "unreadable"
         return "healthy" if self.points else "empty"
 
+    @property
+    def judged(self) -> bool:
+        """Whether there are enough losses to judge the curve."""
+        from nanproof.logs.judge._shape import ENOUGH
+
+        return any(segment.track("loss").count >= ENOUGH for segment in self.story.segments)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By metric, what the log calls it."""
+        return {metric: name for segment in self.story.segments for metric, name in segment.names.items()}
+
+    @property
+    def parts(self) -> list[str]:
+        """Other values of training, by their names in the log."""
+        return list(dict.fromkeys(name for segment in self.story.segments for name in segment.terms))
+
     def to_json(self) -> dict[str, Any]:
         from nanproof.report._findings import account
 
@@ -67,6 +84,9 @@ class Read:
             "format": self.format,
             "status": self.status,
             "points": self.points,
+            "judged": self.judged,
+            "names": self.names,
+            "parts": self.parts,
             "runs": len(self.story.segments) + self.story.dropped,
             "first_step": first and first.step,
             "last_step": last and last.step,
@@ -223,19 +243,34 @@ def _print_one(console: Console, each: Read) -> None:
     if each.error is not None:
         _say(console, f"{each.path}{about}could not be read{' to its end' if story.points else ''}: {each.error}", "bold red")
     if each.error is None or each.points:
-        points = f"{each.points} points{steps}{runs}{_recorded(each)}"
+        points = f"{each.points} point{'s' * (each.points != 1)}{steps}{runs}{_recorded(each)}"
         if each.findings:
             _say(console, f"{each.path}{about}{points}", "bold")
-        elif each.points:
+        elif each.judged:
             _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
+        elif each.points:
+            few = "too few to judge the curve" if "loss" in each.names else "none with a loss, so there is no curve to judge"
+            _say(console, f"{each.path}{about}{points}: {few}. No value of training is NaN or Inf.", "bold")
         else:
             _say(console, f"{each.path}{about}no loss, gradient norm or learning rate was found in it", "bold")
             if each.path.lower().endswith(CHECKPOINTS):
                 _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
+    _say_which_loss(console, each)
     for line in _pictures(each, min(console.width, WIDEST), console.options.ascii_only):
         console.print(Text(line), overflow="crop", no_wrap=True)
     for finding in each.findings:
         _print_finding(console, finding)
+
+
+def _say_which_loss(console: Console, each: Read) -> None:
+    """Which of several losses is judged as the loss, and why."""
+    from nanproof.logs.text._names import why
+
+    losses = [name for name in each.parts if "loss" in name.lower()]
+    if "loss" in each.names and losses and each.run is None:
+        name = each.names["loss"]
+        others = ", ".join(losses[:4]) + (", ..." if len(losses) > 4 else "")
+        _say(console, f"the loss is {name}: {why(name)}. For NaN and Inf, also: {others}", indent=2)
 
 
 def _recorded(each: Read) -> str:

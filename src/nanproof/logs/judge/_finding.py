@@ -27,7 +27,7 @@ KINDS = {
     "bad-probabilities": "Sampling was given invalid values",
     "device-assert": "A device-side assertion",
     "unscale-fp16": "GradScaler was given fp16 gradients",
-    "no-targets": "Nothing to learn from: loss 0 and gradient 0",
+    "no-targets": "There is nothing to learn from",
     "learning-rate-zero": "The learning rate is 0",
     "zero-gradient": "The gradient is 0",
     "divergence": "The loss rises and stays up",

@@ -49,7 +49,9 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
     assert streak.first is not None and streak.last is not None
     if streak.since is not None:
         lines = f"all {streak.unbroken} lines" if streak.unbroken > 1 else "the last line"
-        every = "on every line of the log" if streak.count == streak.looked else f"and so on {lines} from there to the end"
+        every = f"and so on {lines} from there to the end"
+        if streak.count == streak.looked:
+            every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
         return streak.since, "failure", every
     severity = "failure" if streak.count > OFTEN * streak.looked else "warning"
     return streak.first, severity, f"on {streak.count} of {streak.looked} lines, not on the last ones"

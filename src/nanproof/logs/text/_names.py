@@ -108,6 +108,7 @@ def _meaning(name: str) -> Found | None:
     placed = evaluation or any(word in _TRAINING for word in words)
     twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
+    words = words[1:] if len(words) > 1 and words[0] == "losses" else words
     if not words or any(word in _OTHER for word in words):
         return None
     role, rank = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words)) or _similar(words, placed) or ("", 0)
@@ -132,6 +133,24 @@ def _is_term(words: list[str]) -> bool:
     if _SETTING.intersection(words) or any(word.isdigit() for word in words):
         return False  # one loss for each of many groups is NaN where a group is empty
     return "loss" in (words[0], words[-1]) or not _TERMS.isdisjoint(words)
+
+
+_WHY = (
+    (1, "it is called the loss"),
+    (2, "it is the total"),
+    (3, "it is the cross-entropy"),
+    (4, "it is the mean"),
+    (COARSE, "it is the smoothed loss"),
+    (2 * COARSE, "it is the mean of an epoch"),
+    (MEASURED, "it is the first of several parts, and none is called the total"),
+)
+
+
+def why(name: str) -> str:
+    """Return why a name was taken for the loss where there are several."""
+    found = meaning(name)
+    rank = MEASURED if found is None else found.rank
+    return next((reason for below, reason in _WHY if rank < below), "it stands for the loss, which is not logged")
 
 
 def number(value: Any) -> float | None:

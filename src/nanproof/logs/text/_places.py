@@ -143,6 +143,12 @@ def _in_brackets(text: bytes, point: Point, settings: dict[str, float]) -> Point
     return point
 
 
+def last_drawn(text: bytes) -> int:
+    """Where the last of several bars in a line begins, with the words before it: the others are older. 0 where there is one."""
+    bars = [match.end() for match in BAR.finditer(text)]
+    return text.find(b"]", bars[-2]) + 1 if len(bars) > 1 else 0
+
+
 def after_bar(text: bytes) -> int:
     """Where a message begins that stands in the line of a bar, after it; 0 without one."""
     if b"]" not in text or (bar := None if b"%|" not in text else _WHOLE_BAR.match(text)) is None:

@@ -14,7 +14,7 @@ from nanproof.logs.text._values import ANY, parse, plain
 
 MOST = 100
 """Lines that are looked at before and after one that has a value alone."""
-_GAP = 2
+_GAP = 3
 """Lines between the values of one point that say something else."""
 _LINE = re.compile(
     rb"[ \t|]*[\"']?([A-Za-z][\w ./()%@-]{0,60}?)[\"']?[ \t]*[:=|][ \t]*[\"']?(" + ANY + rb")[\"']?[ \t]*[|,]?[ \t]*\r?"

@@ -19,7 +19,7 @@ from nanproof.logs.text._forms import nameless
 from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
 from nanproof.logs.text._names import COARSE, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
-from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar
+from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar, last_drawn
 from nanproof.logs.text._records import Record, is_value, records, unfinished
 from nanproof.logs.text._values import ANY, parse, plain
 
@@ -289,7 +289,8 @@ class TextReader:
             bar = last_bar(text)
             if bar is not None:
                 noted = [item if item.step is not None else replace(item, step=float(bar[0])) for item in noted]
-        point = None if others or self._notes.in_traceback(text, line) else self._point(text, low)
+        drawn = last_drawn(text) if b"%|" in text else 0
+        point = None if others or self._notes.in_traceback(text, line) else self._point(text[drawn:], low[drawn:])
         if noted:
             if point is not None:
                 yield from self._give(point, text)
@@ -309,7 +310,7 @@ class TextReader:
             return
         if rank is not None:
             self._rank = rank[1]
-        if raw.endswith(text):
+        if raw.endswith(text) and not drawn:
             self._learn(raw, text, point)
         yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
 
