@@ -8,12 +8,17 @@ from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, UNFILTER, Finding
 from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import NO_SCALE_HELPS, left_out
 
+START = 8
+"""Lines at the start in which a loss scaler may look for its scale."""
+
 
 def hidden(segment: Segment) -> Finding | None:
     streak, loss, norm = segment.together["hidden"], segment.track("loss"), segment.track("grad_norm")
     if not streak.count:
         return _vanished(segment) or _always_zero(segment) or _lone_zeros(segment)
     lasting = streak.since is not None
+    if segment.settings.get("rewards") and not lasting and streak.last is not None and streak.last.order < START:
+        return None  # a policy's loss begins at 0, and a scaler's search for its scale at Inf
     first = (norm.bad.since if lasting else None) or streak.since or streak.first
     assert first is not None and streak.last is not None
     if lasting and _rate_stands(segment, first):
@@ -53,11 +58,11 @@ def hidden(segment: Segment) -> Finding | None:
 
 
 def _rate_stands(segment: Segment, first: Place) -> bool:
-    """The learning rate moved before, and not since: the trainer advances it only when the optimizer has stepped."""
+    """The learning rate moved up to there, and not since: the trainer advances it only when the optimizer has stepped."""
     rates = [b for b in segment.track("lr").curve.buckets if b.finite]
     since = {b.last for b in rates if b.place.order >= first.order}
     before = [b.last for b in rates if b.place.order < first.order]
-    return len(since) == 1 and len(rates) - len(before) >= 3 and len(set(before)) > 1 and min(since) > 0
+    return len(since) == 1 and len(rates) - len(before) >= 3 and len(set(before[-3:])) > 1 and min(since) > 0
 
 
 def _all_left_out(segment: Segment, first: Place) -> Finding:

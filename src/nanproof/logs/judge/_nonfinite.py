@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from nanproof.logs._curve import Place, number
 from nanproof.logs._story import Segment, Streak
 from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
-from nanproof.logs.judge._hidden import hidden
+from nanproof.logs.judge._hidden import START, hidden
 from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import left_out, skipped_only
 
@@ -17,9 +17,6 @@ OFTEN = 0.3
 """Above this share of the lines, it is no matter that the last ones are good."""
 FEW = 0.1
 """Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
-
-START = 8
-"""Lines at the start in which a loss scaler may look for its scale."""
 _ENDS = re.compile(r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting)\b", re.I)
 """A warning in whose words the program gave up."""
 

@@ -45,8 +45,10 @@ def _collapse(segment: Segment) -> Finding | None:
     grew = any(b.last > a.last for a, b in zip(values[len(values) // 2 :], values[len(values) // 2 + 1 :], strict=False))
     if last > 1.0 or high < 16 * max(last, 1e-30) or grew:
         return None
-    top = max(i for i, b in enumerate(values) if b.high >= high)
-    began = values[min(top + 1, len(values) - 1)].place
+    fell = next(i for i, b in enumerate(values) if b.last <= 1.0)
+    while fell and values[fell - 1].last > values[fell].last and values[fell - 1].last < high:
+        fell -= 1
+    began = values[fell].place
     said = (
         f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving "
         "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."

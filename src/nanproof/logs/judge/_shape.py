@@ -37,6 +37,8 @@ class Form:
     best: float
     best_at: int
     end: float
+    policy: bool
+    """Of reinforcement learning."""
 
     @property
     def learned(self) -> float:
@@ -45,7 +47,7 @@ class Form:
     @property
     def directionless(self) -> bool:
         """As a policy's loss is: below 0 now and then, or 0 at the first step."""
-        return min(b.low for b in self.buckets) < 0 or self.buckets[0].low == 0
+        return self.policy or min(b.low for b in self.buckets) < 0 or self.buckets[0].low == 0
 
 
 def form(segment: Segment, before: int | None = None) -> Form | None:
@@ -69,15 +71,17 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
         best=best,
         best_at=best_at,
         end=level(values[-max(edge, 3) :]),
+        policy=bool(segment.settings.get("rewards")),
     )
 
 
 def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
-    diverged = _rounds_rise(segment) or _absurd(segment)
+    diverged = _rounds_rise(segment) or _absurd(segment, throughout=True)
     if diverged is None:
         diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
+    diverged = diverged or _absurd(segment)
     if diverged is not None:
         yield diverged
     if diverged is None:
@@ -180,7 +184,7 @@ def _rounds_rise(segment: Segment) -> Finding | None:
     return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER,))
 
 
-def _absurd(segment: Segment) -> Finding | None:
+def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
     """A loss or a gradient norm that is too large for any network that learns, where the log shows nothing from before."""
     if segment.settings.get("rounds"):
         return None
@@ -190,6 +194,8 @@ def _absurd(segment: Segment) -> Finding | None:
         if len(values) < 2 or level(values[-3:]) < ABSURD or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
             continue
         called = segment.names.get(name, name)
+        if throughout and min(values) < ABSURD:
+            continue
         if UNITS.search(called):
             continue
         place = next(b.place for b in buckets if b.high >= ABSURD)
@@ -222,7 +228,7 @@ def _lasts(values: Sequence[float], above: float, best_at: int) -> bool:
 
 def _begin(f: Form, rise: float) -> int:
     """The last point before the loss leaves its best for good: first in the smoothed curve, then exactly."""
-    near = f.best + max(0.1 * rise, min(f.sigma, 0.4 * rise))
+    near = f.best + max(min(0.1 * rise, max(0.5 * abs(f.best), f.sigma)), min(f.sigma, 0.4 * rise))
     calm = max((i for i, v in enumerate(f.smoothed) if v <= near), default=0)
     reach = range(min(calm + 8, len(f.values) - 1), max(calm - 8, -1), -1)
     return next((i for i in reach if f.values[i] <= near), calm)
@@ -274,7 +280,9 @@ def _plateau(segment: Segment, f: Form | None) -> Finding | None:
     size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
     if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
         return None
-    if parts[0] - parts[2] > 2 * unsure or abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
+    if parts[0] - parts[2] > max(2 * unsure, 0.0015 * size) or abs(level(f.values[:3]) - parts[2]) > max(
+        0.01 * size, 3 * f.sigma
+    ):
         return None  # slow, but it learns; or it had learned before the first line was a third
     lr = segment.track("lr")
     if lr.count and lr.last_finite is not None and lr.last_finite[1] == lr.high > lr.low:
@@ -336,8 +344,8 @@ def _explosion(segment: Segment, before: int | None) -> Finding | None:
     if len(buckets) < 12:
         return None
     values = [b.mean for b in buckets]
-    half = values[len(values) // 10 : len(values) // 2 + 1]
-    usual, top = level(half), sorted(half)[int(0.95 * (len(half) - 1))]
+    calm = min((values[len(values) // 10 : end + 1] for end in (len(values) // 4, len(values) // 2)), key=level)
+    usual, top = level(calm), sorted(calm)[int(0.95 * (len(calm) - 1))]
     end = values[-max(3, len(values) // 12) :]
     if usual <= 0 or level(end) < 50 * usual or min(end) < 10 * top:
         return None

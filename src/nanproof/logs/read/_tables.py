@@ -12,7 +12,7 @@ from typing import Any
 
 from nanproof.logs._points import METRICS, Item, Point
 from nanproof.logs.text._layouts import TRIES, Layout, Span
-from nanproof.logs.text._names import Collector, Found, meaning, number
+from nanproof.logs.text._names import Collector, Found, is_reward, meaning, number
 from nanproof.logs.text._text import TextReader
 from nanproof.logs.text._values import ANY
 
@@ -116,6 +116,7 @@ def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
     columns: list[tuple[int, Found]] = [
         (i, found) for i, name in enumerate(header) if (found := meaning(name.strip())) is not None
     ]
+    settings = {"rewards": 1.0} if any(map(is_reward, header)) else {}
     names = Collector()
     for line, text in rows:
         cells = _cells(text, delimiter)
@@ -123,7 +124,7 @@ def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
         pairs = [(found, value) for i, found in columns if i < count and cells[i] and (value := number(cells[i])) is not None]
         point = names.point(pairs, line)
         if point is not None:
-            yield point
+            yield replace(point, settings=settings) if settings else point
 
 
 def _cells(text: bytes, delimiter: str) -> list[str]:

@@ -73,7 +73,7 @@ class Layout:
             pattern = _DRAWING if span.role == "bar" else _PLACE if span.role in ("step", "epoch") else _VALUE
             parts += [_loosened(text, at, span.start, fixed), pattern]
             at = span.end
-        parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*\n" if bar is None else rb"[ \t]*[\r\n]"]
+        parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*[\r\n]"]
         self.match = re.compile(b"".join(parts)).match
         loose = (_LETTERS if part in (_VALUE, _PLACE) else part for part in parts)
         self._lines = re.compile(rb"(?m)^" + b"".join(loose)).findall
@@ -120,7 +120,7 @@ class Layout:
         rows: list[tuple[bytes, ...]] = []
         while len(rows) < FEW:
             match = self.match(data, at)
-            if match is None:
+            if match is None or data[match.end() - 1] != 10:
                 return None
             rows.append(match.groups())
             at = match.end()
@@ -131,7 +131,7 @@ class Layout:
                 break  # one of them does not fit
             rows += more
             at, near = end, 2 * near
-        while (match := self.match(data, at)) is not None:
+        while (match := self.match(data, at)) is not None and data[match.end() - 1] == 10:
             rows.append(match.groups())
             at = match.end()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -180,6 +181,7 @@ class Collector:
         """The best rank seen, by role."""
         self._chosen: dict[tuple[Found, ...], dict[str, int]] = {}
         self._plans: dict[tuple[str, ...], list[tuple[str, Found]]] = {}
+        self._rewarded: dict[tuple[str, ...], bool] = {}
         self._names: dict[tuple[Found, ...], dict[str, str]] = {}
 
     def chosen(self, names: tuple[Found, ...]) -> dict[str, int]:
@@ -248,7 +250,12 @@ class Collector:
                 self._plans[keys] = plan
         pairs = [(found, worth) for key, found in plan if (worth := number(data[key])) is not None]
         point = self.point(pairs, line) if pairs else None
-        return point if point is not None and is_step(point) else None
+        if point is None or not is_step(point):
+            return None
+        if keys not in self._rewarded:
+            self._rewarded = {} if len(self._rewarded) > 64 else self._rewarded
+            self._rewarded[keys] = any(is_reward(str(key)) for key in keys[:1000])
+        return replace(point, settings={"rewards": 1.0}) if self._rewarded[keys] else point
 
     def keys_of(self, data: Mapping[str, Any]) -> dict[str, str]:
         """By role, the key of a flat dictionary whose value counts."""
@@ -268,6 +275,11 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_summary(names: Iterable[str]) -> bool:
     return any(name in ("train_runtime", "train/train_runtime", "train_samples_per_second") for name in names)
+
+
+def is_reward(name: str) -> bool:
+    """Whether only reinforcement learning logs a value of this name."""
+    return "reward" in name.lower() or "advantage" in name.lower()
 
 
 def is_step(point: Point) -> bool:

@@ -29,7 +29,7 @@ _EXCEPTION = re.compile(
 )
 _GLUED = re.compile(rb"\)(?=(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception): )")
 """Between a line of code and the exception that was printed right behind it."""
-_FRAME = re.compile(rb"[\r\n]?\s+File \"[^\"\r\n]{1,400}\", line \d{1,7}, in [^\r\n]{1,200}[\r\n]")
+_FRAME = re.compile(rb'File "[^"\r\n]{1,400}", line \d{1,7}, in ')
 _CODE = re.compile(
     rb"\s*(?:if|elif|def|for|while|return|assert|print|raise|import|from|logger|log|self|with|class|warnings)\b[ (.:]"
     rb"|.*(?:torch\.|math\.|np\.|==|isnan|isinf|isfinite|\.any\(|%[sdf]\b|\{\w+[:}])"

@@ -65,7 +65,8 @@ class Places:
         return (point if b"{" in text else self._headed(before, point)), False
 
     def _headed(self, before: bytes, point: Point) -> Point:
-        for heading in _HEADING.finditer(before):
+        low = before.lower()
+        for heading in _HEADING.finditer(before) if b"epoch" in low or b"step" in low or b"iteration" in low else ():
             self._above = heading[1].lower(), float(heading[2]), point.line
         if point.step is not None or point.epoch is not None or self._above is None:
             self._above = self._above if point.step is None and point.epoch is None else None

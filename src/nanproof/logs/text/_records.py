@@ -24,7 +24,7 @@ _HEADING = re.compile(
 )
 _COMPOSER = re.compile(rb"(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:\s*")
 _OLMO = re.compile(rb"\[step=(\d{1,15})/(\d{1,15})(?:,epoch=(\d{1,9}))?\]\s*$")
-_EDGE = re.compile(rb"\s*(?:[{}\[\],\s]+|#{8,}.*)")
+_EDGE = re.compile(rb"[{}\[\],\s]+|\s*#{8,}.*")
 _OTHER = re.compile(rb"loss|grad|nan|error|traceback", re.I)
 
 
@@ -53,7 +53,7 @@ def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] 
     for line in range(2 * MOST):
         end = data.find(b"\n", at)
         end = len(data) if end < 0 else end
-        text = plain(data[at:end])
+        text = plain(data[at : min(end, at + 201)])
         if at >= len(data) or (gap > _GAP and at > start):
             break
         gap = 0 if _take(found, text, line) else gap + 1
@@ -116,7 +116,9 @@ def _first(data: bytes, low: int, start: int) -> int:
         before = data.rfind(b"\n", low, at - 1) + 1
         before = max(before, low)
         text = plain(data[before : at - 1])
-        fits = len(text) <= 200 and (_LINE.fullmatch(text) or _headed(text))
+        if len(text) > 200:
+            break
+        fits = _LINE.fullmatch(text) or _headed(text)
         if not fits and (gap >= _GAP or _EDGE.fullmatch(text) or _OTHER.search(text)):
             break
         gap = 0 if fits else gap + 1
