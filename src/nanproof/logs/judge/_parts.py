@@ -38,7 +38,8 @@ def _bad(segment: Segment) -> Finding | None:
     if not bad:
         return None
     name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, _first(item[1]).order))
-    first, severity, much = extent(track.bad)
+    _, severity, much = extent(track.bad)
+    first = _first(track)
     if severity != "failure" and track.bad.count <= ALONE * track.count:
         severity = "note"
     kind = "nan" if math.isnan(track.first_bad) else "inf"
@@ -63,7 +64,8 @@ def _bad(segment: Segment) -> Finding | None:
 
 
 def _first(track: Track) -> Place:
-    return track.bad.since or track.bad.first or Place()
+    often = track.bad.count > 0.5 * track.count
+    return (track.bad.first if often else track.bad.since or track.bad.first) or Place()
 
 
 def _causes(name: str, kind: str) -> tuple[Likely, ...]:

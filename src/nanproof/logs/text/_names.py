@@ -133,7 +133,7 @@ def _similar(words: list[str], placed: bool) -> tuple[str, int] | None:
 def _is_term(words: list[str]) -> bool:
     if _SETTING.intersection(words) or any(word.isdigit() for word in words):
         return False  # one loss for each of many groups is NaN where a group is empty
-    return "loss" in (words[0], words[-1]) or not _TERMS.isdisjoint(words)
+    return "loss" in (words[0], words[-1]) or words[-2:] == ["grad", "norm"] or not _TERMS.isdisjoint(words)
 
 
 _WHY = (

@@ -20,6 +20,7 @@ _SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
 _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _PAIR = re.compile(rb"\[(\d{1,9}),\s{0,8}(\d{1,15})\] ")
 _BARE = re.compile(rb"\s{0,9}(\d{1,12}) \| ")
+_OF = re.compile(rb"\s{0,9}(\d{1,15})/(\d{1,15}): ")
 _FIRST = re.compile(rb"\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\] ")
 _HEADING = re.compile(
     rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,3}(\d{1,9})"
@@ -136,7 +137,7 @@ def _in_brackets(text: bytes, point: Point, settings: dict[str, float]) -> Point
         return replace(point, step=float(max(number - 1, 0) * total + count))
     if (pair := _PAIR.match(text)) is not None:
         return replace(point, step=float(pair[2]), epoch=float(pair[1]))
-    if (counted := _COUNT.search(text) or _FIRST.match(text)) is not None:
+    if (counted := _COUNT.search(text) or _FIRST.match(text) or _OF.match(text)) is not None:
         settings["steps"] = float(counted[2])
         return replace(point, step=float(counted[1]))
     if point.epoch is None and (bare := _BARE.match(text)) is not None:

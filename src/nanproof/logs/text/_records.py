@@ -17,12 +17,15 @@ MOST = 100
 _GAP = 3
 """Lines between the values of one point that say something else."""
 _LINE = re.compile(
-    rb"[ \t|]*[\"']?([A-Za-z][\w ./()%@-]{0,60}?)[\"']?[ \t]*[:=|][ \t]*[\"']?(" + ANY + rb")[\"']?[ \t]*[|,]?[ \t]*\r?"
+    rb"[ \t|>]*[\"']?([A-Za-z][\w ./()%@-]{0,60}?)[\"']?[ \t]*[:=|][ \t]*[\"']?("
+    + ANY
+    + rb")[\"']?[ \t]*(?:[|,]|\([-+.\deEnaif]{1,24}\))?[ \t]*\r?"
 )
 _HEADING = re.compile(
     rb"[\s=#*-]*(?:Learning |Training )?(epoch|iteration|step|round)\s?[#:]?\s?(\d{1,9})(?:\s?/\s?\d{1,9})?[\s=#*:-]*", re.I
 )
 _COMPOSER = re.compile(rb"(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:\s*")
+_COQUI = re.compile(rb"\s*-+> STEP: \d{1,15}/\d{1,15} -- GLOBAL_STEP: (\d{1,15})\s*")
 _OLMO = re.compile(rb"\[step=(\d{1,15})/(\d{1,15})(?:,epoch=(\d{1,9}))?\]\s*$")
 _EDGE = re.compile(rb"[{}\[\],\s]+|\s*#{8,}.*")
 _OTHER = re.compile(rb"loss|grad|nan|error|traceback", re.I)
@@ -101,6 +104,8 @@ def _headed(text: bytes) -> tuple[Pairs, float | None] | None:
         return [(EPOCH if heading[1].lower() == b"epoch" else STEP, float(heading[2]))], None
     if (batch := _COMPOSER.fullmatch(text)) is not None:
         return [(STEP, float(batch[1]))], float(batch[2])
+    if (trained := _COQUI.fullmatch(text)) is not None:
+        return [(STEP, float(trained[1]))], None
     if b"[step=" in text and (logged := _OLMO.search(text)) is not None:
         epoch = [] if logged[3] is None else [(EPOCH, float(logged[3]))]
         return [(STEP, float(logged[1])), *epoch], float(logged[2])

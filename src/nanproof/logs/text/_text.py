@@ -57,7 +57,7 @@ _BEFORE_ALONE = re.compile(
 )
 _METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse", b"entropy", b"si-snr", b"err_", b"nan")
 _REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len")
-_SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest".split())
+_SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest episode".split())
 _LAST_WORDS = frozenset(
     b"loss losses norm lr rate scale total value train curr step iter iteration iterations skipped epoch ep updates"
     b" update".split()
