@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
-from nanproof.logs._curve import number
+from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
 
@@ -17,6 +18,8 @@ SUNK = 1 / 64
 """A scale below this is a collapse, however the log begins."""
 LOW = 128.0
 """A scaler that searches for its scale at the start comes from 65536 or more, and stays far above this."""
+APART = 8
+"""Points from one halving to the next that are one fall."""
 HALVED = 3
 """Overflows at the end of a log that are more than chance where the scale is low."""
 COMMANDS = (PROTECT, CHECK, SCAN)
@@ -46,7 +49,7 @@ def _collapse(segment: Segment) -> Finding | None:
     if last > 1.0 or high < 16 * max(last, 1e-30) or grew:
         return None
     fell = next(i for i, b in enumerate(values) if b.last <= 1.0)
-    while fell and values[fell - 1].last > values[fell].last and values[fell - 1].last < high:
+    while fell and high > values[fell - 1].last > values[fell].last and _near(values[fell - 1], values[fell]):
         fell -= 1
     began = values[fell].place
     said = (
@@ -54,6 +57,10 @@ def _collapse(segment: Segment) -> Finding | None:
         "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."
     )
     return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _near(before: Bucket, after: Bucket) -> bool:
+    return after.place.order - before.place.order <= APART
 
 
 def _sunk(segment: Segment) -> Finding | None:
@@ -131,12 +138,14 @@ def _counted(segment: Segment) -> Finding | None:
         count = values[-1].last
         half = values[len(values) // 2]
         late, later = values[-1].last - half.last, segment.last.step - (half.place.step or 0)
-        began = next((b.place for b in values if b.last > 0), values[0].place)
+        stood = max((i for i, (a, b) in enumerate(pairwise(values)) if a.last == b.last), default=-1)
+        began = values[min(stood + 2, len(values) - 1)].place
     else:
         count, steps = segment.skipped_sum, segment.last.step - (segment.first.step or 0 if segment.first else 0)
         tail = values[len(values) // 2 :]
         late, later = sum(b.total for b in tail), segment.last.step - (tail[0].place.step or 0)
-        began = next((b.place for b in values if b.high > 0), values[0].place)
+        stood = max((i for i, b in enumerate(values) if b.high == 0), default=-1)
+        began = values[min(stood + 1, len(values) - 1)].place
     if count < 8 or later <= 0 or late < 0.25 * later:
         return None
     share = late / later

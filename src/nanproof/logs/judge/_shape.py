@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 
 from nanproof.logs._curve import Bucket, number
@@ -285,7 +286,8 @@ def _plateau(segment: Segment, f: Form | None) -> Finding | None:
     ):
         return None  # slow, but it learns; or it had learned before the first line was a third
     lr = segment.track("lr")
-    if lr.count and lr.last_finite is not None and lr.last_finite[1] == lr.high > lr.low:
+    rates = [b.last for b in lr.curve.finite()]
+    if rates and rates[-1] == lr.high > rates[2 * len(rates) // 3]:
         return None  # still warming up
     said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
     if lr.count and lr.high > 0:
@@ -344,8 +346,8 @@ def _explosion(segment: Segment, before: int | None) -> Finding | None:
     if len(buckets) < 12:
         return None
     values = [b.mean for b in buckets]
-    calm = min((values[len(values) // 10 : end + 1] for end in (len(values) // 4, len(values) // 2)), key=level)
-    usual, top = level(calm), sorted(calm)[int(0.95 * (len(calm) - 1))]
+    starts = [sorted(values[len(values) // 10 : end + 1]) for end in (len(values) // 4, len(values) // 2)]
+    usual, top = min(((level(calm), calm[int(0.95 * (len(calm) - 1))]) for calm in starts), key=itemgetter(1))
     end = values[-max(3, len(values) // 12) :]
     if usual <= 0 or level(end) < 50 * usual or min(end) < 10 * top:
         return None
