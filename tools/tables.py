@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools import generation_tables, latent_tables, program_tables, vlm_tables
+from tools import doctor_tables, generation_tables, latent_tables, program_tables, vlm_tables
 from tools.results import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -485,6 +485,9 @@ BLOCKS = {
     "causes": causes_table,
     "scan": scan_table,
     "doctor": doctor_table,
+    "doctor formats": doctor_tables.formats,
+    "doctor findings": doctor_tables.findings,
+    "doctor held out": doctor_tables.held_out,
     "heal": heal_table,
     "healed": heal_line,
     "recovery": recovery_table,

@@ -114,6 +114,7 @@ class Finding:
             "said": self.said,
             "causes": [{"slug": cause.slug, "reason": cause.reason} for cause in self.causes],
             "commands": list(self.commands),
+            "about": self.about or None,
             "optimizer": self.optimizer or None,
             "recorded": None if self.recorded is None else asdict(self.recorded),
         }

@@ -14,7 +14,7 @@ _WHOLE_BAR = re.compile(rb".*\d%\|[^|\r\n]{0,400}\|\s{0,8}\d{1,15}/\d{1,15}\s{0,
 _KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
 _KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
 _NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
-_TWICE = re.compile(rb"\[\s{0,8}(\d{1,9})\s{0,2}/\s{0,2}\d{1,9}\]\s{0,2}\[\s{0,8}(\d{1,15})\s{0,2}/\s{0,2}(\d{1,15})\]")
+_TWICE = re.compile(rb"\[\s{0,8}(\d{1,9})\s{0,8}/\s{0,8}\d{1,9}\]\s{0,2}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 """Swin's and its descendants': `Train: [epoch/epochs][step/steps]`, both from 0."""
 _SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
 _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
