@@ -50,9 +50,10 @@ interrupts: .venv/ready  ## Ctrl-C at 2,000 moments of a run: is it whole afterw
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.interrupts --save
 	$(BIN)/python -m tools.tables
 
-reported: .venv/ready  ## failures from public issues, as held-out cases: the guard, then preflight; five minutes on one core
+reported: .venv/ready  ## failures from public issues, as held-out cases: the guard, preflight, then doctor; ten minutes on one core
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.reported --save
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m zoo.reported.probed --save
+	$(BIN)/python -W ignore -m zoo.logs --save
 
 zoo: .venv/bench  ## what nanproof and other tools say about every case: docs/zoo.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tools.said

@@ -744,7 +744,7 @@ def _(path):
 @log(
     "gan_saturated.log",
     "A small GAN; the discriminator's learning rate goes from 2e-3 to 0.5 at step 300, line 31: it saturates, its gradient is 0",
-    "no-targets",
+    "divergence",
     line=(31, 33),
 )
 def _(path):

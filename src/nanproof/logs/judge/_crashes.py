@@ -35,7 +35,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         "device-assert",
         "An assertion failed on the device. Most often an index is out of range: a label or a token id beyond the vocabulary.",
         (
-            Likely("A label or a token id is not below the number of classes or rows"),
+            Likely("A label or a token id is not below the number of classes or rows", "ids-out-of-range"),
             Likely("Sampling was given NaN: on a GPU that is an assertion too", "nonfinite-batch"),
         ),
         (CHECK, "CUDA_LAUNCH_BLOCKING=1 python train.py    # the real line of the error"),

@@ -42,6 +42,10 @@ KINDS = {
 """Worst first, each with its headline. The first eight, and "spike" and "divergence", are also kinds of recorded incidents."""
 
 
+ABOUT = {"nan": "is NaN", "inf": "is Inf", "divergence": "has diverged"}
+"""The headlines of findings about one value, without its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Likely:
     """A cause that would explain a finding."""
@@ -94,8 +98,8 @@ class Finding:
     @property
     def headline(self) -> str:
         said = KINDS[self.kind]
-        if self.about and self.kind in ("nan", "inf"):
-            said = f"{self.about} is {'NaN' if self.kind == 'nan' else 'Inf'}"
+        if self.about and self.kind in ABOUT:
+            said = f"{self.about} {ABOUT[self.kind]}"
         return f"Training was halted. {said}" if self.recorded is not None and self.recorded.action == "halted" else said
 
     @property

@@ -21,6 +21,9 @@ FEW = 3
 """Lines from which on a value that never changes is no accident."""
 ENOUGH = 5
 EXPLODED = 1e6
+ABSURD = 1e9
+LOST, WON = 10.0, 1e-3
+"""Of two networks that work against each other, with losses in nats: one has lost, one has won."""
 ALONE = 0.1
 """A part that is NaN on fewer lines than this share, and finite on the last ones, is only mentioned."""
 
@@ -94,9 +97,16 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
 
 
 def _exploded(segment: Segment) -> Finding | None:
-    """A part that is a million times what it was, and does not come back."""
+    """A part that is a million times what it was, and does not come back; or one that no network has that learns."""
     for name, track in segment.terms.items():
         buckets = track.curve.finite()
+        if buckets and "loss" in name.lower() and min(b.low for b in buckets) >= ABSURD:
+            place, last = buckets[0].place, buckets[-1]
+            said = f"{name} is {number(last.last)} at {last.place}: it has exploded, unless its targets are that large."
+            causes = _causes(name, "divergence")
+            return Finding(
+                kind="divergence", severity="warning", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
+            )
         if len(buckets) < ENOUGH or worst_score(name) is not None:
             continue
         sizes = [max(abs(b.low), abs(b.high)) for b in buckets]
@@ -142,24 +152,28 @@ def _unchanging(segment: Segment) -> Finding | None:
 
 
 def _silent_player(segment: Segment) -> Finding | None:
-    """One of two networks has a loss of exactly 0 to the end: it gets no gradient any more."""
+    """Of two networks one has a loss of 0 to the end, and the other a loss far above chance: neither learns any more."""
     if segment.track("loss").count:
         return None
-    players = {name: track for name, track in segment.terms.items() if PLAYER.search(name)}
-    for name, track in players.items():
-        others = [other for other in players if other != name]
-        since = track.zero.since
-        if since is None or track.zero.unbroken < ENOUGH or not others:
+    players = {name: track.curve.finite() for name, track in segment.terms.items() if PLAYER.search(name)}
+    for winner, won in players.items():
+        at = len(won) - next((i for i, b in enumerate(reversed(won)) if max(abs(b.low), abs(b.high)) > WON), len(won))
+        if len(won) - at < FEW:
             continue
-        said = f"{name} is exactly 0 from {since} on, {track.zero.unbroken} of {track.count} lines"
-        last = players[others[0]].last_finite
-        said += f", while {others[0]} is {number(last[1])}" if last is not None else ""
-        said += ": that network has nothing to learn from."
-        causes = (
-            Likely("One of the two networks has won: its learning rate is too high for the other", "learning-rate-too-high"),
-            Likely("A sigmoid saturates: use the loss that takes logits", "dead-units"),
-        )
-        return Finding(kind="no-targets", severity="failure", place=since, said=said, causes=causes, commands=(CHECK, RUN))
+        since = won[at].place
+        for loser, lost in players.items():
+            tail = [b.last for b in lost if b.place.order >= since.order]
+            if loser == winner or not tail or min(tail) < LOST:
+                continue
+            said = f"{winner} is 0 from {since} on, {len(won) - at} of {len(won)} lines, while {loser} is {number(tail[-1])}: "
+            said += "one network has won, and neither learns any more."
+            causes = (
+                Likely("The learning rate of one network is too high for the other", "learning-rate-too-high"),
+                Likely("A sigmoid saturates, and its gradient is 0: use the loss that takes logits", "dead-units"),
+            )
+            return Finding(
+                kind="divergence", severity="failure", place=since, said=said, about=loser, causes=causes, commands=(CHECK, RUN)
+            )
     return None
 
 

@@ -22,6 +22,9 @@ from nanproof.logs.judge._numbers import level, noise, smooth
 ENOUGH = 8
 """Points below which a curve has no shape."""
 ABSURD = 1e8
+NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
+"""A cross-entropy per token: a uniform guess among a million costs 14."""
+PERPLEXITY, PPL = 1e12, re.compile(r"ppl|perplexity", re.I)
 UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
 """Names of losses that are as large as the square of what they measure, or a sum over all data."""
 
@@ -166,16 +169,20 @@ def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
 
 def _rounds_rise(segment: Segment) -> Finding | None:
     """Boosting lowers the loss on its training data in every round, unless a step is too long."""
-    values = [b.mean for b in segment.track("loss").curve.finite()]
+    metric = "loss" if segment.track("loss").count else "eval_loss"
+    buckets = segment.track(metric).curve.finite()
+    values = [b.mean for b in buckets]
     if not segment.settings.get("rounds") or len(values) < 4:
         return None
     best = values.index(min(values))
     after = values[best:]
-    if len(after) < 4 or not all(a < b for a, b in pairwise(after)) or after[-1] < 1.02 * abs(after[0]):
+    if len(after) < 4 or any(a > b for a, b in pairwise(after)) or after[-1] < 1.02 * abs(after[0]):
         return None
-    name, place = segment.names.get("loss", "the loss"), segment.track("loss").curve.finite()[best].place
+    if metric == "eval_loss" and after[-1] < 1.02 * abs(values[0]):
+        return None  # it had learned before, so this is overfitting
+    name, place = segment.names.get(metric, "the loss"), buckets[best].place
     said = (
-        f"{name} rises in every round from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting "
+        f"{name} never falls from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting "
         "lowers the loss on the training data, unless its step is too long or the objective does not fit the metric."
     )
     causes = (
@@ -192,14 +199,15 @@ def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
     for name, kind in (("loss", "divergence"), ("grad_norm", "exploding-gradient")):
         buckets = segment.track(name).curve.finite()
         values = [b.mean for b in buckets]
-        if len(values) < 2 or level(values[-3:]) < ABSURD or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
-            continue
         called = segment.names.get(name, name)
-        if throughout and min(values) < ABSURD:
+        absurd = NATS if PER_TOKEN.search(called) else PERPLEXITY if PPL.search(called) else ABSURD
+        if len(values) < 2 or level(values[-3:]) < absurd or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
+            continue
+        if throughout and min(values) < absurd:
             continue
         if UNITS.search(called):
             continue
-        place = next(b.place for b in buckets if b.high >= ABSURD)
+        place = next(b.place for b in buckets if b.high >= absurd)
         said = f"{called} is about {number(level(values[-3:]))}, and not falling. "
         said += "It has exploded, unless the targets themselves are that large: then scale them."
         causes = (

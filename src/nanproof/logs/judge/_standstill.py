@@ -35,16 +35,12 @@ def _no_targets(segment: Segment) -> Finding | None:
     share = streak.count / streak.looked
     policy = loss.low < 0 or bool(segment.settings.get("rewards"))
     lasting = streak.since is not None and streak.unbroken >= 3
-    if not lasting and (share < 0.5 if policy else streak.count < 2):
+    if not lasting and (share < 0.5 if policy else streak.count < min(2, loss.count)):
         return None
     whole = share == 1 or lasting
-    if whole and loss.count < 2:
-        return None
     place = (streak.since if lasting else None) or streak.first
     said = f"Loss and grad_norm are both exactly 0.0 on {streak.count} of {streak.looked} lines, first at {place}. "
-    said += "Nothing is learned from such a step: there is nothing in it to learn." + (
-        " A NaN would show in grad_norm." if not policy else ""
-    )
+    said += "Such a step has nothing to learn from." + (" A NaN would show in grad_norm." if not policy else "")
     targets = Likely(
         "Every label is ignored (-100): the answer was cut off by max_length, or the template of the answer was not found",
         "no-supervised-targets",
@@ -52,7 +48,7 @@ def _no_targets(segment: Segment) -> Finding | None:
     equal = Likely("In reinforcement learning: all rewards of a group are equal, so every advantage is 0", "zero-advantage")
     return Finding(
         kind="no-targets",
-        severity="failure" if whole or share >= 0.9 else "warning",
+        severity="failure" if (whole and loss.count > 1) or 1 > share >= 0.9 else "warning",
         place=place,
         said=said,
         causes=(equal, targets) if policy else (targets, equal),

@@ -11,8 +11,8 @@ _NAME = re.compile(r"[A-Za-z#_][\w ./()#%@-]{0,39}")
 _RULE = re.compile(rb"[\s|:=+-]*")
 _COUNTS = re.compile(rb"\s*(?:epoch|step|iter|iteration)s? ", re.I)
 _LOSSES = re.compile(rb"\b(train|training|valid|validation|val|test|eval) (loss)\b", re.I)
-_MARGIN = re.compile(rb"^\s*(?:\[[^\]]{0,40}\]|#)(?=\s)")
-"""What stands in front of a row: the share that is done, or the sign of a comment."""
+_MARGIN = re.compile(rb"^\s*(?:\[[^\]]{0,40}\]|#|[\d/-]{5,10}[-T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)(?=\s)")
+"""What stands in front of a row: the share that is done, the sign of a comment, the time."""
 _SHORT = {"E": Found("epoch", 0), "#": Found("step", COARSE)}
 _COUNTED = re.compile(rb"(\d{1,12})/\d{1,12}")
 

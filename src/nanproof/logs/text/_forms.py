@@ -84,6 +84,10 @@ def _catboost(text: bytes) -> Pairs | None:
     return [(STEP, float(match[1])), (LOSS._replace(name="learn"), parse(match[2])), *tested]
 
 
+def _named(found: Found | None, name: str) -> Found | None:
+    return None if found is None else found._replace(name=name)
+
+
 def _boosting(text: bytes) -> Pairs | None:
     """`[7]  train's l2: 0.093  valid's l2: 0.099` and `[7]  train-rmse:0.093`. What boosting maximises must be finite, too."""
     match = _ROUND.match(text)
@@ -92,7 +96,11 @@ def _boosting(text: bytes) -> Pairs | None:
     pairs: Pairs = []
     for data, measure, value in _ON_DATA.findall(text.replace(b"#011", b"\t"), match.end() - 1):
         name = f"{data.decode('ascii', 'replace').strip()} {measure.decode('ascii', 'replace')}"
-        found = meaning(name) or (Found(TERM + name, 0, name) if measure in (b"auc", b"ndcg", b"map") else None)
+        found = (
+            meaning(name)
+            or _named(meaning(f"train {measure.decode('ascii', 'replace')}"), name)
+            or (Found(TERM + name, 0, name) if measure in (b"auc", b"ndcg", b"map") else None)
+        )
         pairs += [(found, parse(value))] if found is not None else []
     return [(STEP, float(match[1])), *pairs] if pairs else None
 

@@ -274,6 +274,10 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_summary(names: Iterable[str]) -> bool:
+    """Whether these are the names of what transformers logs when a run has ended. Some log its times at each step, too."""
+    names = list(names)
+    if "grad_norm" in names or "learning_rate" in names:
+        return False
     return any(name in ("train_runtime", "train/train_runtime", "train_samples_per_second") for name in names)
 
 

@@ -24,8 +24,8 @@ from nanproof.logs.text._records import Record, is_value, records, unfinished
 from nanproof.logs.text._values import ANY, parse, plain
 
 WORDS = tuple(
-    b"loss|grad|xent|entropy|ppl|perplex|nan|error|exception|overflow|raceback|assertion|resum|checkpoint|continuing training"
-    b"|step=".split(b"|")
+    b"loss|grad|xent|entropy|ppl|perplex|step=|nan|finite|error|exception|overflow|raceback|assertion|resum|checkpoint"
+    b"|continuing training".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
 WORDS_OF_FORMS = tuple(b"rmse| avg|g  |'s |-auc:|learn: ".split(b"|"))
@@ -327,7 +327,7 @@ class TextReader:
         if not any(word in low for word in _METRIC):
             return None
         pairs, settings, strong = self._pairs(text, low)
-        if not pairs or b"train_runtime" in low:
+        if not pairs or (b"train_runtime" in low and b"grad_norm" not in low and b"learning_rate" not in low):
             return None
         point = self._names.point(pairs, self._line)
         if (
