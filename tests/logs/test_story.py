@@ -7,10 +7,12 @@ import random
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanproof.logs._curve import BUCKETS, Curve, Place, number
-from nanproof.logs._points import Note, Point
-from nanproof.logs._story import SEGMENTS, Story
+from nanproof.logs._points import Batch, Note, Point, singly
+from nanproof.logs._story import SEGMENTS, Story, Track
 
 
 def told(*points, **common):
@@ -128,3 +130,37 @@ def test_places_name_what_the_log_names():
     assert str(Place(0, 30.0, 0.5, 7)) == "step 30, line 7"
     assert str(Place(0, None, 0.31, 1)) == "epoch 0.31, line 1"
     assert str(Place(0, None, None, 4)) == "line 4"
+
+
+@given(
+    losses=st.lists(st.one_of(st.floats(0.01, 1e6), st.sampled_from([math.nan, math.inf, 0.0, -1.0])), min_size=1, max_size=60),
+    before=st.lists(st.floats(0.01, 10), max_size=3),
+    most=st.sampled_from([4, 16, 2048]),
+)
+@settings(max_examples=200)
+def test_a_batch_is_what_its_points_are(losses, before, most):
+    """The same story, whether points come one at a time or as columns; sums are equal to rounding."""
+    like = Point({"loss": 1.0, "grad_norm": 1.0}, step=0.0, names={"loss": "loss"})
+    steps = [float(i + len(before)) for i in range(len(losses))]
+    norms = [abs(loss) if math.isfinite(loss) else 1.0 for loss in losses]
+    batch = Batch({"loss": losses, "grad_norm": norms}, {"kl": losses[::-1]}, steps, [s / 10 for s in steps], 7, like)
+    stories = []
+    for items in ([batch], list(singly([batch]))):
+        story = told(*enumerate(before))
+        for name in ("loss", "grad_norm"):
+            story.now.tracks.setdefault(name, Track()).curve.most = most
+        for item in items:
+            story.add(item)
+        stories.append(story)
+    together, apart = (list(facts(story)) for story in stories)
+    assert repr(together) == repr(apart)
+
+
+def facts(story):
+    """Everything that is remembered, with sums to six digits."""
+    for segment in story.segments:
+        yield segment.points, segment.first, segment.last, segment.together, segment.missing, sorted(segment.names.items())
+        for name, track in sorted((segment.tracks | segment.terms).items()):
+            yield name, track.bad, track.zero, track.first_finite, track.last_finite, track.low, track.high, track.least
+            for b in track.curve.buckets:
+                yield b.place, b.last, b.count, b.finite, f"{b.total:.6g}", b.low, b.high

@@ -1,6 +1,6 @@
 """Score doctor on logs that it was not written for: is what went wrong seen, named and placed, and are the others left in peace?
 
-python -m zoo.logs [--save] [--misses] [--healthy 2000 --failing 1000 --first 0]
+python -m zoo.logs [--save] [--misses] [--healthy 2000 --failing 1000 --first 20000]
 
 Seen: a failure or a warning. Quiet: no failure, and no warning that the index does not allow. Parsed: a point or a finding.
 """
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--misses", action="store_true", help="a line for each excerpt that is not as wanted")
     parser.add_argument("--healthy", type=int, default=2000)
     parser.add_argument("--failing", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--first", type=int, default=20_000, help="the first seed: those below were used to mend doctor")
     options = parser.parse_args()
     total = Counter[str]()
     for name, want in index().items():

@@ -126,6 +126,8 @@ def _always_zero(segment: Segment) -> Finding | None:
     loss = segment.track("loss")
     if segment.track("grad_norm").count or loss.count < 5 or loss.zero.count < loss.count or loss.zero.first is None:
         return None
+    if any(track.high > 0 for name, track in segment.terms.items() if "loss" in name.lower()):
+        return None  # it is one part of several
     said = (
         f"The loss is exactly 0.0 on all {loss.count} lines. It is a NaN that is shown as 0.0, or there is nothing to learn "
         "from; the log has no grad_norm, which would be NaN or 0.0 and tell them apart."

@@ -79,6 +79,8 @@ class TextReader:
         self._line = 1
         self._read = 0
         """Points, to be sure of what kind of log this is."""
+        self._read_before = 0
+        """Points before an exception that may have ended the program."""
         self._formed = False
         """Some of them were of lines whose numbers have no names."""
         self._rank: bytes | None = None
@@ -114,7 +116,7 @@ class TextReader:
 
     def finish(self) -> Iterator[Point | Note]:
         yield from self._release()
-        if self._last is not None and not (self._before + self._after).strip():
+        if self._read and self._read == self._read_before and not (self._before + self._after).strip():
             yield from self._notes.at_the_end()
 
     def feed(self, data: bytes, line: int | None = None) -> Iterator[Item]:
@@ -305,7 +307,7 @@ class TextReader:
                 yield found
                 noted.append(found)
             if self._notes.ended == line:
-                self._before = self._after = b""
+                self._read_before, self._before, self._after = self._read, b"", b""
             self._columns = None if noted or others or not (b"loss" in low or b"rmse" in low) else Columns.of(text)
             return
         if rank is not None:

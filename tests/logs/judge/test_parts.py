@@ -1,0 +1,168 @@
+"""Values of training beside the loss, levels that are absurd by themselves, and advice that fits the log: from text to finding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nanproof.logs._story import Story
+from nanproof.logs.judge._findings import judge
+from nanproof.logs.text._text import TextReader
+
+
+def found(text):
+    story = Story()
+    for item in TextReader().read([text.encode()]):
+        story.add(item)
+    return judge(story)
+
+
+def kinds(text):
+    return [(f.kind, f.severity, f.place.line) for f in found(text)]
+
+
+def lines(rows, line):
+    return "".join(line(i) + "\n" for i in range(rows))
+
+
+def fall(i):
+    return 2.5 * math.exp(-i / 20) + 0.9
+
+
+CRITIC = "step {i}: loss {loss:.3f}, critic_loss {critic}, approx_kl 0.01"
+
+
+def critic(value):
+    return lambda i: CRITIC.format(i=i, loss=fall(i), critic=value(i))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (lambda i: "nan" if i > 20 else 0.4, [("nan", "failure", 22)]),
+        (lambda i: "inf" if i > 20 else 0.4, [("inf", "failure", 22)]),
+        (lambda i: "nan" if i == 20 else 0.4, [("nan", "note", 21)]),
+        (lambda i: "nan" if 10 < i < 20 else 0.4, [("nan", "warning", 12)]),
+        (lambda i: 3e9 if i > 20 else 0.4, [("divergence", "failure", 22)]),
+        (lambda i: 3e9 + i, [("divergence", "warning", 1)]),
+        (lambda i: 0.4 + 30 * (i % 7), []),
+        (lambda i: 0.0, []),
+    ],
+)
+def test_a_part_is_judged_for_what_no_part_may_be(value, expected):
+    assert kinds(lines(40, critic(value))) == expected
+
+
+def test_the_value_is_named_and_its_causes_are_those_of_its_kind():
+    (finding,) = found(lines(40, critic(lambda i: "nan" if i > 20 else 0.4)))
+    assert (finding.about, finding.headline) == ("critic_loss", "critic_loss is NaN")
+    assert "loss is still finite" in finding.said and "critic" in finding.causes[0].reason
+    assert finding.to_json()["about"] == "critic_loss"
+
+
+@pytest.mark.parametrize("name", ["reward", "ep_rew_mean", "reader_cost", "fps", "explained_variance", "val_accuracy", "kl_coef"])
+def test_what_is_not_training_may_be_nan(name):
+    assert kinds(lines(40, lambda i: f"step {i}: loss {fall(i):.3f}, {name} nan")) == []
+
+
+def test_a_nan_loss_beside_a_finite_gradient_and_another_loss_is_a_placeholder():
+    text = lines(20, lambda i: f"step {i}: loss nan, reduced_train_loss {fall(i):.3f}, gradient_norm 0.8")
+    assert kinds(text) == []
+    assert kinds(text.replace("gradient_norm 0.8", "gradient_norm nan"))[0][:2] == ("nan", "failure")
+
+
+def test_a_loss_that_megatron_no_longer_prints():
+    row = " iteration {i:8d}/ 8000 | learning rate: 6.6E-06 |{loss} loss scale: 1.0 | grad norm: 0.749 |"
+    text = lines(30, lambda i: row.format(i=i, loss=f" lm loss: {fall(i):.6E} |" if i < 20 else ""))
+    (finding,) = found(text)
+    assert (finding.kind, finding.place.line) == ("nan", 21) and "no lm loss any more" in finding.said
+
+
+def test_parts_that_never_change():
+    row = "step {i}: box_loss 0, cls_loss {cls}, dfl_loss 0"
+    assert kinds(lines(6, lambda i: row.format(i=i, cls=0.1814))) == [("no-targets", "failure", 1)]
+    assert kinds(lines(6, lambda i: row.format(i=i, cls=0.1814 - i / 100))) == []
+
+
+def test_of_two_networks_one_has_won():
+    row = "Epoch: [ 2/20] [{i:4d}/  40] time: 1.2, d_loss: {d}, g_loss: {g}"
+    assert kinds(lines(30, lambda i: row.format(i=i, d=70 + i % 3, g=0.0))) == [("divergence", "failure", 1)]
+    assert kinds(lines(30, lambda i: row.format(i=i, d=1.3, g=0.0 if i % 3 else 0.7))) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (lambda i: f"step {i}: loss {4e8 + 1e7 * (i % 5):.1f}", ("divergence", "warning", 1)),
+        (lambda i: f"step {i}: loss {4e9 * math.exp(-i):.1f}", None),
+        (lambda i: f"step {i}: mse_loss {4e8 + 1e7 * (i % 5):.1f}", None),
+        (lambda i: f"Step {i}/900; acc: 0.1; ppl: 9.9e40; xent: {6600 + i % 5}", ("divergence", "warning", 1)),
+        (lambda i: f"Step {i}/900; acc: 0.1; ppl: 12000; xent: {9.4 - i / 100}", None),
+        (lambda i: f"step {i}: loss 1.{9 - i}, grad_norm {2e9 + i}", ("exploding-gradient", "warning", 1)),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 9])
+def test_a_level_that_is_absurd_by_itself(row, expected, count):
+    assert kinds(lines(count, row))[:1] == ([] if expected is None else [expected])
+
+
+def test_loss_and_gradient_that_vanish_within_a_line():
+    values = [(12.07, 229.6), (1.8e-6, 2e-4), (0.0, 7.7e-8), (0.0, 6e-8)]
+    row = "step {i}: loss {loss:.3g}, grad_norm {norm:.3g}"
+    assert kinds(lines(4, lambda i: row.format(i=i, loss=values[i][0], norm=values[i][1])))[0][:2] == ("no-targets", "failure")
+    learned = lines(60, lambda i: row.format(i=i, loss=3 * 0.8**i, norm=0.9**i))
+    assert kinds(learned) == []
+
+
+def test_a_scale_is_judged_by_its_level():
+    warned = "| WARNING: overflow detected, setting loss scale to: {}\n"
+    sunk = "".join(warned.format(0.0625 / 2**i) + f"| epoch 001: loss=1{4 - i}.2, num_updates={i}\n" for i in range(4))
+    assert kinds(sunk)[0] == ("scale-collapse", "failure", 1)
+    bf16 = lines(30, lambda i: f"step {i}: loss {fall(i):.3f}, loss_scale 1.0")
+    assert kinds(bf16) == []
+
+
+def test_a_low_scale_that_still_falls_where_the_log_ends():
+    bar = "14%|#4  | {i}/2724 [13:58<86:18, 2.4s/it][2026-01-01 10:00:00,018] [INFO] [deepspeed] OVERFLOW! Rank 0 Skipping step."
+    fallen = lines(5, lambda i: f" {bar.format(i=378 + i)} Attempted loss scale: {64 >> i}, reducing to {32 >> i}")
+    (finding,) = found(fallen)
+    assert (finding.kind, finding.severity, finding.place.step) == ("scale-collapse", "warning", 378)
+    search = lines(5, lambda i: f" {bar.format(i=i)} Attempted loss scale: {2**32 >> i}, reducing to {2**31 >> i}")
+    assert kinds(search) == []
+
+
+def test_boosting_whose_training_loss_rises():
+    row = "[{i}]\ttraining's binary_logloss: {loss:.6f}\tvalid_1's binary_logloss: 0.7"
+    assert kinds(lines(5, lambda i: row.format(i=i, loss=0.69 + 0.02 * i)))[0][:2] == ("divergence", "failure")
+    assert kinds(lines(5, lambda i: row.format(i=i, loss=0.69 - 0.02 * i))) == []
+
+
+def test_a_score_that_is_at_its_worst_on_every_line():
+    head = "Step | Training Loss | Wer\n-- | -- | --\n"
+    stuck = head + lines(3, lambda i: f"{400 * (i + 1)} | {5.04 + 0.03 * i:.4f} | 1.000000")
+    assert kinds(stuck) == [("plateau", "warning", 3)]
+    assert kinds(head + lines(3, lambda i: f"{400 * (i + 1)} | {5.04 - i:.4f} | 1.000000")) == []
+
+
+def test_advice_fits_the_log():
+    """No labels in reinforcement learning, no "never" after a stop, no bad start after a good one, no loss that is not logged."""
+    rewards = lines(20, lambda i: f"{{'loss': 0.0, 'grad_norm': 0.0, 'reward': {0.1 * (i % 3)}, 'epoch': {i}.0}}")
+    (finding,) = found(rewards)
+    assert finding.causes[0].slug == "zero-advantage" and not any("labels" in command for command in finding.commands)
+    stopped = lines(3, lambda i: f"WARNING: Loss is nan at step {i}, stopping training")
+    assert "weights are most likely NaN" not in found(stopped)[0].said
+    second = "step 0: loss 2.5\n" + lines(5, lambda i: f"step {i + 1}: loss nan")
+    assert all("from the first lines" not in cause.reason for cause in found(second)[0].causes)
+    norms = lines(12, lambda i: f"step {i}: grad_norm {'nan' if i > 5 else 0.8}")
+    assert "the log has no loss" in found(norms)[0].said
+
+
+def test_nan_in_the_words_of_an_exception_is_its_cause():
+    glued = "step 1: loss 2.5\n    main(args)RuntimeError:  [!] NaN loss with decoder_loss.\n"
+    assert kinds(glued) == [("nan-warnings", "failure", 2)]
+    bare = lines(9, lambda i: f"step {i}: loss {fall(i):.3f}") + "RuntimeError: mat1 and mat2 shapes cannot be multiplied\n"
+    assert kinds(bare) == [("crash", "failure", 10)]
+    assert kinds(bare + "step 10: loss 1.9\n") == [], "the program went on"
+    (finding,) = found("step 1: loss 2.5\nRuntimeError: normal expects all elements of std >= 0.0\n")
+    assert finding.kind == "bad-probabilities" and "nonpositive-std" in [cause.slug for cause in finding.causes]
