@@ -66,6 +66,12 @@ class Read:
         return any(segment.track("loss").count >= ENOUGH for segment in self.story.segments)
 
     @property
+    def nonfinite(self) -> bool:
+        """Whether any value of training is NaN or Inf."""
+        tracks = (track for segment in self.story.segments for track in (*segment.tracks.values(), *segment.terms.values()))
+        return any(track.bad.count for track in tracks)
+
+    @property
     def names(self) -> dict[str, str]:
         """By metric, what the log calls it."""
         return {metric: name for segment in self.story.segments for metric, name in segment.names.items()}
@@ -249,10 +255,11 @@ def _print_one(console: Console, each: Read) -> None:
         elif each.judged:
             _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
         elif each.points:
-            few = "too few to judge the curve" if "loss" in each.names else "none with a loss, so there is no curve to judge"
-            _say(console, f"{each.path}{about}{points}: {few}. No value of training is NaN or Inf.", "bold")
+            few = "too few to judge the curve" if "loss" in each.names else "no single loss, so there is no curve to judge"
+            finite = "" if each.nonfinite else " No value of training is NaN or Inf."
+            _say(console, f"{each.path}{about}{points}: {few}.{finite}", "bold")
         else:
-            _say(console, f"{each.path}{about}no loss, gradient norm or learning rate was found in it", "bold")
+            _say(console, f"{each.path}{about}nothing in it shows the course of training: no loss and no gradient norm", "bold")
             if each.path.lower().endswith(CHECKPOINTS):
                 _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
     _say_which_loss(console, each)

@@ -10,7 +10,11 @@ METRICS = ("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped")
 """Names of values that are understood. `scale` is the loss scale; `skipped` how many steps have been left out, as the log counts
 them: in all, or since the last line (`Point.skipped_in_all`). Readers translate each framework's names; what has none
 here is left out."""
-SCORES = {**dict.fromkeys("acc accuracy top1 map map50 f1 bleu".split(), 0.0), **dict.fromkeys(("wer", "cer"), 1.0)}
+SCORES = {
+    **dict.fromkeys("acc accuracy top1 map map50 ndcg f1 bleu".split(), 0.0),
+    **dict.fromkeys(("wer", "cer"), 1.0),
+    "auc": 0.5,
+}
 """Names of scores, with the worst that each can be. They may be NaN; that none ever gets better is what counts."""
 
 

@@ -1,4 +1,4 @@
-"""Values of training beside the loss, levels that are absurd by themselves, and advice that fits the log: from text to finding."""
+"""Values of training beside the loss, levels that are absurd by themselves, advice that fits the log: from text to finding."""
 
 from __future__ import annotations
 

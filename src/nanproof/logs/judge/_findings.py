@@ -16,6 +16,7 @@ from nanproof.logs.judge._standstill import standstill
 
 __all__ = ["Finding", "Likely", "judge"]
 
+NUMERIC = ("nan", "inf", "eval-nan", "divergence", "plateau", "overfit", "spike")
 LOST = ("hidden-nan", "nan", "inf", "nan-warnings", "scaler-skipping")
 """After one of these, the curves say nothing more of their own."""
 
@@ -25,6 +26,7 @@ def judge(story: Story) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for i, segment in enumerate(story.segments):
         for finding in _of(segment):
+            finding = _for_boosting(finding) if segment.settings.get("rounds") and finding.kind in NUMERIC else finding
             later = next((s for s in story.segments[i + 1 :] if _passes(s, finding)), None)
             found.append(finding if later is None else _overcome(finding, later))
     return tuple(sorted(_once(found), key=lambda f: (f.rank, f.place.line)))
@@ -48,6 +50,19 @@ def _of(segment: Segment) -> Iterator[Finding]:
             if not still or finding.kind != "plateau":
                 yield finding
     yield from crashes(segment)
+
+
+BOOSTING = (
+    Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),
+    Likely("Labels or weights that the objective cannot take, such as 0 under a logarithm"),
+    Likely("A custom objective or metric divides by 0, or has the wrong sign"),
+)
+
+
+def _for_boosting(finding: Finding) -> Finding:
+    """There are no batches, weights or checkpoints to look at."""
+    command = "a tenth of the learning rate, and the range of labels and sample weights    # the first things to look at"
+    return replace(finding, causes=BOOSTING, commands=(command,))
 
 
 def _with_loss(finding: Finding, segment: Segment) -> Finding:

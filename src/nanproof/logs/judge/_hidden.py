@@ -8,6 +8,8 @@ from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, UNFILTER, Finding
 from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import NO_SCALE_HELPS, left_out
 
+SURE = 3
+"""Lines of exactly 0.0 at the end that are no accident."""
 START = 8
 """Lines at the start in which a loss scaler may look for its scale."""
 
@@ -30,8 +32,12 @@ def hidden(segment: Segment) -> Finding | None:
     said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} "
     said += "lines. That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0."
     if lasting:
-        said += f" Since {first} the weights are probably NaN.{_line_before(norm.curve, first)}"
-        if len({b.last for b in segment.track("lr").curve.buckets if b.place.order >= first.order}) > 1:
+        rates = [b.last for b in segment.track("lr").curve.buckets if b.place.order >= first.order]
+        if len(rates) > 2 and len(set(rates)) == 1 and rates[0] > 0:
+            said += f" Since {first} the learning rate stands still: with a schedule that means that every step is skipped."
+        else:
+            said += f" Since {first} the weights are probably NaN.{_line_before(norm.curve, first)}"
+        if len(set(rates)) > 1:
             said += " The learning rate moves on, so those steps were most likely taken."
     else:
         said += " Later lines are finite again: those steps were left out."
@@ -90,9 +96,11 @@ def _vanished(segment: Segment) -> Finding | None:
     before = loss.curve.finite(loss.zero.since.order if loss.zero.since else 0)
     if segment.track("grad_norm").count or loss.zero.since is None or not before:
         return None
-    if before[-1].low <= 0.1 * max(b.high for b in before) or loss.low < 0:
+    high = max(b.high for b in before)
+    share = 0.1 if loss.zero.unbroken < 2 * SURE else 0.02
+    if before[-1].low <= share * high or before[-1].low < 0.01 or loss.low < 0:
         return None
-    certain = loss.zero.unbroken >= 3
+    certain = loss.zero.unbroken >= SURE
     if not certain and (before[-1].low < 0.5 or not _same_rate(segment, loss.zero.since)):
         return None
     said = (

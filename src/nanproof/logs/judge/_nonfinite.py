@@ -13,12 +13,22 @@ from nanproof.logs.judge._hidden import START, hidden
 from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import left_out, skipped_only
 
+START_OF_RUN = 100
+"""A log whose first step is later does not show how the run began."""
 OFTEN = 0.3
 """Above this share of the lines, it is no matter that the last ones are good."""
 FEW = 0.1
 """Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
-_ENDS = re.compile(r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting)\b", re.I)
+_ENDS = re.compile(
+    r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting|diverged)\b"
+    r"|Encountered ?NaN",
+    re.I,
+)
 """A warning in whose words the program gave up."""
+_SKIPS = re.compile(r"skip|not updat|do not update|ignor|discard", re.I)
+"""A warning in whose words the step was not taken."""
+_ZEROES = re.compile(r"zero|replac|nan_to_num|mask", re.I)
+"""A warning in whose words NaN was turned into something else."""
 
 
 def nonfinite(segment: Segment) -> Iterator[Finding]:
@@ -45,8 +55,7 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
     """Where it began, how severe it is, and how much of the run it takes."""
     assert streak.first is not None and streak.last is not None
     if streak.since is not None:
-        lines = f"all {streak.unbroken} lines" if streak.unbroken > 1 else "the last line"
-        every = f"and so on {lines} from there to the end"
+        every = f"and so on all {streak.unbroken} lines from there to the end" if streak.unbroken > 1 else "on the last line"
         if streak.count == streak.looked:
             every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
         return streak.since, "failure", every
@@ -73,8 +82,12 @@ def _shown(segment: Segment) -> Finding:
         said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
     if rose:
         said += f" {rose}"
-    if severity == "failure" and loss.count - first.order > 1:
-        said += " Once the weights are NaN every later step is lost."
+    norm = segment.track("grad_norm")
+    if severity == "failure" and loss.count - first.order > 1 and not segment.settings.get("rounds"):
+        finite_gradients = norm.count and not norm.bad.count
+        said += (
+            " The gradient norm is finite there." if finite_gradients else " Once the weights are NaN every later step is lost."
+        )
     return Finding(
         kind=kind,
         severity=severity,
@@ -139,7 +152,9 @@ def _of_backward(rose: str) -> tuple[Likely, ...]:
 
 
 def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Likely, ...]:
-    early = segment.track("loss").first_finite is None or place.order == 0
+    loss = segment.track("loss")
+    late = place.step is not None and place.step > START_OF_RUN
+    early = loss.bad.since is not None and (loss.first_finite is None or place.order == 0) and not late
     half = bool(segment.track("scale").count or segment.notes.get("overflow"))
     causes = []
     if rose:
@@ -152,7 +167,12 @@ def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Like
     if half:
         causes.append(Likely("The run trains in fp16, where activations above 65504 are Inf", "fp16-activation-overflow"))
     if not rose:
-        causes.append(Likely("It came from one step to the next, as a bad sample does", "nonfinite-batch"))
+        sudden = (
+            "It came from one step to the next, as a bad sample does"
+            if not early and place.order > 2
+            else "A batch with NaN or Inf"
+        )
+        causes.append(Likely(sudden, "nonfinite-batch"))
         causes.append(Likely("A division by a count, a variance or a norm that is 0 in one batch", "zero-denominator"))
     return tuple(causes)
 
@@ -174,8 +194,10 @@ def _gradient(segment: Segment) -> Finding | None:
     said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
     said += "while the logged loss is finite." if loss.count else "and the log has no loss."
     falls = _falls(segment)
-    if severity == "note":
-        said += " With a loss scaler those steps are skipped, and a few are normal; without one they were taken."
+    if norm.bad.count > norm.bad.unbroken > 0:
+        said += f" It was not finite before that, first at {norm.bad.first}."
+    if norm.bad.since is None:
+        said += " Later gradients are finite, so those steps were skipped: a loss scaler does that now and then."
     elif falls:
         said += " The loss goes on falling, so the steps were probably skipped or the norm alone overflows."
     elif loss.count:
@@ -219,19 +241,23 @@ def _warnings(segment: Segment) -> Finding:
     ended = noted.last_order >= segment.points and _ENDS.search(last.text) is not None
     lasting = ended or (not after and (noted.count > 2 or not loss.count))
     stopped = any(_ENDS.search(note.text) for note in (*noted.first, last))
+    skipped = any(_SKIPS.search(note.text) for note in (*noted.first, last))
     where = noted.place
     times = "once," if noted.count == 1 else f"{noted.count} times, first"
-    said = f'The run\'s own code warns of NaN or Inf {times} at {where}: "{first.text}"'
+    said = f'The run\'s own code warns {times} at {where}: "{first.text}"'
     if last.line != first.line:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."
     if ended:
         said += " The run ended there."
+    elif skipped:
+        said += " It says that those steps were not taken."
     elif lasting and noted.count > 2 and not stopped:
         since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
         said += f" The weights are most likely NaN, and everything after {since} is lost."
+    zeroes = Likely("Zeroing NaN gradients still lets the optimizer step on its moments, and Inf passes a check for NaN")
     causes = (
-        Likely("A guard that zeroes NaN gradients still lets the optimizer step on its moments, and an Inf passes isnan", None),
+        *((zeroes,) if any(_ZEROES.search(note.text) for note in noted.first) else ()),
         Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),
         Likely("Weights in bf16 or fp16 drift until something overflows: keep fp32 weights", "fp16-activation-overflow"),
     )

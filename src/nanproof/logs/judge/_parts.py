@@ -46,12 +46,16 @@ def _bad(segment: Segment) -> Finding | None:
     if severity != "failure" and track.bad.count <= ALONE * track.count:
         severity = "note"
     kind = "nan" if math.isnan(track.first_bad) else "inf"
+    if track.bad.since is not None and first != track.bad.since:
+        much = f"on {track.bad.count} of {track.count} lines, the last one included"
     said = f"{name} is {number(track.first_bad)} at {first}, {much}."
     others = [other for other in bad if other != name]
     if others:
-        said += f" So {'is' if len(others) == 1 else 'are'} {_listed(others)}."
+        said += f" Not finite either at some time: {_listed(others)}."
     loss = segment.track("loss")
-    if loss.last_finite is not None and loss.last_finite[0].order >= first.order:
+    if loss.zero.since is not None and loss.zero.since.order <= first.order:
+        said += " The loss is logged as exactly 0.0: that is NaN too, which the Trainer's logging_nan_inf_filter shows as 0.0."
+    elif loss.last_finite is not None and loss.last_finite[0].order >= first.order and loss.last_finite[1] < ABSURD:
         said += (
             f" {segment.names.get('loss', 'The loss')} is still finite: {number(loss.last_finite[1])} at {loss.last_finite[0]}."
         )
@@ -84,6 +88,8 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
             Likely("An observation or a reward is NaN or Inf", "nonfinite-batch"),
             Likely("The learning rate is too high for the critic", "learning-rate-too-high"),
         )
+    if "ctc" in name.lower():
+        return (Likely("A target is longer than its input: no path can produce it", "ctc-infeasible"),)
     if kind == "inf":
         return (
             Likely("Something overflows, such as exp of a large number", "exp-overflow"),
@@ -107,7 +113,7 @@ def _exploded(segment: Segment) -> Finding | None:
             return Finding(
                 kind="divergence", severity="warning", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
             )
-        if len(buckets) < ENOUGH or worst_score(name) is not None:
+        if len(buckets) < ENOUGH or worst_score(name) is not None or name == "the printed tensor":
             continue
         sizes = [max(abs(b.low), abs(b.high)) for b in buckets]
         usual = sorted(sizes)[len(sizes) // 2 if len(sizes) > ENOUGH else 1]

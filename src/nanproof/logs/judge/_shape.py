@@ -19,6 +19,8 @@ from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
 from nanproof.logs.judge._numbers import level, noise, smooth
 
+BEST_NEAR = 4
+"""How far from the best of the smoothed curve the best line may stand."""
 ENOUGH = 8
 """Points below which a curve has no shape."""
 ABSURD = 1e8
@@ -117,9 +119,11 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         return None
     began = _begin(f, rise)
     place = f.buckets[min(began + 1, len(f.buckets) - 1)].place
+    around = range(max(0, f.best_at - BEST_NEAR), min(f.best_at + BEST_NEAR + 1, len(f.values)))
+    best = f.buckets[min(around, key=f.values.__getitem__)]
     said = (
-        f"The loss rises at {place} and stays up: {number(f.end)} at the end of the log, against {number(f.best)} at its best "
-        f"({f.buckets[f.best_at].place})."
+        f"The loss rises at {place} and stays up: about {number(f.end)} at the end of the log, against {number(best.mean)} at "
+        f"its best ({best.place})."
     )
     norm = segment.track("grad_norm")
     if norm.count and norm.low > 0 and norm.high > 20 * norm.low:
@@ -209,13 +213,19 @@ def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
             continue
         place = next(b.place for b in buckets if b.high >= absurd)
         said = f"{called} is about {number(level(values[-3:]))}, and not falling. "
-        said += "It has exploded, unless the targets themselves are that large: then scale them."
+        said += "It has exploded" + (
+            "."
+            if segment.settings.get("rewards") or absurd != ABSURD
+            else ", unless the targets themselves are that large: then scale them."
+        )
         causes = (
             Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
             Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
             Likely("The gradient grows with every layer or time step", "exploding-gradient"),
         )
-        return Finding(kind=kind, severity="warning", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE, CHECK))
+        return Finding(
+            kind=kind, severity="warning", place=place, said=said, about=called, causes=causes, commands=(SLOWER, OBSERVE, CHECK)
+        )
     return None
 
 
@@ -282,7 +292,7 @@ def _plateau(segment: Segment, f: Form | None) -> Finding | None:
     same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
     if (segment.resumed or _late_start(segment)) and not same:
         return None
-    if len(f.values) < 40 and not same:
+    if len(f.values) < 30 and not same:
         return None  # too few to tell, unless every one is the same
     third = len(f.values) // 3
     parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]

@@ -67,7 +67,7 @@ def _vanished(segment: Segment) -> Finding | None:
             continue
         place = losses[i].place
         said = (
-            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} at {place} within a line, "
+            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} at {place}, at once, "
             f"and the gradient norm from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: "
             "what is left to predict is trivial."
         )
@@ -121,7 +121,8 @@ def _moves(segment: Segment) -> bool:
 def _rate_zero(segment: Segment) -> Finding | None:
     lr = segment.track("lr")
     if lr.last_finite is not None and 0 < lr.last_finite[1] < TINY:
-        said = f"The learning rate is {number(lr.last_finite[1])} at {lr.last_finite[0]}: no weight moves."
+        name = segment.names.get("lr", "The learning rate")
+        said = f"{name} is {number(lr.last_finite[1])} at {lr.last_finite[0]}: no weight that it applies to moves."
         began = next(b.place for b in lr.curve.finite() if b.low < TINY)
         return Finding(kind="learning-rate-zero", severity="failure", place=began, said=said, causes=SCHEDULE, commands=SCHEDULED)
     if lr.count < 3 or not lr.zero.count or lr.zero.first is None:

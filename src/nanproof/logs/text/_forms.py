@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from nanproof.logs.text._names import COARSE, TERM, Found, meaning
-from nanproof.logs.text._values import ANY, NONFINITE, parse
+from nanproof.logs.text._values import ANY, parse
 
 Pairs = list[tuple[Found, float]]
 
@@ -19,7 +19,7 @@ _FASTAI = re.compile(rb"\s{0,9}[\d.]+% \[\d+/\d+ [\d:]+<[\d:]+ (" + ANY + rb")\]
 _FASTAI_ROW = re.compile(rb"\s{0,9}\[(\d{1,9}), (" + ANY + rb"), (" + ANY + rb")(?:, " + ANY + rb"){0,9}, '[\d:]{4,9}'\]\s*")
 _TUTORIAL = re.compile(rb"\s{0,9}(\d{1,9}) \d{1,3}% \(\d{1,9}m \d{1,2}s\) (" + ANY + rb")(?: |$)")
 _TUTORIAL_2 = re.compile(rb"\s{0,9}\d{1,9}m \d{1,2}s \(- \d{1,9}m \d{1,2}s\) \((\d{1,9}) \d{1,3}%\) (" + ANY + rb")\s*")
-_TENSOR = re.compile(rb"\s{0,9}tensor\((" + NONFINITE + rb")(?:,\s{0,9}(?:device|dtype|grad_fn|requires_grad)=[^()]{0,60})*\)\s*")
+_TENSOR = re.compile(rb"\s{0,9}tensor\((" + ANY + rb")(?:,\s{0,9}(?:device|dtype|grad_fn|requires_grad)=[^()]{0,60})*\)\s*")
 _TAGGED = re.compile(rb"([A-Za-z][\w-]{0,40}/[\w./-]{1,40}) (" + ANY + rb") (\d{1,12})\s*")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
@@ -64,9 +64,9 @@ def _tutorial(text: bytes) -> Pairs | None:
 
 
 def _tensor(text: bytes) -> Pairs | None:
-    """A tensor that was printed alone. Only that it is NaN or Inf counts: nothing says what it is."""
+    """A tensor that was printed alone. Only whether it is NaN or Inf counts: nothing says what it is."""
     match = _TENSOR.fullmatch(text)
-    return None if match is None else [(Found(TERM + "tensor", 0, "the printed tensor"), parse(match[1]))]
+    return None if match is None else [(Found(TERM + "the printed tensor", 0, "the printed tensor"), parse(match[1]))]
 
 
 def _tagged(text: bytes) -> Pairs | None:
@@ -85,22 +85,20 @@ def _catboost(text: bytes) -> Pairs | None:
 
 
 def _named(found: Found | None, name: str) -> Found | None:
-    return None if found is None else found._replace(name=name)
+    if found is None:
+        return None
+    return found._replace(role=TERM + name if found.role.startswith(TERM) else found.role, name=name)
 
 
 def _boosting(text: bytes) -> Pairs | None:
-    """`[7]  train's l2: 0.093  valid's l2: 0.099` and `[7]  train-rmse:0.093`. What boosting maximises must be finite, too."""
+    """`[7]  train's l2: 0.093  valid's l2: 0.099` and `[7]  train-rmse:0.093`. The data may have any name."""
     match = _ROUND.match(text)
     if match is None:
         return None
     pairs: Pairs = []
     for data, measure, value in _ON_DATA.findall(text.replace(b"#011", b"\t"), match.end() - 1):
         name = f"{data.decode('ascii', 'replace').strip()} {measure.decode('ascii', 'replace')}"
-        found = (
-            meaning(name)
-            or _named(meaning(f"train {measure.decode('ascii', 'replace')}"), name)
-            or (Found(TERM + name, 0, name) if measure in (b"auc", b"ndcg", b"map") else None)
-        )
+        found = meaning(name) or _named(meaning(f"train {measure.decode('ascii', 'replace')}"), name)
         pairs += [(found, parse(value))] if found is not None else []
     return [(STEP, float(match[1])), *pairs] if pairs else None
 

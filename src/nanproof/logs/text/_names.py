@@ -25,7 +25,9 @@ MEASURED = 3 * COARSE
 _BASE: dict[str, dict[str, int]] = {
     "loss": {
         **dict.fromkeys(("loss", "lm loss", "losses"), 0),
-        **dict.fromkeys(("total loss", "loss total", "step loss", "loss step", "batch loss", "loss value", "lm loss value"), 1),
+        **dict.fromkeys(
+            ("total loss", "loss total", "all loss", "step loss", "loss step", "batch loss", "loss value", "lm loss value"), 1
+        ),
         **dict.fromkeys(("ce loss", "cross entropy loss", "crossentropyloss", "cross entropy", "mlm loss", "closs", "xent"), 2),
         **dict.fromkeys(("mean loss", "avg loss", "average loss", "running loss", "loss mean", "loss avg", "cur loss"), 3),
         **dict.fromkeys(("nll loss", "loss ema", "ema loss", "smoothed loss", "smooth loss", "loss smooth"), 4),
@@ -58,7 +60,8 @@ _BASE: dict[str, dict[str, int]] = {
         **dict.fromkeys(("step", "steps", "train step", "optimizer step", "update step", "cur step"), COARSE + 1),
         **dict.fromkeys(("_step",), 2 * COARSE),
         **dict.fromkeys(("update", "batch", "batch idx"), 2 * COARSE + 1),
-        **dict.fromkeys(("learning iteration", "nupdates", "n updates", "total timesteps", "timesteps"), 3 * COARSE),
+        **dict.fromkeys(("learning iteration", "total timesteps", "timesteps"), 3 * COARSE),
+        **dict.fromkeys(("nupdates", "n updates"), 4 * COARSE),
     },
     "epoch": {"epoch": 0, "ep": 1, "itn": 2},
 }
@@ -81,6 +84,9 @@ _SETTING = frozenset(
 )
 TERM = "term:"
 """Roles that begin so are of values that are only judged for NaN, Inf and 0."""
+
+
+_REWARD = re.compile(r"reward|advantage|ep_rew|episod|(?<![a-z])returns?(?![a-z])", re.I)
 
 
 class Found(NamedTuple):
@@ -125,6 +131,8 @@ def _similar(words: list[str], placed: bool) -> tuple[str, int] | None:
         return "lr", 2 + words.count("pg2")
     if "loss" in (words[0], words[-1]) and not _AUXILIARY.intersection(words) and not any(word.isdigit() for word in words):
         return "loss", 2 * COARSE
+    if words[-2:] == ["cross", "entropy"]:
+        return "loss", 2 * COARSE
     if words[-1] in _MEASURES or (placed and words[-1] in ("l1", "l2", "error")):
         return "loss", MEASURED + 1
     return None
@@ -137,7 +145,7 @@ def _is_term(words: list[str]) -> bool:
 
 
 _WHY = (
-    (1, "it is called the loss"),
+    (1, "its name is the plainest"),
     (2, "it is the total"),
     (3, "it is the cross-entropy"),
     (4, "it is the mean"),
@@ -181,6 +189,8 @@ class Collector:
         """The best rank seen, by role."""
         self._chosen: dict[tuple[Found, ...], dict[str, int]] = {}
         self._plans: dict[tuple[str, ...], list[tuple[str, Found]]] = {}
+        self._part: tuple[int, str] | None = None
+        """Rank and name of the part that is taken for the loss, where no name says that it is."""
         self._rewarded: dict[tuple[str, ...], bool] = {}
         self._names: dict[tuple[Found, ...], dict[str, str]] = {}
 
@@ -203,6 +213,14 @@ class Collector:
                 self._names.clear()
             elif rank // COARSE > best // COARSE:
                 del found[role]
+        if "loss" in found and names[found["loss"]].rank >= 2 * COARSE:  # lines of several parts: the first is the loss
+            name = names[found["loss"]].name
+            if self._part is None or names[found["loss"]].rank < self._part[0]:
+                self._part = names[found["loss"]].rank, name
+                self._chosen.clear()
+                self._names.clear()
+            elif name != self._part[1]:
+                found[TERM + name] = found.pop("loss")
         if "loss" in found:  # of a line that has several, the others must be finite too
             others = (i for i, name in enumerate(names) if name.role == "loss" and name.rank < MEASURED and i != found["loss"])
             found |= {TERM + names[i].name: i for i in others if names[i].name != names[found["loss"]].name}
@@ -283,7 +301,7 @@ def is_summary(names: Iterable[str]) -> bool:
 
 def is_reward(name: str) -> bool:
     """Whether only reinforcement learning logs a value of this name."""
-    return "reward" in name.lower() or "advantage" in name.lower()
+    return _REWARD.search(name) is not None
 
 
 def is_step(point: Point) -> bool:

@@ -86,7 +86,7 @@ _KNOWN = (
             rb"|Function '\w{1,60}' returned nan values in its|found (?:NaN|Inf) in local|Unexpected result (?:nan|inf)"
             rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
             rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
-            rb"|Encountered NaN|\S{0,80}EncounteredNaNError"
+            rb"|Monitored metric \S{1,80} = (?:nan|inf|-inf) is not finite|Encountered NaN|\S{0,80}EncounteredNaNError"
             rb"|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
         ),
     ),

@@ -20,7 +20,7 @@ _SAMPLES = re.compile(rb"Epoch:? (\d{1,9}) \[(\d{1,15})/(\d{1,15}) \(")
 _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _PAIR = re.compile(rb"\[(\d{1,9}),\s{0,8}(\d{1,15})\] ")
 _BARE = re.compile(rb"\s{0,9}(\d{1,12}) \| ")
-_OF = re.compile(rb"\s{0,9}(\d{1,15})/(\d{1,15}): ")
+_OF = re.compile(rb"\s{0,9}(\d{1,15})/(\d{1,15})[:,] ")
 _FIRST = re.compile(rb"\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\] ")
 _HEADING = re.compile(
     rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,3}(\d{1,9})"
@@ -68,7 +68,8 @@ class Places:
     def _headed(self, before: bytes, point: Point) -> Point:
         low = before.lower()
         for heading in _HEADING.finditer(before) if b"epoch" in low or b"step" in low or b"iteration" in low else ():
-            self._above = heading[1].lower(), float(heading[2]), point.line
+            if b"best" not in heading[0].lower():
+                self._above = heading[1].lower(), float(heading[2]), point.line
         if point.step is not None or point.epoch is not None or self._above is None:
             self._above = self._above if point.step is None and point.epoch is None else None
             return point

@@ -17,7 +17,7 @@ from nanproof.logs._points import Batch, Item, Note, Point
 from nanproof.logs.text._columns import Columns
 from nanproof.logs.text._forms import nameless
 from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
-from nanproof.logs.text._names import COARSE, Collector, Found, is_step, meaning
+from nanproof.logs.text._names import COARSE, TERM, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
 from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar, last_drawn
 from nanproof.logs.text._records import Record, is_value, records, unfinished
@@ -28,7 +28,7 @@ WORDS = tuple(
     b"|continuing training".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
-WORDS_OF_FORMS = tuple(b"rmse| avg|g  |'s |-auc:|learn: ".split(b"|"))
+WORDS_OF_FORMS = tuple(b"rmse| avg|g  |'s |-auc:|learn: |% (|tensor(".split(b"|"))
 """The same of lines whose numbers have no names. Not searched for once `SURE` points were read and none of such a line."""
 SURE = 64
 LONGEST = 1 << 15
@@ -41,10 +41,11 @@ NEAR = 800
 _PAIR = re.compile(
     rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}"
     rb"(\s{0,3}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
-    rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?!\w|\.\w|-\d)"
+    rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?:(?!\w|\.\w|-\d)|(?=[A-Z][a-z]{3}))"
 )
 _SENTENCE = re.compile(rb"(?:^|[.\]}] )$")
 """What stands before a sentence that a program writes: "... Loss is 6.91. Current learning rate is ..."."""
+_NUMBERED = re.compile(rb"[\d_]")
 _BETWEEN = re.compile(rb"\s*[/|,;]\s*")
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
 _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
@@ -56,7 +57,7 @@ _BEFORE_ALONE = re.compile(
     re.I,
 )
 _METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse", b"entropy", b"si-snr", b"err_", b"nan")
-_REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len")
+_REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len|ep_rew|episod|\breturns?\b")
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest episode".split())
 _LAST_WORDS = frozenset(
     b"loss losses norm lr rate scale total value train curr step iter iteration iterations skipped epoch ep updates"
@@ -323,6 +324,8 @@ class TextReader:
         self._matches = []
         self._is_drawn = False
         if (found := nameless(text, low)) is not None:
+            if b"best iteration" in self._before[-60:].lower():
+                return None  # said once more
             point = self._names.point(found[0], self._line)
             self._formed = True
             return None if point is None else replace(point, settings=found[1])
@@ -384,8 +387,8 @@ class TextReader:
                     continue
                 found = Found("eval_loss", 0, "val")
             role, rank, name = found
-            if role == "step" and text[match.end() : match.end() + 1] == b"%":
-                continue  # a bar: "Steps:   4%|"
+            if role == "step" and (text[match.end() : match.end() + 1] == b"%" or not parse(value).is_integer()):
+                continue  # a bar: "Steps:   4%|"; or a time: "Batch (t): 0.512"
             if role == "loss" and word.lower() in (b"loss", b"value", b"ppl", b"perplexity"):
                 if evaluation is None:
                     said = _EVALUATION.search(text)
@@ -450,10 +453,18 @@ class TextReader:
             return None
         if found is not None and found.role in ("step", "epoch"):
             return found
+        part = None
         for count in range(len(words)):
             longer = self._meaning(b" ".join([*words[count:], word]))
             if longer is not None and longer.rank < 2 * COARSE:
-                return longer
+                if not longer.role.startswith(TERM):
+                    return longer
+                part = part or longer
+        if part is not None:
+            return part
+        if word.lower() == b"loss" and _NUMBERED.search(words[-1]):  # "mtp_1 loss"
+            name = f"{words[-1].decode('ascii', 'replace')} loss"
+            return Found(TERM + name, 0, name)
         return None if separator.isspace() or word.lower() in (b"norm", b"scale") else found
 
     # -- giving out --------------------------------------------------------------------------------------------------------
