@@ -97,7 +97,7 @@ def test_of_two_networks_one_has_won():
         (lambda i: f"step {i}: loss {4e8 + 1e7 * (i % 5):.1f}", ("divergence", "warning", 1)),
         (lambda i: f"step {i}: loss {4e9 * math.exp(-i):.1f}", None),
         (lambda i: f"step {i}: mse_loss {4e8 + 1e7 * (i % 5):.1f}", None),
-        (lambda i: f"Step {i}/900; acc: 0.1; ppl: 9.9e40; xent: {6600 + i % 5}", ("divergence", "warning", 1)),
+        (lambda i: f"Step {i}/900; acc: 0.1; ppl: 9.9e40; xent: {6600 + i % 5}", ("divergence", "failure", 1)),
         (lambda i: f"Step {i}/900; acc: 0.1; ppl: 12000; xent: {9.4 - i / 100}", None),
         (lambda i: f"step {i}: loss 1.{9 - i}, grad_norm {2e9 + i}", ("exploding-gradient", "warning", 1)),
     ],

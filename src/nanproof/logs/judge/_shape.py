@@ -24,6 +24,8 @@ BEST_NEAR = 4
 ENOUGH = 8
 """Points below which a curve has no shape."""
 ABSURD = 1e8
+HOPELESS = 1e12
+"""Above this no unit of a target is an excuse."""
 NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
 """A cross-entropy per token: a uniform guess among a million costs 14."""
 PERPLEXITY, PPL = 1e12, re.compile(r"ppl|perplexity", re.I)
@@ -223,9 +225,9 @@ def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
             Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
             Likely("The gradient grows with every layer or time step", "exploding-gradient"),
         )
-        return Finding(
-            kind=kind, severity="warning", place=place, said=said, about=called, causes=causes, commands=(SLOWER, OBSERVE, CHECK)
-        )
+        severity = "failure" if absurd != ABSURD or level(values[-3:]) > HOPELESS else "warning"
+        commands = (SLOWER, OBSERVE, CHECK)
+        return Finding(kind=kind, severity=severity, place=place, said=said, about=called, causes=causes, commands=commands)
     return None
 
 

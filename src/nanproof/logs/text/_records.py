@@ -27,7 +27,7 @@ _HEADING = re.compile(
 _COMPOSER = re.compile(rb"(?:\[epoch=\d{1,9}\])?\[batch=(\d{1,15})/(\d{1,15})\]:\s*")
 _COQUI = re.compile(rb"\s*-+> STEP: \d{1,15}/\d{1,15} -- GLOBAL_STEP: (\d{1,15})\s*")
 _OLMO = re.compile(rb"\[step=(\d{1,15})/(\d{1,15})(?:,epoch=(\d{1,9}))?\]\s*$")
-_EDGE = re.compile(rb"[{}\[\],\s]+|\s*#{8,}.*")
+_EDGE = re.compile(rb"[{}\[\],\s]+|\s*[-=#*]{8,}.*")
 _OTHER = re.compile(rb"loss|grad|nan|error|traceback", re.I)
 
 
@@ -40,6 +40,8 @@ class Record:
     lines: list[int] = field(default_factory=list)
     """Of each pair: how many lines below the first."""
     settings: dict[str, float] = field(default_factory=dict)
+    start: int = 0
+    """Where its first line begins."""
 
 
 def is_value(text: bytes) -> bool:
@@ -51,18 +53,7 @@ def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] 
     """The points around the line that starts at `start`, back to `low` at most; the place where they begin, and where they end.
     None where fewer than three values stand together."""
     begin = _first(data, low, start)
-    found: list[Record] = [Record()]
-    at, last, gap, line = begin, begin, 0, 0
-    for line in range(2 * MOST):
-        end = data.find(b"\n", at)
-        end = len(data) if end < 0 else end
-        text = plain(data[at : min(end, at + 201)])
-        if at >= len(data) or (gap > _GAP and at > start):
-            break
-        gap = 0 if _take(found, text, line) else gap + 1
-        if gap and _OTHER.search(text):
-            break
-        at, last = end + 1, last if gap else end
+    found, last = _parsed(data, begin, start)
     whole = [record for record in found if record.pairs]
     if max((len(record.names) for record in whole), default=0) < 3:
         return None
@@ -70,16 +61,38 @@ def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] 
 
 
 def unfinished(data: bytes) -> int:
-    """Where the lines begin that the next block may go on with; the end of `data` if there are none."""
-    return _first(data, 0, len(data)) if data.endswith(b"\n") else len(data)
+    """Where the values begin that the next block may go on with; the end of `data` if there are none."""
+    begin = _first(data, 0, len(data)) if data.endswith(b"\n") else len(data)
+    found, _ = _parsed(data, begin, len(data))
+    return max((record.start for record in found if record.pairs), default=begin)
 
 
-def _take(found: list[Record], text: bytes, line: int) -> bool:
+def _parsed(data: bytes, begin: int, start: int) -> tuple[list[Record], int]:
+    """Records from `begin` on, beyond `start` as long as there are values, and where they end."""
+    found: list[Record] = [Record()]
+    at, last, gap = begin, begin, 0
+    for line in range(2 * MOST):
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        text = plain(data[at : min(end, at + 201)])
+        if at >= len(data) or (gap > _GAP and at > start):
+            break
+        gap = 0 if _take(found, text, line, at) else gap + 1
+        if gap and _OTHER.search(text):
+            break
+        at, last = end + 1, last if gap else end
+    else:
+        if len(found) > 1 and found[-1].names:  # the last may go on
+            last = found.pop().start
+    return found, last
+
+
+def _take(found: list[Record], text: bytes, line: int, at: int) -> bool:
     if len(text) > 200:
         return False
     if (heading := _headed(text)) is not None:
         pairs, total = heading
-        found.append(Record(pairs, {b""}, [line] * len(pairs), {} if total is None else {"steps": total}))
+        found.append(Record(pairs, {b""}, [line] * len(pairs), {} if total is None else {"steps": total}, at))
         return True
     if _EDGE.fullmatch(text) and text.strip():
         found.append(Record())
@@ -90,6 +103,8 @@ def _take(found: list[Record], text: bytes, line: int) -> bool:
     name = match[1].strip()
     if name in found[-1].names:
         found.append(Record())
+    if not found[-1].names:
+        found[-1].start = at
     found[-1].names.add(name)
     known = meaning(name.decode("ascii", "replace"))
     if known is not None:

@@ -60,7 +60,7 @@ _METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"
 _REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len|ep_rew|episod|\breturns?\b")
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest episode".split())
 _LAST_WORDS = frozenset(
-    b"loss losses norm lr rate scale total value train curr step iter iteration iterations skipped epoch ep updates"
+    b"loss losses norm lr rate scale total value train curr step steps iter iteration iterations skipped epoch ep updates"
     b" update".split()
 )
 
@@ -109,7 +109,8 @@ class TextReader:
         rest = b""
         for block in blocks:
             data = rest + (block.replace(b"\r\n", b"\n") if b"\r\n" in block else block)
-            cut = unfinished(data)
+            whole = data.rfind(b"\n") + 1
+            cut = len(data) if len(data) - whole > LONGEST else unfinished(data[:whole])
             yield from self.feed(data[:cut])
             rest = data[cut:]
         yield from self.feed(rest)
