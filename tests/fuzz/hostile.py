@@ -1101,6 +1101,22 @@ DOCTOR: dict[str, tuple[str, Callable[[], str | bytes]]] = {
     ),
     "a file with an escape in its name": (f"{ESCAPE}.log", lambda: "step 1 loss 2.0\nstep 2 loss nan\n"),
     "progress bars without end": ("a.log", lambda: "\r".join(f"{i % 100}%|#| {i}/1000 [00:01, loss={i}]" for i in range(60_000))),
+    "rates of 0": (
+        "a.jsonl",
+        lambda: "".join(f'{{"step": {i}, "loss": 1.5, "lr": {0.001 if i < 9000 else 0.0}}}\n' for i in range(18_000)),
+    ),
+    "spaces after a known line": (
+        "a.log",
+        lambda: "".join(f"step {i} loss 1.5  \n" for i in range(5)) + "step 9 loss 1.5" + " " * LONG,
+    ),
+    "values that make no record": ("a.log", lambda: "grad: 1\n" * 100_000),
+    "a bar that nothing follows": (
+        "a.log",
+        lambda: " 10%|#  | 1/10 [00:01<00:09, 1.0s/it]{'loss': 1.0, 'epoch': 0.1}\n" + "loss y\n" * 200_000,
+    ),
+    "a line of 4 million empty ones": ("a.jsonl", lambda: '{"loss":1,"step":1}\n' + "\n" * (4 << 20)),
+    "frames without end": ("a.log", lambda: "\n" * LONG + "RuntimeError: nan loss\n" * 20_000),
+    "returns without end": ("a.log", lambda: "\r" * 400_000 + "loss: 1\n"),
     "brackets without end": ("a.log", lambda: ("[" * 30_000 + " loss: 1\n") * 30),
     "prefixes without end": ("a.log", lambda: (("[x] " * 8000) + "nan loss\n") * 20),
     "words without end": ("a.log", lambda: ("a.b" * 10_000 + ": loss nan error\n") * 30),

@@ -379,7 +379,13 @@ def _picture(
     if below and len(values) > width - len(caption) - 4:
         beside = False  # in line with the curve above
     columns = min(width - 2 - (len(caption) + 2) * beside, max(len(values), 24))
-    rows = curve(values, columns, height, Scale(low, max(low + 1e-12, high), log=False), ASCII if ascii_only else FINE)
+    rows = curve(
+        values,
+        columns,
+        height,
+        Scale(low, high if high > low else low + max(abs(low), 1e-9), log=False),
+        ASCII if ascii_only else FINE,
+    )
     if beside:
         return [f"  {rows[0]}  {caption}"]
     lines = [f"  {row}" for row in rows]

@@ -61,6 +61,12 @@ class Batch:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def last(self) -> Point:
+        """The last of them."""
+        *_, last = self._part(slice(len(self) - 1, None)).points()
+        return last
+
     def halves(self) -> tuple[Batch, Batch]:
         """The first lines and the others."""
         at = len(self) // 2

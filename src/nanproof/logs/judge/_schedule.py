@@ -115,7 +115,7 @@ def _countings(segment: Segment, places: Sequence[Place]) -> Iterator[Counting]:
         return
     seen = [p.epoch or 0.0 for p in places]
     apart = seen[-1] / len(seen)
-    if apart <= 0 or segment.track("lr").curve.each > 1 or any(abs(e - apart * i) > 0.011 for i, e in enumerate(seen, 1)):
+    if apart <= 1e-9 or segment.track("lr").curve.each > 1 or any(abs(e - apart * i) > 0.011 for i, e in enumerate(seen, 1)):
         return
     lines = (int(settings["logging_steps"]),) if settings.get("logging_steps", 0) >= 1 else LINE_STEPS
     for end in (settings["epochs"],) if settings.get("epochs") else EPOCHS:

@@ -72,13 +72,19 @@ def notebook(stream: io.BufferedReader) -> Iterator[bytes]:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError("this notebook is not whole, or has more than 64 MiB: save what it printed as text") from error
+    block, size = [], 0
     for piece in said:
         lines = [piece] if isinstance(piece, str) else piece if isinstance(piece, list) else []
         printed = "".join(line for line in lines if isinstance(line, str))
         if "<td" in printed:
             joined = "".join(line.strip() for line in printed.split("\n"))
             printed = _TAG.sub("", _CELL.sub("\t", joined).replace("\t</tr>", "\n"))
-        yield printed.encode("utf-8", "replace") + b"\n"
+        block.append(printed + "\n")
+        size += len(printed)
+        if size > BLOCK:
+            yield "".join(block).encode("utf-8", "replace")
+            block, size = [], 0
+    yield "".join(block).encode("utf-8", "replace")
 
 
 def _of_value(data: Any) -> Iterator[Point]:

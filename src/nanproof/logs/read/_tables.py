@@ -16,7 +16,10 @@ from nanproof.logs.text._names import Collector, Found, is_reward, meaning, numb
 from nanproof.logs.text._text import TextReader
 from nanproof.logs.text._values import ANY
 
+MOST_TERMS = 100
+"""Other values of one step that are put together."""
 DELIMITERS = (",", "\t", ";", "|")
+_PYTHON = re.compile(rb": (-?)(nan|inf)(?=[,}\s])")
 _KEY = re.compile(rb'"(?:[^"\\]|\\.)*"\s*:')
 _decode = json.JSONDecoder().decode
 _NAME = re.compile(r"[A-Za-z_][\w ./()\[\]%@#-]{0,79}|")
@@ -41,6 +44,8 @@ def json_lines(blocks: Iterable[bytes]) -> Iterator[Item]:
                 continue
             end = data.index(b"\n", at)
             text, at, line = data[at:end], end + 1, line + 1
+            if not text or text.isspace():
+                continue
             if text[:2] != b'{"' and (not text.lstrip().startswith(b"{") or text.lstrip().startswith(b"{'")):
                 yield from others.feed(text + b"\n", line)
                 continue
@@ -77,6 +82,8 @@ def _object(text: bytes) -> dict[str, Any] | None:
     if text.startswith((b'{"v":1,"kind":"step"', b'{"v":2,"kind":"step"')):
         cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
         text = text[:cut] + b"}" if cut > 0 else text
+    if b": nan" in text or b": inf" in text or b": -inf" in text:  # as Python prints them, which is not JSON
+        text = _PYTHON.sub(lambda match: b": " + match[1] + (b"NaN" if match[2] == b"nan" else b"Infinity"), text)
     try:
         data = _decode(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -93,7 +100,7 @@ def merged(points: Iterable[Point]) -> Iterator[Point]:
     """Points that follow each other with the same step and have no value in common are made one."""
     last: Point | None = None
     for point in points:
-        if last is not None and point.step is not None and point.step == last.step and not point.values.keys() & last.values:
+        if last is not None and point.step is not None and point.step == last.step and _apart(point, last):
             epoch = last.epoch if point.epoch is None else point.epoch
             terms, names = {**last.terms, **point.terms}, {**last.names, **point.names}
             last = replace(last, values={**last.values, **point.values}, epoch=epoch, terms=terms, names=names)
@@ -103,6 +110,12 @@ def merged(points: Iterable[Point]) -> Iterator[Point]:
         last = point
     if last is not None:
         yield last
+
+
+def _apart(point: Point, last: Point) -> bool:
+    """Whether two points have no value in common, and few enough to be one."""
+    common = point.values.keys() & last.values.keys() or point.terms.keys() & last.terms.keys()
+    return not common and len(last.terms) < MOST_TERMS
 
 
 def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:

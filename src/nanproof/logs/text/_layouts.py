@@ -73,7 +73,7 @@ class Layout:
             pattern = _DRAWING if span.role == "bar" else _PLACE if span.role in ("step", "epoch") else _VALUE
             parts += [_loosened(text, at, span.start, fixed), pattern]
             at = span.end
-        parts += [_loosened(text, at, len(text), fixed), rb"[ \t]*[\r\n]"]
+        parts += [_loosened(text, at, max(at, len(text.rstrip(b" \t"))), fixed), rb"[ \t]*[\r\n]"]
         self.match = re.compile(b"".join(parts)).match
         loose = (_LETTERS if part in (_VALUE, _PLACE) else part for part in parts)
         self._lines = re.compile(rb"(?m)^" + b"".join(loose)).findall
@@ -88,6 +88,7 @@ class Layout:
         self._epoch = roles.index("epoch") if "epoch" in roles else None
         self._rate = roles.index("lr") if "lr" in roles else 0
         self._in_all = like.skipped_in_all
+        self._refused: tuple[bytes, int] = b"", 0
         self.settings = (
             like.settings if bar is None else {name: like.settings[name] for name in ("epochs",) if name in like.settings}
         )
@@ -115,7 +116,7 @@ class Layout:
 
     def batch(self, data: bytes, at: int, line: int) -> tuple[Batch, int] | None:
         """The lines from here on that fit, and where they end. None if they are few, or have no step."""
-        if self._step is None or self.total is not None:
+        if self._step is None or self.total is not None or (self._refused[0] is data and at < self._refused[1]):
             return None
         rows: list[tuple[bytes, ...]] = []
         while len(rows) < FEW:
@@ -127,7 +128,7 @@ class Layout:
         near = NEAR
         while (end := data.rfind(b"\n", at, at + near) + 1) > at:
             more = self._lines(data, at, end)
-            if len(more) < data.count(b"\n", at, end):
+            if len(more) < data.count(b"\n", at, end) or data.find(b"\r", at, end) >= 0:
                 break  # one of them does not fit
             rows += more
             at, near = end, 2 * near
@@ -137,14 +138,20 @@ class Layout:
         try:
             columns = [list(map(float, column)) for column in zip(*rows, strict=True)]
         except ValueError:
+            self.refuse(data, at)
             return None
         values = {role: columns[index] for index, role in self._values}
         if "lr" in values and 0.0 in values["lr"]:
-            return None  # it may have been rounded away
+            self.refuse(data, at)  # it may have been rounded away
+            return None
         like = replace(self._like, settings=self.settings, skipped_in_all=self._in_all)
         epochs = None if self._epoch is None else columns[self._epoch]
         terms = {name: columns[index] for index, name in self._terms}
         return Batch(values, terms, columns[self._step], epochs, line, like), at
+
+    def refuse(self, data: bytes, end: int) -> None:
+        """The lines up to a place are to be read one at a time: trying again from each of them would cost the square."""
+        self._refused = data, end
 
 
 def _loosened(text: bytes, start: int, end: int, fixed: Sequence[tuple[int, int]]) -> bytes:

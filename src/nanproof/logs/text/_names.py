@@ -226,7 +226,8 @@ class Collector:
             found |= {TERM + names[i].name: i for i in others if names[i].name != names[found["loss"]].name}
         if len(self._chosen) > 1024:
             self._chosen.clear()
-        self._chosen[names] = found
+        if len(names) <= 1000:
+            self._chosen[names] = found
         return found
 
     def point(self, pairs: Sequence[tuple[Found, float]], line: int) -> Point | None:
@@ -251,7 +252,9 @@ class Collector:
         if known is None:
             self._names = {} if len(self._names) > 1024 else self._names
             chosen = self.chosen(found)
-            known = self._names[found] = {role: found[i].name for role, i in chosen.items() if role in METRICS}
+            known = {role: found[i].name for role, i in chosen.items() if role in METRICS}
+            if len(found) <= 1000:
+                self._names[found] = known
         return known
 
     def of_mapping(self, data: Mapping[str, Any], line: int) -> Point | None:

@@ -28,6 +28,7 @@ _HEADING = re.compile(
     re.I,
 )
 """A line that names a step or an epoch and nothing after it; the values stand in the lines below."""
+MOST_EPOCHS = 1e9
 _BELOW = 40
 """How many lines below it a step counts. An epoch counts until the next."""
 
@@ -79,7 +80,9 @@ class Places:
         return replace(point, step=value) if point.line - line <= _BELOW else point
 
     def in_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
-        if point.epoch is not None and point.epoch.is_integer():  # "Epoch 3:" before the bar, which starts anew
+        if (
+            point.epoch is not None and point.epoch.is_integer() and abs(point.epoch) < MOST_EPOCHS
+        ):  # "Epoch 3:" before the bar, which starts anew
             if not count:
                 return None  # it starts with the values of the epoch before
             epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1

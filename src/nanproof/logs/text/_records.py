@@ -49,14 +49,14 @@ def is_value(text: bytes) -> bool:
     return len(text) <= 200 and _LINE.fullmatch(text) is not None
 
 
-def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int] | None:
+def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int]:
     """The points around the line that starts at `start`, back to `low` at most; the place where they begin, and where they end.
-    None where fewer than three values stand together."""
+    No points where fewer than three values stand together."""
     begin = _first(data, low, start)
     found, last = _parsed(data, begin, start)
     whole = [record for record in found if record.pairs]
     if max((len(record.names) for record in whole), default=0) < 3:
-        return None
+        return [], begin, last
     return whole, begin, last
 
 

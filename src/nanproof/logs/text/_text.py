@@ -113,7 +113,7 @@ class TextReader:
             cut = len(data) if len(data) - whole > LONGEST else unfinished(data[:whole])
             yield from self.feed(data[:cut])
             rest = data[cut:]
-        yield from self.feed(rest)
+        yield from self.feed(rest if rest.endswith(b"\n") or not rest else rest + b"\n")
         yield from self.finish()
 
     def finish(self) -> Iterator[Point | Note]:
@@ -140,6 +140,8 @@ class TextReader:
                 counted = done = end
         taken = done
         """Where the last line ended that had something."""
+        plain_until = 0
+        """Up to here there are values that do not make a record."""
         words = WORDS if self._read >= SURE and not self._formed else (*WORDS, *WORDS_OF_FORMS)
         places = [size if at < 0 else at for at in (low.find(word, done) for word in words)]
         while (at := min(places)) < size:
@@ -160,14 +162,20 @@ class TextReader:
                     yield batch
                     counted = after = end_of_batch
             for point, match in self._repeated(data, after):
-                if self._is_drawn or not self._expects_layouts():
+                waits = point is not None and point.step is None and b"{" in match[0]
+                if self._is_drawn or waits or not self._expects_layouts():
                     yield from self._give(point, match[0]) if point is not None else ()
                 elif point is not None and not self._again(point):
                     yield point
                 counted = after = match.end()
-            if after == start and is_value(data[start:end]) and (found := records(data, taken, start)) is not None:
-                yield from self._records(data, *found[:2], start)
-                taken = end = max(end, found[2])
+            found: list[Record] = []
+            begin = last = start
+            if after == start >= plain_until and is_value(data[start:end]):
+                found, begin, last = records(data, taken, start)
+                plain_until = last
+            if found:
+                yield from self._records(data, found, begin, start)
+                taken = end = max(end, last)
             elif after == start:
                 stop = min(end, start + LONGEST)
                 for item in self._one(data[start:stop], low[start:stop]):
@@ -202,10 +210,11 @@ class TextReader:
             known = None if self._last is None else self._last.step
             rises = (known is None or known < steps[0]) and all(map(operator.lt, steps, islice(steps, 1, None)))
             if not rises or not self._places.passes(steps, batch.epochs):
+                layout.refuse(data, at)
                 return
             self._line += len(steps)
             self._read += len(steps)
-            self._last = replace(batch.like, step=steps[-1])
+            self._last = batch.last
             self._after = self._before = b""
             yield batch, at
 
@@ -256,7 +265,9 @@ class TextReader:
         line = self._line + data.count(b"\n", counted, at)
         while self._columns is not None and at < len(data):
             end = data.find(b"\n", at)
-            end = len(data) if end < 0 else end
+            if end < 0:
+                at = len(data)  # a bar that is being drawn
+                break
             text = plain(data[max(at, end - LONGEST) : end].rstrip(b"\r").rpartition(b"\r")[2])
             pairs = self._columns.row(text)
             if pairs is None:
@@ -303,7 +314,7 @@ class TextReader:
             return
         if point is None:
             if self._held is not None:
-                self._after += text[:NEAR]  # a traceback may start where the bar ends
+                self._after += text[: max(0, NEAR - len(self._after))]  # a traceback may start where the bar ends
             for found in self._notes.of(text, low, line, None if rank is None else rank[1], self._before):
                 yield from self._release()
                 yield found
@@ -415,7 +426,7 @@ class TextReader:
         chosen = self._names.chosen(tuple(found for found, _ in self._matches))
         if not self._matches or point.loss_missing or "rewards" in point.settings:
             return
-        if any(found.role == "nan_count" and float(match[3]) for found, match in self._matches):
+        if any(found.role == "nan_count" and parse(match[3]) for found, match in self._matches):
             return  # a note goes with it
         bar = BAR.search(raw) if self._is_drawn else None
         if bar is None and b"%|" in raw:
