@@ -24,12 +24,11 @@ from nanproof.logs.text._records import Record, is_value, records, unfinished
 from nanproof.logs.text._values import ANY, parse, plain
 
 WORDS = tuple(
-    b"loss|grad|xent|entropy|ppl|perplex|step=|nan|finite|error|exception|overflow|raceback|assertion|resum|checkpoint"
-    b"|continuing training".split(b"|")
+    b"loss|grad|step=|nan|finite|error|exception|overflow|raceback|assertion|resum|checkpoint|continuing training".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
-WORDS_OF_FORMS = tuple(b"rmse| avg|g  |'s |-auc:|learn: |% (|tensor(".split(b"|"))
-"""The same of lines whose numbers have no names. Not searched for once `SURE` points were read and none of such a line."""
+RARE_WORDS = tuple(b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(".split(b"|"))
+"""The same where those are not in the lines with values. Not searched for once `SURE` points were read and none of such a line."""
 SURE = 64
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
@@ -82,8 +81,8 @@ class TextReader:
         """Points, to be sure of what kind of log this is."""
         self._read_before = 0
         """Points before an exception that may have ended the program."""
-        self._formed = False
-        """Some of them were of lines whose numbers have no names."""
+        self._rare = False
+        """Some of them were of lines that have none of `WORDS`."""
         self._rank: bytes | None = None
         self._last: Point | None = None
         self._after = b""
@@ -124,7 +123,6 @@ class TextReader:
     def feed(self, data: bytes, line: int | None = None) -> Iterator[Item]:
         """Goes through whole lines; the first is `line`, or the one after what was read before."""
         self._line = self._line if line is None else line
-        low = data.lower()
         size = len(data)
         bare_returns = b"\r" in data
         counted = 0
@@ -142,7 +140,10 @@ class TextReader:
         """Where the last line ended that had something."""
         plain_until = 0
         """Up to here there are values that do not make a record."""
-        words = WORDS if self._read >= SURE and not self._formed else (*WORDS, *WORDS_OF_FORMS)
+        if done == counted == size:
+            return
+        low = data.lower()
+        words = WORDS if self._read >= SURE and not self._rare else (*WORDS, *RARE_WORDS)
         places = [size if at < 0 else at for at in (low.find(word, done) for word in words)]
         while (at := min(places)) < size:
             newline = data.rfind(b"\n", done, at)
@@ -274,7 +275,7 @@ class TextReader:
                 self._columns = None
                 break
             point = self._names.point(pairs, line) if pairs else None
-            self._formed = True
+            self._rare = True
             if point is not None and is_step(point) and not self._again(point):
                 yield point
             at, line = end + 1, line + 1
@@ -325,6 +326,7 @@ class TextReader:
             return
         if rank is not None:
             self._rank = rank[1]
+        self._rare = self._rare or not any(word in low for word in WORDS)
         if raw.endswith(text) and not drawn:
             self._learn(raw, text, point)
         yield from self._give(point if self._is_drawn else self._places.going_on(point), text)
@@ -339,7 +341,7 @@ class TextReader:
             if b"best iteration" in self._before[-60:].lower():
                 return None  # said once more
             point = self._names.point(found[0], self._line)
-            self._formed = True
+            self._rare = True
             return None if point is None else replace(point, settings=found[1])
         if not any(word in low for word in _METRIC):
             return None
