@@ -28,7 +28,7 @@ WORDS = tuple(
 )
 """A line without one of these, in any case, is not looked at."""
 RARE_WORDS = tuple(b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(".split(b"|"))
-"""The same where those are not in the lines with values. Not searched for once `SURE` points were read and none of such a line."""
+"""The same, of logs whose lines with values have none of those. Not searched for once `SURE` points were read without them."""
 SURE = 64
 LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
