@@ -119,6 +119,9 @@ def test_a_scale_is_judged_by_its_level():
     warned = "| WARNING: overflow detected, setting loss scale to: {}\n"
     sunk = "".join(warned.format(0.0625 / 2**i) + f"| epoch 001: loss=1{4 - i}.2, num_updates={i}\n" for i in range(4))
     assert kinds(sunk)[0] == ("scale-collapse", "failure", 1)
+    gone = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 0.0\n"
+    assert kinds(gone)[0] == ("scale-collapse", "failure", 1)
+    assert kinds(lines(30, lambda i: f"step {i}: loss {fall(i):.3f}, loss_scale 0.0")) == []
     bf16 = lines(30, lambda i: f"step {i}: loss {fall(i):.3f}, loss_scale 1.0")
     assert kinds(bf16) == []
 

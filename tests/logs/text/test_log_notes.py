@@ -43,6 +43,7 @@ KNOWN = [
     ("bad-probabilities", "ValueError: Expected parameter logits (Tensor of shape (8, 4)) of distribution Categorical(logits: torch.Size([8, 4])) to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:", None, None),
     ("nan-warning", "RuntimeError:  [!] NaN loss with decoder_loss.", None, None),
     ("nan-warning", "***WARNING*** the loss of batch 12 is nan", 12.0, None),
+    ("nan-warning", "INFO:tensorflow:Error reported to Coordinator: <class 'tf.errors.InvalidArgumentError'>, LossTensor is inf or nan. : Tensor had NaN values", None, None),
     ("nan-warning", "LossTensor is inf or nan. : Tensor had NaN values", None, None),
     ("nan-warning", "2024-01-01 10:00:00,000 (e2e_asr:88) WARNING: loss (=250000064.000000) is not correct", None, None),
     ("device-assert", "RuntimeError: CUDA error: device-side assert triggered", None, None),

@@ -67,8 +67,10 @@ def _sunk(segment: Segment) -> Finding | None:
     """A scale below 1 by its level: it was lowered until it makes gradients smaller instead of larger. Where the log begins
     there, nothing else shows it."""
     scale = segment.track("scale")
-    if scale.last_finite is None or not 0 < scale.last_finite[1] < 1 or scale.first_finite is None:
+    if scale.last_finite is None or not 0 <= scale.last_finite[1] < 1 or scale.first_finite is None:
         return None
+    if scale.last_finite[1] == 0 and "overflow" not in segment.notes:
+        return None  # a run without a scaler may log 0
     last, first = scale.last_finite[1], scale.first_finite[1]
     place = next(b.place for b in scale.curve.finite() if b.low < 1)
     falls = last <= first / 4

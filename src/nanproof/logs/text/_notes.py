@@ -40,7 +40,7 @@ _LAUNCHER = re.compile(rb"\S*ChildFailedError|subprocess\.CalledProcessError: ")
 _PROGRAM = re.compile(rb"[\w-]{1,30}: error: ")
 _NUMBERED = re.compile(rb"! Rank (\d{1,6}) Skipping step")
 """DeepSpeed's messages name the rank in their words."""
-_AFTER_WORDS = re.compile(rb"(?::\s+|\d[smh]|instance of ')$")
+_AFTER_WORDS = re.compile(rb"(?::\s+|>, |\d[smh]|instance of ')$")
 """What stands right before a message that another program quotes."""
 _STEP = re.compile(rb"(?:global[_ ]step|step|iteration|iter|update|batch|@)\W{0,3}(\d{1,15})\b", re.I)
 
