@@ -204,7 +204,9 @@ def test_a_loss_that_megatron_left_out_is_not_called_finite(tmp_path):
     ]
     (tmp_path / "train.log").write_text("".join(rows))
     text = run(tmp_path / "train.log", columns=400).stdout
-    assert "failure: nan" in text and "lm loss is NaN" in text and "no lm loss any more" in text and "is finite" not in text
+    assert (
+        "failure: nan" in text and "lm loss is NaN" in text and "no longer contains lm loss" in text and "is finite" not in text
+    )
 
 
 def test_a_loss_that_never_changes_is_drawn_in_a_line(tmp_path):

@@ -259,7 +259,7 @@ def _print_one(console: Console, each: Read) -> None:
             finite = "" if each.nonfinite else " No value of training is NaN or Inf."
             _say(console, f"{each.path}{about}{points}: {few}.{finite}", "bold")
         else:
-            _say(console, f"{each.path}{about}nothing in it shows the course of training: no loss and no gradient norm", "bold")
+            _say(console, f"{each.path}{about}no loss or gradient norm found", "bold")
             if each.path.lower().endswith(CHECKPOINTS):
                 _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
     _say_which_loss(console, each)
@@ -270,14 +270,14 @@ def _print_one(console: Console, each: Read) -> None:
 
 
 def _say_which_loss(console: Console, each: Read) -> None:
-    """Which of several losses is judged as the loss, and why."""
+    """Print which of several losses is judged as the loss, and why."""
     from nanproof.logs.text._names import why
 
     losses = [name for name in each.parts if "loss" in name.lower()]
     if "loss" in each.names and losses and each.run is None:
         name = each.names["loss"]
         others = ", ".join(losses[:4]) + (", ..." if len(losses) > 4 else "")
-        _say(console, f"the loss is {name}: {why(name)}. For NaN and Inf, also: {others}", indent=2)
+        _say(console, f"loss: {name} ({why(name)}). Also checked for NaN and Inf: {others}", indent=2)
 
 
 def _recorded(each: Read) -> str:
@@ -379,13 +379,8 @@ def _picture(
     if below and len(values) > width - len(caption) - 4:
         beside = False  # in line with the curve above
     columns = min(width - 2 - (len(caption) + 2) * beside, max(len(values), 24))
-    rows = curve(
-        values,
-        columns,
-        height,
-        Scale(low, high if high > low else low + max(abs(low), 1e-9), log=False),
-        ASCII if ascii_only else FINE,
-    )
+    shown = Scale(low, high if high > low else low + max(abs(low), 1e-9), log=False)
+    rows = curve(values, columns, height, shown, ASCII if ascii_only else FINE)
     if beside:
         return [f"  {rows[0]}  {caption}"]
     lines = [f"  {row}" for row in rows]

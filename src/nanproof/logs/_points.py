@@ -15,7 +15,7 @@ SCORES = {
     **dict.fromkeys(("wer", "cer"), 1.0),
     "auc": 0.5,
 }
-"""Names of scores, with the worst that each can be. They may be NaN; that none ever gets better is what counts."""
+"""Names of scores, with the worst value of each. A score may be NaN; one that never improves is a finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Points on consecutive lines that have the same values and a step each, as columns: a tenth of the work of single ones."""
+    """Points on consecutive lines with the same values, stored as columns. Reading them costs a tenth of single points."""
 
     columns: dict[str, list[float]]
     """By the names in `METRICS`."""

@@ -17,9 +17,9 @@ from nanproof.logs._points import METRICS, Batch, Item, Note, Point
 
 SEGMENTS = 64
 TERMS = 24
-"""Other values of training that are followed."""
+"""How many other values of training are tracked."""
 SINGLY = 16
-"""Points of a batch with a value that is not ordinary, at most, that are added one at a time."""
+"""A batch with a NaN, an Inf or a 0 is halved until it has at most this many points. Those are added one at a time."""
 NOTES_KEPT = 8
 
 
@@ -48,7 +48,7 @@ class Streak:
         self.last = place
 
     def pass_over(self, count: int) -> None:
-        """Look at that many points that were not so."""
+        """Count points for which it was not so."""
         self.looked += count
         self.since, self.unbroken = None, 0
 

@@ -76,7 +76,7 @@ def test_a_loss_that_megatron_no_longer_prints():
     row = " iteration {i:8d}/ 8000 | learning rate: 6.6E-06 |{loss} loss scale: 1.0 | grad norm: 0.749 |"
     text = lines(30, lambda i: row.format(i=i, loss=f" lm loss: {fall(i):.6E} |" if i < 20 else ""))
     (finding,) = found(text)
-    assert (finding.kind, finding.place.line) == ("nan", 21) and "no lm loss any more" in finding.said
+    assert (finding.kind, finding.place.line) == ("nan", 21) and "no longer contains lm loss" in finding.said
 
 
 def test_parts_that_never_change():

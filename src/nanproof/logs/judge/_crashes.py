@@ -25,7 +25,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         "A normal distribution was given a standard deviation that is NaN or not above 0. In reinforcement learning it is a "
         "parameter of the policy.",
         (
-            Likely("The weights are NaN since an earlier step, and so is what they predict", "nonfinite-batch"),
+            Likely("The weights have been NaN since an earlier step, and so are their outputs", "nonfinite-batch"),
             Likely("The standard deviation is learned without exp or softplus, and a step took it below 0", "nonpositive-std"),
             Likely("A reward or an observation is Inf, and the value loss with it", "exp-overflow"),
         ),

@@ -54,13 +54,13 @@ def _of(segment: Segment) -> Iterator[Finding]:
 
 BOOSTING = (
     Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),
-    Likely("Labels or weights that the objective cannot take, such as 0 under a logarithm"),
+    Likely("Labels or weights that the objective cannot handle, such as 0 under a logarithm"),
     Likely("A custom objective or metric divides by 0, or has the wrong sign"),
 )
 
 
 def _for_boosting(finding: Finding) -> Finding:
-    """There are no batches, weights or checkpoints to look at."""
+    """Return a finding with the advice for boosting, which has no batches, weights or checkpoints."""
     command = "a tenth of the learning rate, and the range of labels and sample weights    # the first things to look at"
     return replace(finding, causes=BOOSTING, commands=(command,))
 

@@ -9,7 +9,7 @@ from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import NO_SCALE_HELPS, left_out
 
 SURE = 3
-"""Lines of exactly 0.0 at the end that are no accident."""
+"""This many lines of exactly 0.0 at the end are not a coincidence."""
 START = 8
 """Lines at the start in which a loss scaler may look for its scale."""
 
@@ -34,7 +34,7 @@ def hidden(segment: Segment) -> Finding | None:
     if lasting:
         rates = [b.last for b in segment.track("lr").curve.buckets if b.place.order >= first.order]
         if len(rates) > 2 and len(set(rates)) == 1 and rates[0] > 0:
-            said += f" Since {first} the learning rate stands still: with a schedule that means that every step is skipped."
+            said += f" The learning rate has not changed since {first}: with a schedule, that means every step is skipped."
         else:
             said += f" Since {first} the weights are probably NaN.{_line_before(norm.curve, first)}"
         if len(set(rates)) > 1:
@@ -64,7 +64,7 @@ def hidden(segment: Segment) -> Finding | None:
 
 
 def _rate_stands(segment: Segment, first: Place) -> bool:
-    """The learning rate moved up to there, and not since: the trainer advances it only when the optimizer has stepped."""
+    """Whether the learning rate stopped moving there: the trainer advances it only after an optimizer step."""
     rates = [b for b in segment.track("lr").curve.buckets if b.finite]
     since = {b.last for b in rates if b.place.order >= first.order}
     before = [b.last for b in rates if b.place.order < first.order]
@@ -122,7 +122,7 @@ def _vanished(segment: Segment) -> Finding | None:
 
 
 def _same_rate(segment: Segment, since: Place) -> bool:
-    """The learning rate stands still where the loss is 0, or the log has none."""
+    """Whether the learning rate does not change where the loss is 0, or is not logged."""
     rates = segment.track("lr").curve.finite()
     before = [b.last for b in rates if b.place.order < since.order]
     after = [b.last for b in rates if b.place.order >= since.order]

@@ -26,9 +26,9 @@ _ENDS = re.compile(
 )
 """A warning in whose words the program gave up."""
 _SKIPS = re.compile(r"skip|not updat|do not update|ignor|discard", re.I)
-"""A warning in whose words the step was not taken."""
+"""A warning that says that the step was skipped."""
 _ZEROES = re.compile(r"zero|replac|nan_to_num|mask", re.I)
-"""A warning in whose words NaN was turned into something else."""
+"""A warning that says that NaN was replaced."""
 
 
 def nonfinite(segment: Segment) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _placeholder(segment: Segment) -> bool:
 
 
 def missing(segment: Segment) -> Finding | None:
-    """Megatron prints no loss where it is NaN."""
+    """Report a loss that the log no longer contains: Megatron does not print a NaN."""
     first = segment.missing.since
     loss = segment.track("loss")
     if first is None or loss.last_finite is None:
@@ -116,7 +116,7 @@ def missing(segment: Segment) -> Finding | None:
     count = segment.missing.unbroken
     lines = "the last line" if count == 1 else f"the last {count} lines"
     said = (
-        f"From {first} on the log has no {name} any more, on {lines}; it was {number(loss.last_finite[1])} at "
+        f"From {first} on, the log no longer contains {name} ({lines}). It was {number(loss.last_finite[1])} at "
         f"{loss.last_finite[0]}. Megatron does not print a loss that is NaN."
     )
     norm = segment.track("grad_norm")
@@ -251,7 +251,7 @@ def _warnings(segment: Segment) -> Finding:
     if ended:
         said += " The run ended there."
     elif skipped:
-        said += " It says that those steps were not taken."
+        said += " It says that it skipped those steps."
     elif lasting and noted.count > 2 and not stopped:
         since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
         said += f" The weights are most likely NaN, and everything after {since} is lost."

@@ -18,14 +18,14 @@ CRITIC = re.compile(r"critic|value|vf|\bq", re.I)
 PLAYER = re.compile(r"(?:^|[\W_])(?:g|d|gen|disc|generator|discriminator|adv)(?:$|[\W_])", re.I)
 """Names of the losses of two networks that work against each other."""
 FEW = 3
-"""Lines from which on a value that never changes is no accident."""
+"""A value that stays the same on this many lines is not a coincidence."""
 ENOUGH = 5
 EXPLODED = 1e6
 ABSURD = 1e9
 LOST, WON = 10.0, 1e-3
-"""Of two networks that work against each other, with losses in nats: one has lost, one has won."""
+"""Losses, in nats, of the losing and the winning one of two networks that work against each other."""
 ALONE = 0.1
-"""A part that is NaN on fewer lines than this share, and finite on the last ones, is only mentioned."""
+"""A part that is NaN on a smaller share of the lines, and finite again at the end, is a note."""
 
 
 def parts(segment: Segment) -> Iterator[Finding]:
@@ -36,7 +36,7 @@ def parts(segment: Segment) -> Iterator[Finding]:
 
 
 def _bad(segment: Segment) -> Finding | None:
-    """The part that was lost first. Where a part came back to finite values it is a warning."""
+    """Report the part that was lost first. A part that is finite again at the end is a warning or a note."""
     bad = {name: track for name, track in segment.terms.items() if track.bad.count and worst_score(name) is None}
     if not bad:
         return None
@@ -51,7 +51,7 @@ def _bad(segment: Segment) -> Finding | None:
     said = f"{name} is {number(track.first_bad)} at {first}, {much}."
     others = [other for other in bad if other != name]
     if others:
-        said += f" Not finite either at some time: {_listed(others)}."
+        said += f" Also not finite at some point: {_listed(others)}."
     loss = segment.track("loss")
     if loss.zero.since is not None and loss.zero.since.order <= first.order:
         said += " The loss is logged as exactly 0.0: that is NaN too, which the Trainer's logging_nan_inf_filter shows as 0.0."
@@ -79,7 +79,7 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
     if RATIO.search(name):
         return (
             Likely("exp of a difference of log-probabilities overflows, on masked tokens too", "exp-overflow"),
-            Likely("A row of logits is masked completely", "attention-row-fully-masked"),
+            Likely("A row of logits is fully masked", "attention-row-fully-masked"),
             Likely("The log of a probability of 0", "log-of-zero"),
         )
     if CRITIC.search(name):
@@ -103,7 +103,7 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
 
 
 def _exploded(segment: Segment) -> Finding | None:
-    """A part that is a million times what it was, and does not come back; or one that no network has that learns."""
+    """Report a part that grows a millionfold and stays there, or that is absurdly large throughout."""
     for name, track in segment.terms.items():
         buckets = track.curve.finite()
         if buckets and "loss" in name.lower() and min(b.low for b in buckets) >= ABSURD:
@@ -125,7 +125,7 @@ def _exploded(segment: Segment) -> Finding | None:
         causes = (
             Likely("Gradients that grow from step to step", "exploding-gradient"),
             Likely("The learning rate is too high", "learning-rate-too-high"),
-            Likely("A sample that no prediction can explain, such as a target longer than its input", "ctc-infeasible"),
+            Likely("A sample with an infinite loss, such as a target longer than its input", "ctc-infeasible"),
         )
         return Finding(
             kind="divergence", severity="failure", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
@@ -134,7 +134,7 @@ def _exploded(segment: Segment) -> Finding | None:
 
 
 def _unchanging(segment: Segment) -> Finding | None:
-    """Every part of the loss is the same on all lines to the last digit, and one of them is 0."""
+    """Report parts that are all the same on every line, to the last digit, one of them 0."""
     loss = segment.track("loss")
     tracks = {segment.names.get("loss", "loss"): loss} if loss.count else {}
     tracks |= {name: track for name, track in segment.terms.items() if "loss" in name.lower()}
@@ -158,7 +158,7 @@ def _unchanging(segment: Segment) -> Finding | None:
 
 
 def _silent_player(segment: Segment) -> Finding | None:
-    """Of two networks one has a loss of 0 to the end, and the other a loss far above chance: neither learns any more."""
+    """Report two networks of which one has a loss of 0 to the end, and the other a loss far above chance."""
     if segment.track("loss").count:
         return None
     players = {name: track.curve.finite() for name, track in segment.terms.items() if PLAYER.search(name)}
@@ -172,7 +172,7 @@ def _silent_player(segment: Segment) -> Finding | None:
             if loser == winner or not tail or min(tail) < LOST:
                 continue
             said = f"{winner} is 0 from {since} on, {len(won) - at} of {len(won)} lines, while {loser} is {number(tail[-1])}: "
-            said += "one network has won, and neither learns any more."
+            said += "one network has won, and neither is learning any longer."
             causes = (
                 Likely("The learning rate of one network is too high for the other", "learning-rate-too-high"),
                 Likely("A sigmoid saturates, and its gradient is 0: use the loss that takes logits", "dead-units"),

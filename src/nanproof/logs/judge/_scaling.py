@@ -21,7 +21,7 @@ LOW = 128.0
 APART = 8
 """Points from one halving to the next that are one fall."""
 HALVED = 3
-"""Overflows at the end of a log that are more than chance where the scale is low."""
+"""This many overflows at the end of a log are not a coincidence where the scale is low."""
 COMMANDS = (PROTECT, CHECK, SCAN)
 
 
@@ -64,8 +64,7 @@ def _near(before: Bucket, after: Bucket) -> bool:
 
 
 def _sunk(segment: Segment) -> Finding | None:
-    """A scale below 1 by its level: it was lowered until it makes gradients smaller instead of larger. Where the log begins
-    there, nothing else shows it."""
+    """Report a scale below 1, which makes gradients smaller instead of larger, also where the log begins there."""
     scale = segment.track("scale")
     if scale.last_finite is None or not 0 <= scale.last_finite[1] < 1 or scale.first_finite is None:
         return None
@@ -82,7 +81,7 @@ def _sunk(segment: Segment) -> Finding | None:
 
 
 def _halving(segment: Segment) -> Finding | None:
-    """A scale that is already low and still falls where the log ends, with no step in between that raises it."""
+    """Report a scale that is already low and still falls where the log ends."""
     scale, noted = segment.track("scale"), segment.notes.get("overflow")
     values = [b.last for b in scale.curve.finite()]
     if noted is None or noted.last is None or noted.count < HALVED or len(values) < HALVED or scale.curve.each > 1:
@@ -92,7 +91,7 @@ def _halving(segment: Segment) -> Finding | None:
         return None
     said = (
         f"The loss scale falls to {number(values[-1])} at the end of the log: {noted.count} steps overflow and are skipped, from "
-        f"{noted.place} on. If it goes on like this the scale reaches its minimum in a few steps."
+        f"{noted.place} on. At this rate it reaches its minimum within a few steps."
     )
     return Finding(kind="scale-collapse", severity="warning", place=noted.place, said=said, causes=CAUSES, commands=COMMANDS)
 

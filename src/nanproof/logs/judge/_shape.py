@@ -25,12 +25,12 @@ ENOUGH = 8
 """Points below which a curve has no shape."""
 ABSURD = 1e8
 HOPELESS = 1e12
-"""Above this no unit of a target is an excuse."""
+"""No unit of the targets explains a loss above this."""
 NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
 """A cross-entropy per token: a uniform guess among a million costs 14."""
 PERPLEXITY, PPL = 1e12, re.compile(r"ppl|perplexity", re.I)
 UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
-"""Names of losses that are as large as the square of what they measure, or a sum over all data."""
+"""Names of losses that grow with the square of the targets, or with the amount of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
 
 
 def _rounds_rise(segment: Segment) -> Finding | None:
-    """Boosting lowers the loss on its training data in every round, unless a step is too long."""
+    """Report a boosting run whose loss does not fall. `judge` adds the causes: those of all findings about boosting."""
     metric = "loss" if segment.track("loss").count else "eval_loss"
     buckets = segment.track(metric).curve.finite()
     values = [b.mean for b in buckets]
@@ -188,18 +188,14 @@ def _rounds_rise(segment: Segment) -> Finding | None:
         return None  # it had learned before, so this is overfitting
     name, place = segment.names.get(metric, "the loss"), buckets[best].place
     said = (
-        f"{name} never falls from {place} on, from {number(after[0])} to {number(after[-1])}. Each round of boosting "
+        f"{name} does not fall after {place}: it goes from {number(after[0])} to {number(after[-1])}. Each round of boosting "
         "lowers the loss on the training data, unless its step is too long or the objective does not fit the metric."
     )
-    causes = (
-        Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),
-        Likely("A custom objective has a gradient of the wrong sign, or the labels are not those that it expects"),
-    )
-    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER,))
+    return Finding(kind="divergence", severity="failure", place=place, said=said)
 
 
 def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
-    """A loss or a gradient norm that is too large for any network that learns, where the log shows nothing from before."""
+    """Report a loss or a gradient norm that is too large for any network that learns, and does not fall."""
     if segment.settings.get("rounds"):
         return None
     for name, kind in (("loss", "divergence"), ("grad_norm", "exploding-gradient")):
@@ -214,12 +210,9 @@ def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
         if UNITS.search(called):
             continue
         place = next(b.place for b in buckets if b.high >= absurd)
-        said = f"{called} is about {number(level(values[-3:]))}, and not falling. "
-        said += "It has exploded" + (
-            "."
-            if segment.settings.get("rewards") or absurd != ABSURD
-            else ", unless the targets themselves are that large: then scale them."
-        )
+        said = f"{called} is about {number(level(values[-3:]))} and is not falling. It has exploded"
+        units = absurd == ABSURD and not segment.settings.get("rewards")
+        said += ", unless the targets themselves are that large: then scale them." if units else "."
         causes = (
             Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
             Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
@@ -301,10 +294,10 @@ def _plateau(segment: Segment, f: Form | None) -> Finding | None:
     size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
     if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
         return None
-    if parts[0] - parts[2] > max(2 * unsure, 0.0015 * size) or abs(level(f.values[:3]) - parts[2]) > max(
-        0.01 * size, 3 * f.sigma
-    ):
-        return None  # slow, but it learns; or it had learned before the first line was a third
+    if parts[0] - parts[2] > max(2 * unsure, 0.0015 * size):
+        return None  # slow, but it learns
+    if abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
+        return None  # it learned within the first third
     lr = segment.track("lr")
     rates = [b.last for b in lr.curve.finite()]
     if rates and rates[-1] == lr.high > rates[2 * len(rates) // 3]:

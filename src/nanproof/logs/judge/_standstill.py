@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from nanproof.logs._curve import number
 from nanproof.logs._points import worst_score
@@ -57,19 +58,19 @@ def _no_targets(segment: Segment) -> Finding | None:
 
 
 def _vanished(segment: Segment) -> Finding | None:
-    """From one line to the next loss and gradient lose all but a thousandth, and stay there."""
+    """Report a loss and a gradient that fall to a thousandth between two lines, and stay there."""
     losses, norms = segment.track("loss").curve.finite(), segment.track("grad_norm").curve.finite()
     if len(losses) != len(norms) or len(losses) < 3 or segment.track("loss").low < 0:
         return None
+    later = [list(accumulate((b.high for b in reversed(buckets)), max))[::-1] for buckets in (losses, norms)]
     for i in range(1, len(losses) - 1):
-        before, later = losses[i - 1].low, max(b.high for b in losses[i:])
-        if later > VANISHED * before or max(b.high for b in norms[i:]) > VANISHED * norms[i - 1].low:
+        if later[0][i] > VANISHED * losses[i - 1].low or later[1][i] > VANISHED * norms[i - 1].low:
             continue
         place = losses[i].place
         said = (
-            f"The loss falls from {number(losses[i - 1].last)} to {number(losses[i].last)} at {place}, at once, "
-            f"and the gradient norm from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: "
-            "what is left to predict is trivial."
+            f"At {place} the loss drops from {number(losses[i - 1].last)} to {number(losses[i].last)}, and the gradient norm from "
+            f"{number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned between two lines: what is left "
+            "to predict is trivial."
         )
         causes = (
             Likely("Every target that counts is the same token, or all others are ignored", "no-supervised-targets"),
@@ -80,7 +81,7 @@ def _vanished(segment: Segment) -> Finding | None:
 
 
 def _worst(segment: Segment) -> Finding | None:
-    """A score that is at its worst on every line, while the loss does not fall either."""
+    """Report a score that is at its worst on every line of a log whose loss does not fall."""
     loss = segment.track("loss")
     values = [b.mean for b in loss.curve.finite()]
     if (

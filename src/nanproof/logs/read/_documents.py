@@ -16,9 +16,10 @@ from typing import Any
 
 from nanproof._access import parse_json
 from nanproof._errors import UsageError
-from nanproof.logs._points import Point
+from nanproof.logs._points import Item, Point
 from nanproof.logs.read._files import BLOCK
 from nanproof.logs.text._names import Collector, meaning, number
+from nanproof.logs.text._text import TextReader
 
 SMALL = 16 << 20
 """A document up to this size is decoded at once."""
@@ -41,8 +42,9 @@ _SETTING = re.compile(r'"(max_steps|logging_steps|num_train_epochs)"\s*:\s*([\d.
 _START = re.compile(r"[\s,]*")
 
 
-def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Point]:
-    """`tail` is the end of the file where that is known: transformers writes what was planned after what was logged."""
+def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Item]:
+    """Read a document, or a piece that was cut out of one. `tail` is the end of the file where that is known: transformers writes
+    what was planned after what was logged."""
     start = stream.read(SMALL)
     if len(start) < SMALL:
         try:
@@ -53,6 +55,9 @@ def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Poin
             yield from _of_value(data)
             return
     text = start.decode("utf-8-sig", "replace")
+    if not _list_at(text):
+        yield from _piece(start)
+        return
     settings = _settings(text[:BLOCK]) | _settings(tail.decode("utf-8", "replace"))
     names = Collector()
     for index, record in enumerate(_records(text, stream), 1):
@@ -121,17 +126,30 @@ def _settings(text: str) -> dict[str, float]:
     return {name: value for name, value in found.items() if value > 0}
 
 
-def _records(text: str, stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
-    """The dictionaries of `log_history`, or of the list that the document is."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    decode = json.JSONDecoder().raw_decode
+def _list_at(text: str) -> int:
+    """Return where the list of records begins: `log_history`, or the list that the document is. 0 if there is none."""
     at = text.find('"log_history"') if text.lstrip()[:1] == "{" else 0
-    at = text.find("[", at) + 1 if at >= 0 else 0
-    if not at:
+    return text.find("[", at) + 1 if at >= 0 else 0
+
+
+def _piece(start: bytes) -> Iterator[Item]:
+    """Read records without the list around them, as people paste them: a name and a value on each line."""
+    items = TextReader().read([start if start.endswith(b"\n") else start + b"\n"])
+    first = next(items, None)
+    if first is None:
         raise UsageError(
             "this JSON document has no list of records that a reader knows: give the log_history of a trainer_state.json, "
             "a list of dictionaries, or JSON lines"
         )
+    yield first
+    yield from items
+
+
+def _records(text: str, stream: io.BufferedReader) -> Iterator[dict[str, Any]]:
+    """The dictionaries of the list."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decode = json.JSONDecoder().raw_decode
+    at = _list_at(text)
     useless = 0
     while useless < MOST_USELESS:
         start = _START.match(text, at)

@@ -210,14 +210,7 @@ def _read_stream(stream: io.BufferedReader, format: str, tail: bytes = b"") -> I
     elif format == "notebook":
         yield from TextReader().read(notebook(stream))
     elif format in ("JSON", "transformers trainer_state"):
-        start = stream.peek(files.HEAD)
-        try:
-            yield from json_document(stream, tail)
-        except UsageError:
-            found = list(islice(TextReader().read([start]), 10_000))  # a piece that was cut out of such a document
-            if not found:
-                raise
-            yield from found
+        yield from json_document(stream, tail)
     else:
         yield from TextReader().read(files.blocks(stream))
 

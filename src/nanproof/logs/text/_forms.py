@@ -115,7 +115,7 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b"learn: ", _catboost),
     (b"]", _boosting),
 )
-"""With the letters, in lower case, without which a line has not this form."""
+"""Each with letters, in lower case, that every line of the form contains."""
 ROUNDS = (_catboost, _boosting)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nanproof.logs._points import METRICS, Batch, Point
 from nanproof.logs.text._names import TERM, finite
@@ -21,20 +21,20 @@ MOST = 6
 FEW = 4
 """Lines that make a batch."""
 NEAR = 1 << 13
-"""Bytes in which the next lines of a batch are looked for, and then twice as many."""
+"""How many bytes the search for the next lines of a batch covers at first. It doubles as long as all lines fit."""
 TRIES = 200
 """Made for one log. One that never repeats itself would only pay for making them."""
 
 _VALUE = rb"(" + PLAIN + rb"|[+-]?(?:[nN]a[nN]|[iI]nf(?:inity)?))"
 _PLACE = rb"(" + PLAIN + rb")"
 _LETTERS = rb"([-+.\deEnaifNAIF]+)"
-"""What such a value may consist of. Matches twice as fast; whether it is a number shows when it is converted."""
+"""The characters of such a value. Matching them is twice as fast; the conversion tells whether they are a number."""
 _DRAWING = rb"[ ]{0,8}\d{1,3}%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})"
 _LOOSE = re.compile(rb"(?<![\w/.@+-])" + PLAIN + rb"|(?<=\d)[ \t]+|[ \t]{2,}|[ \t](?=[+-]?[\dnNiI])")
 _DIGITS = rb"[-+]?\d[-+.\deE]*"
 """A number whose value does not count."""
 _LOOSE_DIGITS = rb"[-+.\deE]+"
-"""The same, twice as fast to match. What else it matches changes no value."""
+"""The same, but twice as fast to match. What it matches in addition changes no value."""
 
 
 def rounded_away(rate: bytes) -> bool:
@@ -89,7 +89,6 @@ class Layout:
         self._step = roles.index("step") if "step" in roles else None
         self._epoch = roles.index("epoch") if "epoch" in roles else None
         self._rate = roles.index("lr") if "lr" in roles else 0
-        self._in_all = like.skipped_in_all
         self._refused: tuple[bytes, int] = b"", 0
         self.settings = (
             like.settings if bar is None else {name: like.settings[name] for name in ("epochs",) if name in like.settings}
@@ -110,14 +109,14 @@ class Layout:
             None if self._step is None else finite(found[self._step]),
             None if self._epoch is None else finite(found[self._epoch]),
             line,
-            self._in_all,
+            self._like.skipped_in_all,
             self.settings,
             terms={name: found[index] for index, name in self._terms},
             names=self._like.names,
         )
 
     def batch(self, data: bytes, at: int, line: int) -> tuple[Batch, int] | None:
-        """The lines from here on that fit, and where they end. None if they are few, or have no step."""
+        """Return the lines from `at` on that fit, and where they end. None if they are few, or have no step."""
         if self._step is None or self.total is not None or (self._refused[0] is data and at < self._refused[1]):
             return None
         rows: list[tuple[bytes, ...]] = []
@@ -146,13 +145,12 @@ class Layout:
         if "lr" in values and 0.0 in values["lr"]:
             self.refuse(data, at)  # it may have been rounded away
             return None
-        like = replace(self._like, settings=self.settings, skipped_in_all=self._in_all)
         epochs = None if self._epoch is None else columns[self._epoch]
         terms = {name: columns[index] for index, name in self._terms}
-        return Batch(values, terms, columns[self._step], epochs, line, like), at
+        return Batch(values, terms, columns[self._step], epochs, line, self._like), at
 
     def refuse(self, data: bytes, end: int) -> None:
-        """The lines up to a place are to be read one at a time: trying again from each of them would cost the square."""
+        """Have the lines up to `end` read one at a time. Trying a batch again at each of them would take quadratic time."""
         self._refused = data, end
 
 

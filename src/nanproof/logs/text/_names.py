@@ -20,7 +20,7 @@ COARSE = 10
 mean is not one more step, and W&B's own counter is not the trainer's."""
 
 MEASURED = 3 * COARSE
-"""From this rank on it is a measure that stands for the loss where there is none: a perplexity, what boosting minimises."""
+"""Ranks from here on are of measures that stand in for a loss that is not logged: a perplexity, what boosting minimises."""
 
 _BASE: dict[str, dict[str, int]] = {
     "loss": {
@@ -83,7 +83,7 @@ _SETTING = frozenset(
     "coef coeff coefficient weight weights type fn py mask at window tokens target beta scale scaler ratio".split()
 )
 TERM = "term:"
-"""Roles that begin so are of values that are only judged for NaN, Inf and 0."""
+"""Prefix of the roles of other values of training, which are checked only for NaN, Inf, 0 and explosions."""
 
 
 _REWARD = re.compile(r"reward|advantage|ep_rew|episod|(?<![a-z])returns?(?![a-z])", re.I)
@@ -145,13 +145,13 @@ def _is_term(words: list[str]) -> bool:
 
 
 _WHY = (
-    (1, "its name is the plainest"),
-    (2, "it is the total"),
-    (3, "it is the cross-entropy"),
-    (4, "it is the mean"),
-    (COARSE, "it is the smoothed loss"),
-    (2 * COARSE, "it is the mean of an epoch"),
-    (MEASURED, "it is the first of several parts, and none is called the total"),
+    (1, "the plainest name"),
+    (2, "the total"),
+    (3, "the cross-entropy"),
+    (4, "the mean"),
+    (COARSE, "the smoothed loss"),
+    (2 * COARSE, "the mean of an epoch"),
+    (MEASURED, "the first of several parts; none is called the total"),
 )
 
 
@@ -159,7 +159,7 @@ def why(name: str) -> str:
     """Return why a name was taken for the loss where there are several."""
     found = meaning(name)
     rank = MEASURED if found is None else found.rank
-    return next((reason for below, reason in _WHY if rank < below), "it stands for the loss, which is not logged")
+    return next((reason for below, reason in _WHY if rank < below), "it stands in for the loss, which is not logged")
 
 
 def number(value: Any) -> float | None:

@@ -131,7 +131,7 @@ class Notes:
         self._ranks: dict[str, bytes | None] = {}
         self._said: set[str] = set()
         self.ended = 0
-        """The line of an exception that nothing shows to have ended the program, unless it is the last line."""
+        """The line of an exception that counts only if it is the last line of the log."""
         self._end: Note | None = None
 
     def in_traceback(self, text: bytes, line: int) -> bool:

@@ -80,9 +80,8 @@ class Places:
         return replace(point, step=value) if point.line - line <= _BELOW else point
 
     def in_bar(self, count: int, total: int, point: Point, settings: dict[str, float]) -> Point | None:
-        if (
-            point.epoch is not None and point.epoch.is_integer() and abs(point.epoch) < MOST_EPOCHS
-        ):  # "Epoch 3:" before the bar, which starts anew
+        counted = point.epoch is not None and point.epoch.is_integer() and abs(point.epoch) < MOST_EPOCHS
+        if point.epoch is not None and counted:  # "Epoch 3:" before the bar, which starts anew
             if not count:
                 return None  # it starts with the values of the epoch before
             epochs = settings.get("epochs")  # "Epoch 3/10" counts from 1

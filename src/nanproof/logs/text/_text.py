@@ -295,11 +295,9 @@ class TextReader:
         others = rank is not None and self._rank is not None and rank[1] != self._rank
         if (shown := plain(text)) is not text:
             text, low = shown, shown.lower()
-        line = self._line
+        line, who = self._line, None if rank is None else rank[1]
         said = after_bar(text)
-        noted = (
-            list(self._notes.of(text[said:], low[said:], line, None if rank is None else rank[1], self._before)) if said else []
-        )
+        noted = list(self._notes.of(text[said:], low[said:], line, who, self._before)) if said else []
         if noted:  # a message that was printed where a bar had been drawn
             text, low = text[:said], low[:said]
             bar = last_bar(text)
@@ -316,7 +314,7 @@ class TextReader:
         if point is None:
             if self._held is not None:
                 self._after += text[: max(0, NEAR - len(self._after))]  # a traceback may start where the bar ends
-            for found in self._notes.of(text, low, line, None if rank is None else rank[1], self._before):
+            for found in self._notes.of(text, low, line, who, self._before):
                 yield from self._release()
                 yield found
                 noted.append(found)
@@ -426,7 +424,7 @@ class TextReader:
             self._known = dict(self._names.best)
             self._layouts.clear()
         chosen = self._names.chosen(tuple(found for found, _ in self._matches))
-        if not self._matches or point.loss_missing or "rewards" in point.settings:
+        if not self._matches or point.loss_missing:
             return
         if any(found.role == "nan_count" and parse(match[3]) for found, match in self._matches):
             return  # a note goes with it
