@@ -111,6 +111,8 @@ def test_loss_and_gradient_that_vanish_within_a_line():
     values = [(12.07, 229.6), (1.8e-6, 2e-4), (0.0, 7.7e-8), (0.0, 6e-8)]
     row = "step {i}: loss {loss:.3g}, grad_norm {norm:.3g}"
     assert kinds(lines(4, lambda i: row.format(i=i, loss=values[i][0], norm=values[i][1])))[0][:2] == ("no-targets", "failure")
+    back = [(2.3, 1.1), (1.8e-6, 2e-7), (2.2, 1.0), (2.1, 1.0)]
+    assert kinds(lines(4, lambda i: row.format(i=i, loss=back[i][0], norm=back[i][1]))) == []
     learned = lines(60, lambda i: row.format(i=i, loss=3 * 0.8**i, norm=0.9**i))
     assert kinds(learned) == []
 
@@ -159,6 +161,18 @@ def test_advice_fits_the_log():
     assert all("from the first lines" not in cause.reason for cause in found(second)[0].causes)
     norms = lines(12, lambda i: f"step {i}: grad_norm {'nan' if i > 5 else 0.8}")
     assert "the log has no loss" in found(norms)[0].said
+
+
+def test_a_policy_may_start_at_a_loss_of_0_while_the_scaler_looks_for_its_scale():
+    row = "{{'loss': {loss}, 'grad_norm': {norm}, 'reward': 0.3, 'epoch': {i}.0}}"
+    text = lines(30, lambda i: row.format(i=i, loss=0.0 if i < 2 else i / 1e4, norm="nan" if i < 2 else 0.3))
+    assert all(severity == "note" for _, severity, _ in kinds(text))
+    assert ("hidden-nan", "warning", 1) in kinds(text.replace("reward", "margin"))
+
+
+def test_only_whether_a_printed_tensor_is_finite_counts():
+    assert kinds("".join(f"tensor({2.5 * 100**i}, device='cuda:0')\n" for i in range(12))) == []
+    assert kinds("tensor(2.5)\ntensor(nan, device='cuda:0')\ntensor(nan)\n")[0] == ("nan", "failure", 2)
 
 
 def test_nan_in_the_words_of_an_exception_is_its_cause():

@@ -68,8 +68,8 @@ def _vanished(segment: Segment) -> Finding | None:
             continue
         place = losses[i].place
         said = (
-            f"At {place} the loss drops from {number(losses[i - 1].last)} to {number(losses[i].last)}, and the gradient norm from "
-            f"{number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned between two lines: what is left "
+            f"At {place} the loss drops from {number(losses[i - 1].last)} to {number(losses[i].last)}, and the gradient norm "
+            f"from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned between two lines: what is left "
             "to predict is trivial."
         )
         causes = (
