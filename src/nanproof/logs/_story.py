@@ -35,17 +35,26 @@ class Streak:
     unbroken: int = 0
     looked: int = 0
     """Points that could have been so."""
+    before: int = 0
+    """How many of them came before the first that was."""
 
     def look(self, so: bool, place: Place) -> None:
         self.looked += 1
         if not so:
             self.since, self.unbroken = None, 0
             return
+        if not self.count:
+            self.before = self.looked - 1
         self.count += 1
         self.unbroken += 1
         self.first = self.first or place
         self.since = self.since or place
         self.last = place
+
+    @property
+    def scattered(self) -> bool:
+        """Whether most points from the first on were so, with others in between to the end."""
+        return self.count > 0.5 * (self.looked - self.before) and self.unbroken <= 0.5 * self.count
 
     def pass_over(self, count: int) -> None:
         """Count points for which it was not so."""

@@ -12,7 +12,7 @@ from nanproof.logs.judge._nonfinite import nonfinite
 from nanproof.logs.judge._parts import parts
 from nanproof.logs.judge._scaling import scaling
 from nanproof.logs.judge._shape import shapes
-from nanproof.logs.judge._standstill import standstill
+from nanproof.logs.judge._standstill import plateau, standstill
 
 __all__ = ["Finding", "Likely", "judge"]
 
@@ -46,9 +46,10 @@ def _of(segment: Segment) -> Iterator[Finding]:
     if not ended:
         still = list(standstill(segment))
         yield from still
-        for finding in shapes(segment, None):
-            if not still or finding.kind != "plateau":
-                yield finding
+        curves = list(shapes(segment, None))
+        yield from curves
+        if not still and not any(finding.kind == "divergence" for finding in curves):
+            yield from plateau(segment)
     yield from crashes(segment)
 
 

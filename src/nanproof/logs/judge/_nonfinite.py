@@ -10,6 +10,7 @@ from nanproof.logs._curve import Place, number
 from nanproof.logs._story import Segment, Streak
 from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
 from nanproof.logs.judge._hidden import START, hidden
+from nanproof.logs.judge._numbers import impossible, largest
 from nanproof.logs.judge._schedule import skipping
 from nanproof.logs.judge._skipped import left_out, skipped_only
 
@@ -52,9 +53,12 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
 
 
 def extent(streak: Streak) -> tuple[Place, str, str]:
-    """Where it began, how severe it is, and how much of the run it takes."""
+    """Return where it began, how severe it is, and how much of the run it takes."""
     assert streak.first is not None and streak.last is not None
     if streak.since is not None:
+        if streak.scattered:
+            after = streak.looked - streak.before
+            return streak.first, "failure", f"on {streak.count} of the {after} lines from there to the end, the last one included"
         every = f"and so on all {streak.unbroken} lines from there to the end" if streak.unbroken > 1 else "on the last line"
         if streak.count == streak.looked:
             every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
@@ -71,6 +75,11 @@ def _shown(segment: Segment) -> Finding:
     if loss.bad.first != first:
         said += f" It was not finite before that, first at {loss.bad.first}, and came back."
     before = loss.curve.finite(first.order)
+    absurd = impossible(before)
+    if absurd is not None and absurd is not before[-1] and severity == "failure":
+        said += f" It was {number(largest(absurd))} already at {absurd.place}."
+        first = absurd.place
+        before = loss.curve.finite(first.order)
     rose = rising_before(segment, first)
     backward = segment.track("grad_norm").bad.since if severity == "failure" else None
     if backward is not None and backward.order < first.order:
@@ -84,10 +93,12 @@ def _shown(segment: Segment) -> Finding:
         said += f" {rose}"
     norm = segment.track("grad_norm")
     if severity == "failure" and loss.count - first.order > 1 and not segment.settings.get("rounds"):
-        finite_gradients = norm.count and not norm.bad.count
-        said += (
-            " The gradient norm is finite there." if finite_gradients else " Once the weights are NaN every later step is lost."
-        )
+        if loss.bad.scattered and absurd is None:
+            said += " Losses in between are finite, so the weights are too: some of the batches are bad."
+        elif norm.count and not norm.bad.count:
+            said += " The gradient norm is finite there."
+        else:
+            said += " Once the weights are NaN every later step is lost."
     return Finding(
         kind=kind,
         severity=severity,

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
+from nanproof.logs._curve import Bucket
+
+HOPELESS = 1e12
+"""A loss that is this many times the usual one is not a loss."""
+
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Rolling median over `window` neighbours, fewer at the ends."""
@@ -23,3 +28,15 @@ def noise(values: Sequence[float]) -> float:
 
 def level(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
+
+
+def largest(bucket: Bucket) -> float:
+    """Return the value that is farthest from 0."""
+    return bucket.low if -bucket.low > bucket.high else bucket.high
+
+
+def impossible(buckets: Sequence[Bucket]) -> Bucket | None:
+    """Return the first with a value that no loss like the others can have, such as 1e34 among losses near 60."""
+    sizes = [abs(largest(bucket)) for bucket in buckets]
+    usual = max(level(sizes), 1.0)
+    return next((bucket for bucket, size in zip(buckets, sizes, strict=True) if size > HOPELESS * usual), None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
-from nanproof.logs._story import Segment, Track
+from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, RUN, SCAN, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
 
@@ -40,14 +40,11 @@ def _bad(segment: Segment) -> Finding | None:
     bad = {name: track for name, track in segment.terms.items() if track.bad.count and worst_score(name) is None}
     if not bad:
         return None
-    name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, _first(item[1]).order))
-    _, severity, much = extent(track.bad)
-    first = _first(track)
+    name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, extent(item[1].bad)[0].order))
+    first, severity, much = extent(track.bad)
     if severity != "failure" and track.bad.count <= ALONE * track.count:
         severity = "note"
     kind = "nan" if math.isnan(track.first_bad) else "inf"
-    if track.bad.since is not None and first != track.bad.since:
-        much = f"on {track.bad.count} of {track.count} lines, the last one included"
     said = f"{name} is {number(track.first_bad)} at {first}, {much}."
     others = [other for other in bad if other != name]
     if others:
@@ -68,11 +65,6 @@ def _bad(segment: Segment) -> Finding | None:
         causes=_causes(name, kind),
         commands=(SCAN, RUN, CHECK) if severity == "failure" else (RUN, CHECK),
     )
-
-
-def _first(track: Track) -> Place:
-    often = track.bad.count > 0.5 * track.count
-    return (track.bad.first if often else track.bad.since or track.bad.first) or Place()
 
 
 def _causes(name: str, kind: str) -> tuple[Likely, ...]:

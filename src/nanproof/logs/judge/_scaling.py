@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
@@ -71,7 +71,10 @@ def _sunk(segment: Segment) -> Finding | None:
     if scale.last_finite[1] == 0 and "overflow" not in segment.notes:
         return None  # a run without a scaler may log 0
     last, first = scale.last_finite[1], scale.first_finite[1]
-    place = next(b.place for b in scale.curve.finite() if b.low < 1)
+    buckets = scale.curve.finite()
+    if last >= SUNK and any(b.last > a.last for a, b in pairwise(buckets)):
+        return None  # it goes up again in between, so most steps are taken
+    place = next(b.place for b in buckets if b.low < 1)
     falls = last <= first / 4
     said = f"The loss scale is {number(last)}"
     said += f", from {number(first)} at {scale.first_finite[0]}." if falls else f" from {place} on."
@@ -101,9 +104,12 @@ def _at_minimum(segment: Segment) -> Finding | None:
     if noted is None:
         return None
     overflow = segment.notes.get("overflow")
-    place = overflow.place if overflow and overflow.place.line < noted.place.line else noted.place
+    low = (b.place for b in segment.track("scale").curve.finite() if b.low < SUNK)
+    begins = [noted.place, *([overflow.place] if overflow else []), *islice(low, 1)]
+    place = min(begins, key=lambda begin: begin.line)
     more = f", after {overflow.count} overflows" if overflow else ""
-    said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}". Overflows began at {place}.'
+    said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}".'
+    said += f" Overflows began at {place}." if overflow else ""
     return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
 
 

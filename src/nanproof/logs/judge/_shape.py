@@ -1,4 +1,4 @@
-"""The shape of finite curves: a loss that diverges, spikes or never moves, an evaluation that turns, a gradient that explodes.
+"""The shape of finite curves: a loss that diverges or spikes, an evaluation that turns, a gradient that explodes.
 
 All thresholds are relative to what the run itself has learned and to its own noise, so that a loss in other units is judged
 alike. Losses of reinforcement learning hover about 0 and have no direction: of them only an explosion is said.
@@ -7,7 +7,6 @@ alike. Losses of reinforcement learning hover about 0 and have no direction: of 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,20 +16,15 @@ from statistics import median
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
+from nanproof.logs.judge._levels import absurd, outlier, saturated
 from nanproof.logs.judge._numbers import level, noise, smooth
 
 BEST_NEAR = 4
 """How far from the best of the smoothed curve the best line may stand."""
 ENOUGH = 8
 """Points below which a curve has no shape."""
-ABSURD = 1e8
-HOPELESS = 1e12
-"""No unit of the targets explains a loss above this."""
-NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
-"""A cross-entropy per token: a uniform guess among a million costs 14."""
-PERPLEXITY, PPL = 1e12, re.compile(r"ppl|perplexity", re.I)
-UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
-"""Names of losses that grow with the square of the targets, or with the amount of data."""
+RISES = 5
+"""Lines that all rise one after another are not noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +80,19 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
 def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
-    diverged = _rounds_rise(segment) or _absurd(segment, throughout=True)
+    diverged = _rounds_rise(segment) or saturated(segment) or absurd(segment, throughout=True)
     if diverged is None:
         diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
-    diverged = diverged or _absurd(segment)
+    diverged = diverged or absurd(segment)
     if diverged is not None:
         yield diverged
     if diverged is None:
         exploded = _explosion(segment, before)
         if exploded is not None:
             yield exploded
-        if found is not None:
-            spiked = _spike(found)
-            if spiked is not None:
-                yield spiked
-        flat = _plateau(segment, found)
-        if flat is not None:
-            yield flat
+        spiked = outlier(segment, before) or (None if found is None else _spike(found))
+        if spiked is not None:
+            yield spiked
         turned = _overfit(segment)
         if turned is not None:
             yield turned
@@ -161,12 +151,16 @@ def _swings(f: Form, rise: float) -> bool:
 
 
 def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
-    """A few lines, each far above the one before."""
+    """Report a few lines, each above the one before: the last by ten times, or all of them in a steep rise."""
     buckets = segment.track("loss").curve.finite(before)
     values = [b.mean for b in buckets]
-    if len(values) < 4 or min(values) <= 0 or values[-1] < 10 * min(values) or not values[-3] < values[-2] < values[-1]:
+    if len(values) < 4 or min(values) <= 0 or not values[-3] < values[-2] < values[-1]:
         return None
     low = max(i for i, v in enumerate(values) if v == min(values))
+    steps = [b - a for a, b in pairwise(values)]
+    steep = low == 0 and len(values) >= RISES and min(steps) > 0 and max(steps) > 1.5 * values[0]  # a running sum is flatter
+    if values[-1] < 10 * values[low] and not (steep and values[-1] > 3 * values[0] and not segment.settings.get("rewards")):
+        return None
     place = buckets[low + 1].place
     said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
     causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
@@ -192,36 +186,6 @@ def _rounds_rise(segment: Segment) -> Finding | None:
         "lowers the loss on the training data, unless its step is too long or the objective does not fit the metric."
     )
     return Finding(kind="divergence", severity="failure", place=place, said=said)
-
-
-def _absurd(segment: Segment, throughout: bool = False) -> Finding | None:
-    """Report a loss or a gradient norm that is too large for any network that learns, and does not fall."""
-    if segment.settings.get("rounds"):
-        return None
-    for name, kind in (("loss", "divergence"), ("grad_norm", "exploding-gradient")):
-        buckets = segment.track(name).curve.finite()
-        values = [b.mean for b in buckets]
-        called = segment.names.get(name, name)
-        absurd = NATS if PER_TOKEN.search(called) else PERPLEXITY if PPL.search(called) else ABSURD
-        if len(values) < 2 or level(values[-3:]) < absurd or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
-            continue
-        if throughout and min(values) < absurd:
-            continue
-        if UNITS.search(called):
-            continue
-        place = next(b.place for b in buckets if b.high >= absurd)
-        said = f"{called} is about {number(level(values[-3:]))} and is not falling. It has exploded"
-        units = absurd == ABSURD and not segment.settings.get("rewards")
-        said += ", unless the targets themselves are that large: then scale them." if units else "."
-        causes = (
-            Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
-            Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
-            Likely("The gradient grows with every layer or time step", "exploding-gradient"),
-        )
-        severity = "failure" if absurd != ABSURD or level(values[-3:]) > HOPELESS else "warning"
-        commands = (SLOWER, OBSERVE, CHECK)
-        return Finding(kind=kind, severity=severity, place=place, said=said, about=called, causes=causes, commands=commands)
-    return None
 
 
 def _beyond_noise(f: Form, above: float) -> bool:
@@ -278,46 +242,6 @@ def _spike(f: Form) -> Finding | None:
         causes=causes,
         commands=('Policy(on_spike="skip")    # with the guard: such a step is not taken',),
     )
-
-
-def _plateau(segment: Segment, f: Form | None) -> Finding | None:
-    """The loss is as high as at the start, and that can be said to within a percent."""
-    if f is None or f.directionless:
-        return None
-    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
-    if (segment.resumed or _late_start(segment)) and not same:
-        return None
-    if len(f.values) < 30 and not same:
-        return None  # too few to tell, unless every one is the same
-    third = len(f.values) // 3
-    parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
-    size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
-    if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
-        return None
-    if parts[0] - parts[2] > max(2 * unsure, 0.0015 * size):
-        return None  # slow, but it learns
-    if abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
-        return None  # it learned within the first third
-    lr = segment.track("lr")
-    rates = [b.last for b in lr.curve.finite()]
-    if rates and rates[-1] == lr.high > rates[2 * len(rates) // 3]:
-        return None  # still warming up
-    said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
-    if lr.count and lr.high > 0:
-        said += f" The learning rate is up to {number(lr.high)}."
-    causes = (
-        Likely("The path from the loss to the parameters is cut (detach, no_grad), or they are frozen", "no-gradient-path"),
-        Likely("The optimizer holds other tensors than the model", "optimizer-foreign-parameters"),
-        Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
-        Likely("Every unit of a ReLU is off", "dead-units"),
-    )
-    return Finding(kind="plateau", severity="warning", place=f.buckets[0].place, said=said, causes=causes, commands=(CHECK, RUN))
-
-
-def _late_start(segment: Segment) -> bool:
-    """The log begins in the middle of a run, which may have learned what it can."""
-    first, last = segment.first, segment.last
-    return bool(first and last and first.step and last.step and first.step > 0.2 * last.step)
 
 
 def _overfit(segment: Segment) -> Finding | None:

@@ -1,19 +1,28 @@
-"""Runs that do not learn because nothing reaches the weights: no targets, no gradient, a learning rate of 0."""
+"""Runs that do not learn: no targets, no gradient, a learning rate of 0, or a loss that has not moved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from nanproof.logs._curve import number
+from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, RUN, Finding, Likely
 from nanproof.logs.judge._numbers import level
+from nanproof.logs.judge._shape import Form, form
 
 VANISHED = 1e-3
 TINY = 1e-30
 """A learning rate below this is 0 in fp32, whatever it is multiplied with."""
+EVALUATIONS, DIGITS = 4, 4
+"""So many evaluation losses that are the same in so many digits are not a coincidence."""
+PERIOD = 4
+"""Fewer losses than this may repeat by chance."""
+EARLY = 0.3
+"""The share of the planned steps in which a loss still moves."""
+EPOCHS = 6
+"""Means of whole epochs that show whether anything is learned."""
 SCHEDULE = (
     Likely("The schedule's total number of steps, its decay, its warm-up or its last value is wrong", "learning-rate-zero"),
 )
@@ -107,6 +116,118 @@ def _worst(segment: Segment) -> Finding | None:
         )
         return Finding(kind="plateau", severity="warning", place=place, said=said, causes=causes, commands=(CHECK, RUN))
     return None
+
+
+def plateau(segment: Segment) -> Iterator[Finding]:
+    """Report a loss that has not moved. At most one finding, which the other judges may explain better."""
+    found = _flat(segment, form(segment)) or _same_again(segment) or _flat_epochs(segment) or _same_evaluation(segment)
+    if found is not None:
+        yield found
+
+
+def _unmoved(place: Place, said: str, about: str = "") -> Finding:
+    causes = (
+        Likely("The path from the loss to the parameters is cut (detach, no_grad), or they are frozen", "no-gradient-path"),
+        Likely("The optimizer holds other tensors than the model", "optimizer-foreign-parameters"),
+        Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
+        Likely("Every unit of a ReLU is off", "dead-units"),
+    )
+    return Finding(kind="plateau", severity="warning", place=place, said=said, about=about, causes=causes, commands=(CHECK, RUN))
+
+
+def _flat(segment: Segment, f: Form | None) -> Finding | None:
+    """Report a loss that is as high as at the start, where that can be said to within a percent."""
+    if f is None or f.directionless:
+        return None
+    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
+    if (segment.resumed or _late_start(segment)) and not same:
+        return None
+    if len(f.values) < 30 and not same:
+        return None  # too few to tell, unless every one is the same
+    third = len(f.values) // 3
+    parts = [level(f.values[:third]), level(f.values[third : 2 * third]), level(f.values[-third:])]
+    size, unsure = abs(parts[0]), 1.25 * f.sigma / third**0.5
+    if size == 0 or unsure > 0.005 * size or max(parts) - min(parts) > 0.01 * size:
+        return None
+    if parts[0] - parts[2] > max(2 * unsure, 0.0015 * size):
+        return None  # slow, but it learns
+    if abs(level(f.values[:3]) - parts[2]) > max(0.01 * size, 3 * f.sigma):
+        return None  # it learned within the first third
+    lr = segment.track("lr")
+    rates = [b.last for b in lr.curve.finite()]
+    if rates and rates[-1] == lr.high > rates[2 * len(rates) // 3]:
+        return None  # still warming up
+    said = f"The loss is {number(parts[0])} in the first third of the log and {number(parts[2])} in the last: it has not moved."
+    if lr.count and lr.high > 0:
+        said += f" The learning rate is up to {number(lr.high)}."
+    return _unmoved(f.buckets[0].place, said)
+
+
+def _late_start(segment: Segment) -> bool:
+    """Whether the log begins in the middle of a run, which may have learned what it can. Early in a run of known length, a loss
+    that is flat while its steps double is not learning either."""
+    first, last, planned = segment.first, segment.last, segment.settings.get("steps", 0)
+    early = last is not None and last.step is not None and last.step < EARLY * planned
+    return bool(first and last and first.step and last.step and first.step > (0.5 if early else 0.2) * last.step)
+
+
+def _same_again(segment: Segment) -> Finding | None:
+    """Report losses that repeat those of the epoch before, digit for digit."""
+    curve = segment.track("loss").curve
+    buckets = curve.finite()
+    values = [b.last for b in buckets]
+    if curve.each > 1 or len(values) < 2 * PERIOD or len(set(values)) < PERIOD:
+        return None
+    period = next((i for i in range(PERIOD, len(values) // 2 + 1) if values[i] == values[0]), 0)
+    if not period or any(a != b for a, b in zip(values, values[period:], strict=False)) or _digits(values[0]) < DIGITS:
+        return None
+    said = (
+        f"From {buckets[period].place} on the losses repeat those of the {period} lines before, digit for digit: "
+        f"{number(values[0])}, {number(values[1])}, and so on. The same data gives the same losses, so no weight has changed."
+    )
+    return _unmoved(buckets[period].place, said)
+
+
+def _flat_epochs(segment: Segment) -> Finding | None:
+    """Report means of epochs, from the first epoch on, that differ by chance alone."""
+    buckets = segment.track("loss").curve.finite()
+    epochs = [b.place.epoch for b in buckets if b.place.epoch is not None]
+    values = [b.mean for b in buckets]
+    if len(values) < EPOCHS or len(epochs) < len(values) or epochs[0] > 2 or any(b - a < 1 for a, b in pairwise(epochs)):
+        return None
+    spread, half = max(values) - min(values), len(values) // 2
+    falls = sum(b < a for a, b in pairwise(values))
+    if min(values) <= 0 or spread > 0.002 * min(values) or falls > 0.75 * (len(values) - 1):
+        return None
+    if level(values[:half]) - level(values[-half:]) > 0.5 * spread:
+        return None
+    said = (
+        f"The loss is {number(values[0])} in epoch {number(epochs[0])} and {number(values[-1])} in epoch {number(epochs[-1])}: "
+    )
+    said += f"it changes by {spread / min(values):.2%} at most, up as often as down."
+    return _unmoved(buckets[0].place, said)
+
+
+def _same_evaluation(segment: Segment) -> Finding | None:
+    """Report an evaluation loss that is the same each time, to the last digit, while the training goes on."""
+    evaluated, loss = segment.track("eval_loss"), segment.track("loss")
+    if evaluated.count < EVALUATIONS or evaluated.bad.count or evaluated.low != evaluated.high or not loss.count:
+        return None
+    places = [b.place for b in evaluated.curve.buckets]
+    trained = {b.place.order for b in loss.curve.buckets}
+    repeated = any(place.order in trained for place in places)  # beside a loss, it may be that of an evaluation long ago
+    epochs = {int(place.epoch) for place in places if place.epoch is not None}
+    if _digits(evaluated.low) < DIGITS or (repeated and len(epochs) < 2 * EVALUATIONS):
+        return None
+    name = segment.names.get("eval_loss", "the evaluation loss")
+    said = f"{name} is {number(evaluated.low)} at each of {evaluated.count} evaluations, to the last digit: nothing that it "
+    said += "computes changes, neither the weights nor the outputs."
+    return _unmoved(places[0], said, name)
+
+
+def _digits(value: float) -> int:
+    """Return how many significant digits a value has."""
+    return len(repr(abs(value)).partition("e")[0].replace(".", "").strip("0"))
 
 
 def _moves(segment: Segment) -> bool:

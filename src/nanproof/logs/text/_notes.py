@@ -51,11 +51,15 @@ _OVERFLOW = re.compile(
 )
 _NEW_SCALE = re.compile(
     rb"(?:reducing|reducing loss scale|setting loss scale) to:?\s*([\d.eE+-]+)|dynamic loss scale from \S+ to (\S+)"
+    rb"|Grad scale is small: (\S+)"
 )
 _TRIED_SCALE = re.compile(rb"Attempted loss scale: ([\d.eE+-]+)")
 
 _KNOWN = (
-    ("scale-at-minimum", re.compile(rb"Current loss scale already at minimum|Minimum loss scale reached")),
+    (
+        "scale-at-minimum",
+        re.compile(rb"Current loss scale already at minimum|Minimum loss scale reached|grad_scale is too small"),
+    ),
     ("unscale-fp16", re.compile(rb"Attempting to unscale FP16 gradients")),
     ("bad-probabilities", re.compile(rb"probability tensor contains either `?inf`?, `?nan`? or element < 0")),
     (
@@ -103,7 +107,7 @@ _THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation|matrix|pr
 
 
 _MESSAGES = (
-    *(b"overflow", b"loss scale", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
+    *(b"overflow", b"loss scale", b"scale is ", b"unscale fp16", b"probability tensor", b"device-side assert", b"out of memory"),
     *(b"outofmemory", b"oom_kill", b"invalid loss", b"fatal python error", b"terminate called", b" cancelled at "),
     *(b"is not correct", b"normal expects", b"expected parameter", b"invalid values", b"assertion"),
 )
@@ -190,7 +194,11 @@ class Notes:
         prefix = len(text) - len(message)
         if b"overflow" in low and (_OVERFLOW.match(message) or b"OVERFLOW! " in message[:60]):
             return "overflow"
-        if b"dynamic loss scale from" in low and _NEW_SCALE.search(message) is not None and prefix:
+        if (
+            (b"dynamic loss scale from" in low or b"grad scale is small" in low)
+            and _NEW_SCALE.search(message) is not None
+            and prefix
+        ):
             return "scale"
         exception = _EXCEPTION.match(message)
         level = _LEVEL.search(text, 0, min(prefix + 1, 400)) is not None

@@ -1,0 +1,129 @@
+"""Losses that stand still or are impossible, each beside a healthy log that looks like it: from text to finding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nanproof.logs._story import Story
+from nanproof.logs.judge._findings import judge
+from nanproof.logs.text._text import TextReader
+
+
+def findings(text):
+    story = Story()
+    for item in TextReader().read([text.encode()]):
+        story.add(item)
+    return judge(story)
+
+
+def kinds(text):
+    return [(f.kind, f.severity, f.place.line) for f in findings(text)]
+
+
+def log(values, line="step {i}: loss {value}", start=0):
+    return "".join(line.format(i=i, value=value) + "\n" for i, value in enumerate(values, start))
+
+
+def falling(n, low=1.0):
+    return [round(low + 2 * math.exp(-i / 8) + 0.03 * math.sin(i * i), 5) for i in range(n)]
+
+
+@pytest.mark.parametrize("smallest", [1e-7, 1e-8, 1e-10, 1e-12, 1.17549435e-38])
+def test_a_loss_that_ends_at_the_log_of_the_smallest_probability(smallest):
+    stuck = round(-math.log(smallest), 4)
+    text = log([*falling(5), 7.3, *[stuck] * 4])
+    assert kinds(text) == [("divergence", "failure", 7)]
+    assert "probability of every right answer is 0" in findings(text)[0].said
+    assert kinds(log([round(stuck * (1 + 1e-3 * math.sin(i * i)), 4) for i in range(12)] + [stuck])) == []  # by chance
+    assert kinds(log([*[stuck] * 3, *falling(12)])) == []  # it begins there
+
+
+def test_losses_that_repeat_those_of_the_epoch_before():
+    epoch = [2.3145, 2.2871, 2.3312, 2.3004, 2.2933, 2.3150]
+    assert kinds(log(epoch * 2)) == [("plateau", "warning", 7)]
+    assert kinds(log([*epoch, *[round(value - 0.0003, 4) for value in epoch]])) == []
+    coarse = [2.3, 2.2, 2.4, 2.1, 2.5, 2.2]
+    assert kinds(log(coarse * 2)) == []  # two digits repeat by chance
+
+
+def test_means_of_epochs_that_only_wobble():
+    line = "Epoch {i}: loss {value:.5f}"
+    wobble = [0.69315, 0.69320, 0.69309, 0.69318, 0.69311, 0.69317, 0.69312]
+    assert kinds(log(wobble, line, start=1)) == [("plateau", "warning", 1)]
+    slow = [0.69315 - 0.0002 * i for i in range(7)]
+    assert kinds(log(slow, line, start=1)) == []
+    assert kinds(log(wobble, line, start=40)) == []  # it may have learned before
+
+
+def test_an_evaluation_that_never_changes():
+    line = "Epoch {i}: loss {value:.4f} val_loss 1.0986"
+    assert kinds(log(falling(12), line)) == [("plateau", "warning", 1)]
+    assert kinds(log(falling(12), "Epoch {i}: loss {value:.4f} val_loss 0.1")) == []  # one digit
+    last = log(falling(12), "step {i}: loss {value:.4f} val_loss 1.0986")
+    assert kinds(last) == []  # the last evaluation, shown again at each step
+
+
+def test_one_impossible_value_among_ordinary_ones():
+    values = falling(30)
+    values[12] = "3.1e+33"
+    assert [kind for kind in kinds(log(values)) if kind[0] == "spike"] == [("spike", "warning", 13)]
+    values[12] = 31.0
+    assert all(severity == "note" for _, severity, _ in kinds(log(values)))
+
+
+def test_a_nan_that_comes_after_an_impossible_value_began_there():
+    values = [*falling(10), "2.2e+30", *falling(3, 1.1), *["nan"] * 4]
+    assert kinds(log(values)) == [("nan", "failure", 11)]
+    assert kinds(log([*falling(10), *falling(3, 1.1), *["nan"] * 4])) == [("nan", "failure", 14)]
+
+
+def test_nan_that_comes_and_goes_began_at_the_first():
+    """Bad batches, not bad weights: after NaN in the weights no loss is finite."""
+    values = [*falling(10), *["nan", "nan", 1.1, "nan", 1.0, "nan", "nan"]]
+    (finding,) = findings(log(values))
+    assert (finding.kind, finding.severity, finding.place.line) == ("nan", "failure", 11)
+    assert "some of the batches are bad" in finding.said and "on 5 of the 7 lines" in finding.said
+    for_good = [*falling(10), "nan", *falling(4), *["nan"] * 6]
+    (finding,) = findings(log(for_good))
+    assert finding.place.line == 16 and "every later step is lost" in finding.said
+
+
+def test_a_steep_rise_in_a_few_lines():
+    assert kinds(log([2.1, 3.4, 5.9, 9.8, 14.7])) == [("divergence", "failure", 2)]
+    assert kinds(log([2.1, 4.2, 6.2, 8.3, 10.3])) == []  # a sum that is never reset grows by the same each time
+    assert kinds(log([2.1, 3.4, 2.9, 9.8, 14.7])) == []
+
+
+def test_a_classification_loss_has_a_level():
+    line = "Epoch {i}: cls_loss {value:.1f}"
+    assert kinds(log([5e6, 4.8e6, 5.1e6], line)) == [("divergence", "failure", 1)]
+    assert kinds(log([5e6, 4.8e6, 5.1e6], "Epoch {i}: loss {value:.1f}")) == []  # of squared prices, say
+
+
+SCALED = "step {i}: loss 2.{i} loss_scale {value}"
+
+
+def test_a_scale_below_one_that_recovers_now_and_then():
+    assert kinds(log([0.5, 0.25, 0.5, 0.5], SCALED)) == []
+    assert kinds(log([0.5, 0.25, 0.25, 0.25], SCALED)) == [("scale-collapse", "warning", 1)]
+
+
+ICEFALL = "2024-01-01 10:00:0{i},018 WARNING [optim.py:487] (0/2) Grad scale is small: {value}"
+GIVES_UP = "RuntimeError: grad_scale is too small, exiting: 8.470329472543003e-22"
+
+
+def test_a_scale_that_shrinks_in_warnings_until_the_program_gives_up():
+    text = log(falling(8)) + log([0.0078125, 0.00048828125, 3.0517578125e-05], ICEFALL)
+    assert kinds(text) == [("scale-collapse", "failure", 9)]
+    (first, *_) = findings(text + "Traceback (most recent call last):\n" + GIVES_UP + "\n")
+    assert (first.kind, first.severity, first.place.line) == ("scale-collapse", "failure", 9)
+
+
+@pytest.mark.parametrize(("first", "expected"), [(60_000, []), (800, ["plateau"])])
+def test_a_flat_loss_early_in_a_long_run_has_not_converged(first, expected):
+    steps = range(first, first + 900, 10)
+    bar = " {share}%|#  | {step}/100000 [00:31<03:48,  2.6it/s, loss={loss:.4f}]\n"
+    text = "".join(bar.format(share=step // 1000, step=step, loss=2.303 + 0.002 * math.sin(0.7 * step)) for step in steps)
+    assert [kind for kind, *_ in kinds(text)] == expected
