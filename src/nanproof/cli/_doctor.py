@@ -255,13 +255,18 @@ def _print_one(console: Console, each: Read) -> None:
         elif each.judged:
             _say(console, f"{each.path}{about}no sign of trouble in {points}", "bold")
         elif each.points:
-            few = "too few to judge the curve" if "loss" in each.names else "no single loss, so there is no curve to judge"
+            several = "no single loss" if any("loss" in name.lower() for name in each.parts) else "no loss"
+            few = "too few to judge the curve" if "loss" in each.names else f"{several}, so there is no curve to judge"
             finite = "" if each.nonfinite else " No value of training is NaN or Inf."
             _say(console, f"{each.path}{about}{points}: {few}.{finite}", "bold")
         else:
             _say(console, f"{each.path}{about}no loss or gradient norm found", "bold")
             if each.path.lower().endswith(CHECKPOINTS):
-                _say(console, f"a checkpoint is no log. To look for NaN in its weights: nanproof scan {each.path}", indent=2)
+                _say(
+                    console,
+                    f"this is a checkpoint, not a log. To look for NaN in its weights: nanproof scan {each.path}",
+                    indent=2,
+                )
     _say_which_loss(console, each)
     for line in _pictures(each, min(console.width, WIDEST), console.options.ascii_only):
         console.print(Text(line), overflow="crop", no_wrap=True)

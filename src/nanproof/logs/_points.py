@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 METRICS = ("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped")
-"""Names of values that are understood. `scale` is the loss scale; `skipped` how many steps have been left out, as the log counts
+"""Names of values that are understood. `scale` is the loss scale; `skipped` how many steps have been skipped, as the log counts
 them: in all, or since the last line (`Point.skipped_in_all`). Readers translate each framework's names; what has none
 here is left out."""
 SCORES = {
@@ -112,6 +112,7 @@ NOTES = (
     "nan-warning",  # the run's own code says that a loss or a gradient is NaN or Inf
     "unscale-fp16",  # GradScaler refuses fp16 gradients
     "bad-probabilities",  # sampling was given NaN or Inf
+    "bad-parameter",  # a distribution was given a parameter that is NaN or Inf
     "nonpositive-std",  # a normal distribution was given a standard deviation that is not positive, or NaN
     "device-assert",  # a CUDA assertion, often an index out of range
     "out-of-memory",

@@ -85,6 +85,18 @@ def test_parts_that_never_change():
     assert kinds(lines(6, lambda i: row.format(i=i, cls=0.1814 - i / 100))) == []
 
 
+def test_losses_that_are_all_exactly_0():
+    zeros = lines(3, lambda i: f"{i}     0.000     0.000     40.000")
+    learning = lines(3, lambda i: f"{i}     0.000     0.{9 - i}00     40.000")
+    assert kinds("Itn.  Dep Loss  NER Loss  NER F.\n" + zeros) == [("no-targets", "failure", 2)]
+    assert kinds("Itn.  Dep Loss  NER Loss  NER F.\n" + learning) == []
+    several = "epoch {i} loss: 0.0000 loss_ce: 0.0000 loss_bbox: 0.0000 loss_giou: 0.0000"
+    assert kinds(lines(2, lambda i: several.format(i=i))) == [("no-targets", "failure", 1)]
+    assert kinds(lines(2, lambda i: f"epoch {i} loss: 0.0000")) == []
+    policy = lines(8, lambda i: f"{{'loss': 0.0, 'reward': 1.{i}, 'epoch': 0.{i}}}")
+    assert kinds(policy) == []
+
+
 def test_of_two_networks_one_has_won():
     row = "Epoch: [ 2/20] [{i:4d}/  40] time: 1.2, d_loss: {d}, g_loss: {g}"
     assert kinds(lines(30, lambda i: row.format(i=i, d=70 + i % 3, g=0.0))) == [("divergence", "failure", 1)]
@@ -128,6 +140,12 @@ def test_a_scale_is_judged_by_its_level():
     assert kinds(bf16) == []
 
 
+@pytest.mark.parametrize(("scale", "expected"), [(1, [("scale-collapse", "failure", 2)]), (4096, [])])
+def test_one_overflow_at_a_scale_of_1_is_hopeless(scale, expected):
+    said = "[2026-01-01 10:00:00] [INFO] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {0}, reducing to {0}\n"
+    assert kinds("step 400: loss 1.5\n" + said.format(scale)) == expected
+
+
 def test_a_low_scale_that_still_falls_where_the_log_ends():
     bar = "14%|#4  | {i}/2724 [13:58<86:18, 2.4s/it][2026-01-01 10:00:00,018] [INFO] [deepspeed] OVERFLOW! Rank 0 Skipping step."
     fallen = lines(5, lambda i: f" {bar.format(i=378 + i)} Attempted loss scale: {64 >> i}, reducing to {32 >> i}")
@@ -135,6 +153,14 @@ def test_a_low_scale_that_still_falls_where_the_log_ends():
     assert (finding.kind, finding.severity, finding.place.step) == ("scale-collapse", "warning", 378)
     search = lines(5, lambda i: f" {bar.format(i=i)} Attempted loss scale: {2**32 >> i}, reducing to {2**31 >> i}")
     assert kinds(search) == []
+
+
+@pytest.mark.parametrize(("last", "expected"), [(4.3, ["scale-collapse"]), (1.6, [])])
+def test_two_halvings_of_a_low_scale_count_where_the_loss_jumps(last, expected):
+    said = "[2026-01-01 10:00:00] [INFO] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, reducing to {}\n"
+    text = lines(6, lambda i: f"step {400 + i}: loss {1.5 + 0.02 * i:.2f}")
+    text += said.format(128, 64) + f"step 406: loss {last}\n" + said.format(64, 32)
+    assert [kind for kind, *_ in kinds(text)] == expected
 
 
 def test_boosting_whose_training_loss_rises():
@@ -173,6 +199,13 @@ def test_a_policy_may_start_at_a_loss_of_0_while_the_scaler_looks_for_its_scale(
 def test_only_whether_a_printed_tensor_is_finite_counts():
     assert kinds("".join(f"tensor({2.5 * 100**i}, device='cuda:0')\n" for i in range(12))) == []
     assert kinds("tensor(2.5)\ntensor(nan, device='cuda:0')\ntensor(nan)\n")[0] == ("nan", "failure", 2)
+
+
+def test_a_distribution_with_nan_parameters_is_not_a_multinomial():
+    text = "Traceback (most recent call last):\nValueError: Expected parameter loc (Tensor of shape (64, 3)) of distribution "
+    text += "Normal(loc: torch.Size([64, 3])) to satisfy the constraint Real(), but found invalid values:\n"
+    (finding,) = found(text)
+    assert (finding.kind, finding.place.line) == ("bad-probabilities", 2) and "multinomial" not in finding.said
 
 
 def test_nan_in_the_words_of_an_exception_is_its_cause():

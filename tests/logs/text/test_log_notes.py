@@ -40,7 +40,7 @@ KNOWN = [
     ("bad-probabilities", "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0", None, None),
     ("nonpositive-std", "RuntimeError: normal expects all elements of std >= 0.0", None, None),
     ("nonpositive-std", "ValueError: Expected parameter scale (Tensor of shape (8, 2)) of distribution Normal(loc: torch.Size([8, 2]), scale: torch.Size([8, 2])) to satisfy the constraint GreaterThan(lower_bound=0.0), but found invalid values:", None, None),
-    ("bad-probabilities", "ValueError: Expected parameter logits (Tensor of shape (8, 4)) of distribution Categorical(logits: torch.Size([8, 4])) to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:", None, None),
+    ("bad-parameter", "ValueError: Expected parameter logits (Tensor of shape (8, 4)) of distribution Categorical(logits: torch.Size([8, 4])) to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:", None, None),
     ("nan-warning", "RuntimeError:  [!] NaN loss with decoder_loss.", None, None),
     ("nan-warning", "***WARNING*** the loss of batch 12 is nan", 12.0, None),
     ("nan-warning", "INFO:tensorflow:Error reported to Coordinator: <class 'tf.errors.InvalidArgumentError'>, LossTensor is inf or nan. : Tensor had NaN values", None, None),

@@ -46,6 +46,16 @@ ONE_LINE = {
     "evaluation": ("{'eval_loss': 1.2, 'eval_runtime': 3.2, 'eval_steps_per_second': 3.1, 'epoch': 1.0}", ({"eval_loss": 1.2}, None)),
     "behind a logger": ("2024-01-01 10:00:00 - INFO - {'loss': 0.5, 'epoch': 1}", ({"loss": 0.5}, None)),
     "JSON with NaN": ('10:00 {"loss": NaN, "grad_norm": Infinity, "step": 3}', ({"loss": NAN, "grad_norm": math.inf}, 3.0)),
+    "DLLogger": (
+        "DLL 2020-11-10 06:59:09.107542 - (1, 20) loss : 11.2 mlm_loss : 10.4",
+        ({"loss": 11.2}, 20.0),
+    ),
+    "DLLogger as JSON": (
+        'DLLL {"timestamp": "1604991549", "type": "LOG", "step": [0, 20], "data": {"train_loss": NaN}}',
+        ({"loss": NAN}, 20.0),
+    ),
+    "spaCy 2": ("Losses {'ner': 12.5, 'tagger': nan}", ({"loss": 12.5}, None)),
+    "spaCy 2, numbered": ("3 {'ner': nan}", ({"loss": NAN}, None)),
     "nanoGPT": ("iter 100: loss 2.4, time 12.20ms, mfu 3.00%", ({"loss": 2.4}, 100.0)),
     "nanoGPT's evaluation": ("step 250: train loss 2.3, val loss 2.5", ({"loss": 2.3, "eval_loss": 2.5}, 250.0)),
     "Megatron's evaluation": (

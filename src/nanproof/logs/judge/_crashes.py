@@ -20,6 +20,16 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         ),
         (SCAN, RUN, CHECK),
     ),
+    "bad-parameter": (
+        "bad-probabilities",
+        "A distribution was given a parameter that is NaN or Inf. It is an output of the network, which was not finite before.",
+        (
+            Likely("An earlier step with a NaN gradient was taken, and the weights are NaN", "nonfinite-batch"),
+            Likely("An observation or a reward is NaN or Inf", "nonfinite-batch"),
+            Likely("The policy's update overflows, such as exp of a log-ratio", "exp-overflow"),
+        ),
+        (SCAN, RUN, CHECK),
+    ),
     "nonpositive-std": (
         "bad-probabilities",
         "A normal distribution was given a standard deviation that is NaN or not above 0. In reinforcement learning it is a "

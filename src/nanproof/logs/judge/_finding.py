@@ -21,7 +21,7 @@ KINDS = {
     "nan": "The loss is NaN",
     "inf": "The loss is Inf",
     "nan-warnings": "The run's own code reports NaN",
-    "scaler-skipping": "The loss scaler leaves steps out",
+    "scaler-skipping": "The loss scaler skips steps",
     "scale-collapse": "The loss scale has collapsed",
     "nan-gradient": "The gradient is NaN or Inf",
     "bad-probabilities": "Sampling was given invalid values",

@@ -35,7 +35,7 @@ def judge(story: Story) -> tuple[Finding, ...]:
 def _of(segment: Segment) -> Iterator[Finding]:
     lost = list(nonfinite(segment))
     scaled = list(scaling(segment))
-    if scaled:  # the same thing, and the scale says it more exactly: such steps are left out, and the weights are not NaN
+    if scaled:  # the same thing, and the scale says it more exactly: such steps are skipped, and the weights are not NaN
         scaled = [_with_loss(f, segment) for f in scaled]
         lost = [f for f in lost if f.kind not in ("scaler-skipping", "nan-gradient", "nan", "inf", "nan-warnings")]
     if not any(f.severity == "failure" for f in lost):

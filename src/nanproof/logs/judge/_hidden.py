@@ -1,4 +1,4 @@
-"""A NaN loss that the log shows as 0.0: transformers' logging_nan_inf_filter, on by default, leaves NaN out of its sum."""
+"""A NaN loss that the log shows as 0.0: transformers' logging_nan_inf_filter, on by default, omits NaN from its sum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from nanproof.logs._curve import Curve, Place, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, UNFILTER, Finding, Likely
 from nanproof.logs.judge._schedule import skipping
-from nanproof.logs.judge._skipped import NO_SCALE_HELPS, left_out
+from nanproof.logs.judge._skipped import NO_SCALE_HELPS, skips
 
 SURE = 3
 """This many lines of exactly 0.0 at the end are not a coincidence."""
@@ -24,10 +24,10 @@ def hidden(segment: Segment) -> Finding | None:
     first = (norm.bad.since if lasting else None) or streak.since or streak.first
     assert first is not None and streak.last is not None
     if lasting and _rate_stands(segment, first):
-        return _all_left_out(segment, first)
+        return _all_skipped(segment, first)
     moved = skipping(segment)
     if moved is not None:
-        return left_out(segment, moved)  # a scaler is at work, and the steps with NaN are those that it leaves out
+        return skips(segment, moved)  # a scaler is at work, and the steps with NaN are those that it skips
     sudden = loss.first_finite is not None and loss.first_finite[1] == 0.0
     said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} "
     said += "lines. That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0."
@@ -40,7 +40,7 @@ def hidden(segment: Segment) -> Finding | None:
         if len(set(rates)) > 1:
             said += " The learning rate moves on, so those steps were most likely taken."
     else:
-        said += " Later lines are finite again: those steps were left out."
+        said += " Later lines are finite again: those steps were skipped."
     causes = [
         Likely(
             "NaN from the first line: the weights that were loaded, or the data, are NaN already", "nonfinite-weights-at-start"
@@ -71,11 +71,11 @@ def _rate_stands(segment: Segment, first: Place) -> bool:
     return len(since) == 1 and len(rates) - len(before) >= 3 and len(set(before[-3:])) > 1 and min(since) > 0
 
 
-def _all_left_out(segment: Segment, first: Place) -> Finding:
+def _all_skipped(segment: Segment, first: Place) -> Finding:
     said = (
         f"Since {first} the loss is NaN (logged as 0.0) and so is the gradient, but the learning rate stands still at "
-        f"{number(segment.track('lr').curve.buckets[-1].last)}: the loss scaler leaves every step out. Nothing is learned any "
-        "more; the weights are those of the last good step."
+        f"{number(segment.track('lr').curve.buckets[-1].last)}: the loss scaler skips every step. The model no longer learns"
+        "; the weights are those of the last good step."
     )
     return Finding(
         kind="scaler-skipping", severity="failure", place=first, said=said, causes=NO_SCALE_HELPS, commands=(PROTECT, CHECK, SCAN)
@@ -132,19 +132,26 @@ def _same_rate(segment: Segment, since: Place) -> bool:
 def _always_zero(segment: Segment) -> Finding | None:
     """Logs without grad_norm: nothing but 0.0."""
     loss = segment.track("loss")
-    if segment.track("grad_norm").count or loss.count < 5 or loss.zero.count < loss.count or loss.zero.first is None:
+    if segment.track("grad_norm").count or loss.zero.count < loss.count or loss.zero.first is None:
         return None
-    if any(track.high > 0 for name, track in segment.terms.items() if "loss" in name.lower()):
-        return None  # it is one part of several
+    parts = [track for name, track in segment.terms.items() if "loss" in name.lower()]
+    if (
+        loss.count < (2 if len(parts) >= SURE else SURE if parts else 5)
+        or any(part.high > 0 for part in parts)
+        or segment.settings.get("rewards")
+    ):
+        return None
+    nothing = Likely("Every label is ignored, or no label was read: a loss over nothing", "no-supervised-targets")
+    place = loss.zero.first
+    if parts:  # not from transformers' Trainer, which logs one loss
+        said = f"Every loss is exactly 0.0 on all {loss.count} lines: there is nothing to learn from."
+        return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=(nothing,), commands=(CHECK, SCAN))
     said = (
         f"The loss is exactly 0.0 on all {loss.count} lines. It is a NaN that is shown as 0.0, or there is nothing to learn "
         "from; the log has no grad_norm, which would be NaN or 0.0 and tell them apart."
     )
-    causes = (
-        Likely("The Trainer's logging_nan_inf_filter shows NaN as 0.0", "nonfinite-batch"),
-        Likely("Every label is ignored: a loss over nothing", "no-supervised-targets"),
-    )
-    place, commands = loss.zero.first, (UNFILTER, CHECK, SCAN)
+    causes = (Likely("The Trainer's logging_nan_inf_filter shows NaN as 0.0", "nonfinite-batch"), nothing)
+    commands = (UNFILTER, CHECK, SCAN)
     return Finding(kind="hidden-nan", severity="failure", place=place, said=said, causes=causes, commands=commands)
 
 
@@ -162,7 +169,7 @@ def _lone_zeros(segment: Segment) -> Finding | None:
         "loss of that step was NaN, and the Trainer's logging_nan_inf_filter shows it as 0.0."
     )
     causes = (
-        Likely("One batch with NaN or Inf, whose step was left out or did no lasting harm", "nonfinite-batch"),
+        Likely("One batch with NaN or Inf, whose step was skipped or did no lasting harm", "nonfinite-batch"),
         Likely("A batch without a supervised token: a mean over nothing is 0/0", "no-supervised-targets"),
     )
     return Finding(

@@ -49,7 +49,7 @@ def saturated(segment: Segment) -> Finding | None:
         name, place = segment.names.get(metric, metric), stuck[-1].place
         said = (
             f"{name} is {number(stuck[0].last)} from {place} to the end. That is -log of {smallest}: the probability of every "
-            "right answer is 0 there. The outputs have saturated, and nothing is learned any more."
+            "right answer is 0 there. The outputs have saturated, and the model no longer learns."
         )
         causes = (
             Likely(

@@ -12,7 +12,7 @@ from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Lik
 from nanproof.logs.judge._hidden import START, hidden
 from nanproof.logs.judge._numbers import impossible, largest
 from nanproof.logs.judge._schedule import skipping
-from nanproof.logs.judge._skipped import left_out, skipped_only
+from nanproof.logs.judge._skipped import skipped_only, skips
 
 START_OF_RUN = 100
 """A log whose first step is later does not show how the run began."""
@@ -59,7 +59,7 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
         if streak.scattered:
             after = streak.looked - streak.before
             return streak.first, "failure", f"on {streak.count} of the {after} lines from there to the end, the last one included"
-        every = f"and so on all {streak.unbroken} lines from there to the end" if streak.unbroken > 1 else "on the last line"
+        every = f"and stays so to the end ({streak.unbroken} lines)" if streak.unbroken > 1 else "on the last line"
         if streak.count == streak.looked:
             every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
         return streak.since, "failure", every
@@ -98,7 +98,7 @@ def _shown(segment: Segment) -> Finding:
         elif norm.count and not norm.bad.count:
             said += " The gradient norm is finite there."
         else:
-            said += " Once the weights are NaN every later step is lost."
+            said += " Once the weights are NaN, every later step is lost."
     return Finding(
         kind=kind,
         severity=severity,
@@ -169,17 +169,19 @@ def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Like
     half = bool(segment.track("scale").count or segment.notes.get("overflow"))
     causes = []
     if rose:
-        causes.append(Likely("It rose over several steps before it was lost", "learning-rate-too-high"))
+        causes.append(Likely("The loss rose for several steps before it was lost", "learning-rate-too-high"))
         causes.append(Likely("Gradients that grow from step to step end in an overflow", "exploding-gradient"))
     if early and not rose:
-        causes.append(Likely("It is so from the first lines: weights or data are bad already", "nonfinite-weights-at-start"))
+        causes.append(
+            Likely("It starts with the first lines: the initial weights or the data are bad", "nonfinite-weights-at-start")
+        )
     if kind == "inf":
         causes.append(Likely("Inf comes before NaN: something overflows, such as exp of a large number", "exp-overflow"))
     if half:
         causes.append(Likely("The run trains in fp16, where activations above 65504 are Inf", "fp16-activation-overflow"))
     if not rose:
         sudden = (
-            "It came from one step to the next, as a bad sample does"
+            "It appeared from one step to the next, as with a bad sample"
             if not early and place.order > 2
             else "A batch with NaN or Inf"
         )
@@ -192,7 +194,7 @@ def _gradient(segment: Segment) -> Finding | None:
     norm = segment.track("grad_norm")
     moved = skipping(segment)
     if moved is not None:
-        return left_out(segment, moved)
+        return skips(segment, moved)
     first, severity, much = extent(norm.bad)
     if norm.bad.since is None:
         severity = "warning"  # the loss is finite: whatever it was, the run outlived it

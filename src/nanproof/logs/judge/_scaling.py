@@ -1,4 +1,4 @@
-"""Loss scale and skipped steps as a log states them: a scale that falls without end, steps that are left out for ever."""
+"""Loss scale and skipped steps as a log states them: a scale that falls without end, steps that are skipped for ever."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _collapse(segment: Segment) -> Finding | None:
     began = values[fell].place
     said = (
         f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving "
-        "is a step that was left out; gradients that are bad at a scale of 1 are bad at any."
+        "is a skipped step. Gradients that overflow at a scale of 1 overflow at any scale."
     )
     return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
 
@@ -84,19 +84,32 @@ def _sunk(segment: Segment) -> Finding | None:
 
 
 def _halving(segment: Segment) -> Finding | None:
-    """Report a scale that is already low and still falls where the log ends."""
+    """Report a scale that is low and still falls where the log ends, or steps that overflow at a scale of 1."""
     scale, noted = segment.track("scale"), segment.notes.get("overflow")
     values = [b.last for b in scale.curve.finite()]
-    if noted is None or noted.last is None or noted.count < HALVED or len(values) < HALVED or scale.curve.each > 1:
+    if noted is None or noted.last is None or scale.curve.each > 1:
         return None
-    ended = noted.last_order >= segment.points - 2
-    if not ended or values[-1] > LOW or any(b > a for a, b in zip(values[-HALVED:], values[-HALVED + 1 :], strict=False)):
+    hopeless = bool(values) and values[-1] <= 1
+    enough = 1 if hopeless else HALVED - _jumps(segment)
+    if min(noted.count, len(values)) < enough or noted.last_order < segment.points - 2 or values[-1] > LOW:
         return None
-    said = (
-        f"The loss scale falls to {number(values[-1])} at the end of the log: {noted.count} steps overflow and are skipped, from "
-        f"{noted.place} on. At this rate it reaches its minimum within a few steps."
+    if any(b > a for a, b in pairwise(values[-enough:])):
+        return None
+    many = "a step overflows and is" if noted.count == 1 else f"{noted.count} steps overflow and are"
+    said = f"The loss scale is {number(values[-1])} at the end of the log: {many} skipped, from {noted.place} on."
+    said += (
+        " Gradients that overflow at a scale of 1 overflow at any scale."
+        if hopeless
+        else " At this rate it reaches its minimum within a few steps."
     )
-    return Finding(kind="scale-collapse", severity="warning", place=noted.place, said=said, causes=CAUSES, commands=COMMANDS)
+    severity = "failure" if hopeless else "warning"
+    return Finding(kind="scale-collapse", severity=severity, place=noted.place, said=said, causes=CAUSES, commands=COMMANDS)
+
+
+def _jumps(segment: Segment) -> bool:
+    """Whether the last loss is twice as high as any before it."""
+    losses = segment.track("loss").curve.finite()
+    return len(losses) > 1 and losses[-1].low > 2 * max(bucket.high for bucket in losses[:-1]) > 0
 
 
 def _at_minimum(segment: Segment) -> Finding | None:
@@ -126,9 +139,9 @@ def _overflows(segment: Segment) -> Finding | None:
     place = noted.place
     scale = segment.track("scale")
     falls = scale.count > 1 and scale.last_finite is not None and scale.last_finite[1] < scale.high / 64
-    said = f"{noted.count} steps overflow and are left out, from {place} to the end of the log"
+    said = f"{noted.count} steps overflow and are skipped, from {place} to the end of the log"
     said += (
-        f": the loss scale falls from {number(scale.high)} to {number(scale.low)}." if falls else ". Nothing is learned any more."
+        f": the loss scale falls from {number(scale.high)} to {number(scale.low)}." if falls else ". The model no longer learns."
     )
     kind = "scale-collapse" if falls else "scaler-skipping"
     return Finding(kind=kind, severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
@@ -157,7 +170,7 @@ def _counted(segment: Segment) -> Finding | None:
         return None
     share = late / later
     said = (
-        f"{number(count)} of {number(steps)} steps were left out by the loss scaler, {share:.0%} in the second half of the log. "
+        f"The loss scaler skipped {number(count)} of {number(steps)} steps, {share:.0%} of those in the second half of the log. "
         "A scale that is only too high costs a few steps at the start."
     )
     return Finding(kind="scaler-skipping", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)

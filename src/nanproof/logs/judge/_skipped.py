@@ -1,4 +1,4 @@
-"""Steps that a loss scaler left out, put into words: what the learning rates of a log have told."""
+"""Steps that a loss scaler skipped, as the learning rates in a log show them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NO_SCALE_HELPS = (
 
 
 def skipped_only(segment: Segment) -> Finding | None:
-    """The learning rate alone shows steps that were left out."""
+    """Report skipped steps that only the learning rate shows."""
     moved = skipping(segment)
-    return None if moved is None else left_out(segment, moved)
+    return None if moved is None else skips(segment, moved)
 
 
-def left_out(segment: Segment, moved: Skipping) -> Finding:
+def skips(segment: Segment, moved: Skipping) -> Finding:
     norm = segment.track("grad_norm")
-    said = told(moved)
+    said = in_words(moved)
     if norm.bad.count:
         said += f" grad_norm is {number(norm.first_bad)} on {norm.bad.count} of {norm.count} lines."
     share = moved.skipped / moved.tried
@@ -41,11 +41,11 @@ def left_out(segment: Segment, moved: Skipping) -> Finding:
     )
 
 
-def told(moved: Skipping) -> str:
-    """The reading of the learning rates in a sentence."""
-    said = f"The learning rate says that {moved.skipped} of {moved.tried} optimizer steps were left out: "
+def in_words(moved: Skipping) -> str:
+    """Return what the learning rates show, as sentences."""
+    said = f"The learning rate shows that {moved.skipped} of {moved.tried} optimizer steps were skipped: "
     if moved.base is not None and moved.total is not None:
-        said += f"{number(moved.base)} falls linearly over {moved.total} steps, "
+        said += f"{number(moved.base)} falls over {moved.total} steps, "
     taken = 0
     at = []
     for stretch in moved.stretches[:6]:

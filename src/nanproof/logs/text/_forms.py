@@ -13,6 +13,11 @@ Pairs = list[tuple[Found, float]]
 STEP, EPOCH = Found("step", COARSE), Found("epoch", 0)
 LOSS, EVALUATION = Found("loss", 0, "loss"), Found("eval_loss", 0, "loss")
 
+_PIPES = rb"ner|tagger|parser|textcat(?:_multilabel)?|tok2vec|transformer|spancat|senter|morphologizer|entity_linker"
+_SPACY = re.compile(
+    rb"(?:.{0,60}\blosse?s?\W{1,3}(?=\{)|\s{0,9}(?:\d{1,9}:? )?(?=\{['\"](?:" + _PIPES + rb")['\"]:))\{([^{}]{3,400})\}\s*", re.I
+)
+_ITEM = re.compile(rb"['\"]([A-Za-z][\w -]{0,30})['\"]:\s?(" + ANY + rb")(?=,|$)")
 _DARKNET = re.compile(rb"\s{0,9}(\d{1,9}): (" + ANY + rb"), (" + ANY + rb") avg(?: loss)?, (" + ANY + rb") rate")
 _YOLO = re.compile(rb"\s{0,20}(\d{1,6})/\d{1,6}\s+[\d.]+[GM]((?:\s+" + ANY + rb"){3,8})\s*(?::|$)")
 _FASTAI = re.compile(rb"\s{0,9}[\d.]+% \[\d+/\d+ [\d:]+<[\d:]+ (" + ANY + rb")\]")
@@ -76,6 +81,13 @@ def _tagged(text: bytes) -> Pairs | None:
     return None if match is None or found is None else [(STEP, float(match[3])), (found, parse(match[2]))]
 
 
+def _spacy(text: bytes) -> Pairs | None:
+    """`Losses {'ner': 12.3, 'tagger': nan}`: the first is taken for the loss."""
+    match = _SPACY.fullmatch(text)
+    items = [] if match is None else [(name.decode("ascii") + " loss", parse(value)) for name, value in _ITEM.findall(match[1])]
+    return [(Found("loss", 2 * COARSE, name), value) for name, value in items] or None
+
+
 def _catboost(text: bytes) -> Pairs | None:
     match = _CATBOOST.match(text)
     if match is None:
@@ -112,6 +124,9 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b"%) ", _tutorial),
     (b"tensor(", _tensor),
     (b"loss ", _tagged),
+    (b"loss", _spacy),
+    (b"'ner'", _spacy),
+    (b"'textcat", _spacy),
     (b"learn: ", _catboost),
     (b"]", _boosting),
 )

@@ -70,7 +70,7 @@ _KNOWN = (
         ),
     ),
     (
-        "bad-probabilities",
+        "bad-parameter",
         re.compile(rb"Expected parameter (?:loc|logits|probs) .{1,200}to satisfy the constraint .{1,80}but found"),
     ),
     ("device-assert", re.compile(rb"device-side assert triggered|\S{1,300}\.cuh?:\d{1,6}: .{0,300}Assertion .{1,200}failed")),
@@ -124,7 +124,10 @@ _MARKS = (
     b"continuing t",
 )
 """In small letters: outside of a traceback, a line without any of these is no note."""
-_ONCE = {"error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "nonpositive-std", "scale-at-minimum"}
+_ONCE = {
+    *("error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "bad-parameter", "nonpositive-std"),
+    "scale-at-minimum",
+}
 
 
 class Notes:

@@ -27,7 +27,7 @@ WORDS = tuple(
     b"loss|grad|step=|nan|finite|error|exception|overflow|raceback|assertion|resum|checkpoint|continuing training".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
-RARE_WORDS = tuple(b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(".split(b"|"))
+RARE_WORDS = tuple(b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat".split(b"|"))
 """The same, of logs whose lines with values have none of those. Not searched for once `SURE` points were read without them."""
 SURE = 64
 LONGEST = 1 << 15

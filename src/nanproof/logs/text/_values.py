@@ -22,9 +22,13 @@ def parse(text: bytes) -> float:
         return math.nan if b"n" in low else float(text.replace(b",", b""))
 
 
+_TUPLE = re.compile(rb'"step": \[(\d{1,9}), (\d{1,15})(?:, \d{1,15})?\]|(?<= - )\((\d{1,9}), (\d{1,15})(?:, \d{1,15})?\) ')
+"""The step of DLLogger: epoch, iteration and the iteration of a validation."""
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x08+|\x00+")
 
 
 def plain(text: bytes) -> bytes:
-    """Return a line without colours and other marks that a terminal does not show."""
+    """Return a line without colours and other marks that a terminal does not show, and with DLLogger's step by name."""
+    if text.startswith(b"DLL"):
+        text = _TUPLE.sub(lambda step: b"epoch: %b, step: %b " % ((step[1], step[2]) if step[1] else (step[3], step[4])), text)
     return _ESCAPES.sub(b"", text) if b"\x1b" in text or b"\x08" in text or b"\x00" in text else text
