@@ -5,8 +5,7 @@ from __future__ import annotations
 from nanproof.logs._curve import Curve, Place, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, UNFILTER, Finding, Likely
-from nanproof.logs.judge._schedule import skipping
-from nanproof.logs.judge._skipped import NO_SCALE_HELPS, skips
+from nanproof.logs.judge._schedule import NO_SCALE_HELPS, skipping, skips
 
 SURE = 3
 """This many lines of exactly 0.0 at the end are not a coincidence."""

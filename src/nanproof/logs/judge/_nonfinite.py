@@ -11,8 +11,7 @@ from nanproof.logs._story import Segment, Streak
 from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
 from nanproof.logs.judge._hidden import START, hidden
 from nanproof.logs.judge._numbers import impossible, largest
-from nanproof.logs.judge._schedule import skipping
-from nanproof.logs.judge._skipped import skipped_only, skips
+from nanproof.logs.judge._schedule import skipped_only, skipping, skips
 
 START_OF_RUN = 100
 """A log whose first step is later does not show how the run began."""

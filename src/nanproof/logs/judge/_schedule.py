@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from nanproof.logs._curve import Place
+from nanproof.logs._curve import Place, number
 from nanproof.logs._story import Segment
+from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
 
 POINTS = 400
 LINE_STEPS = (10, 1, 5, 20, 25, 50, 100, 500, 2, 4, 8, 200, 250, 1000)
@@ -23,6 +24,14 @@ EPOCHS = (3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 """Usual settings, the likeliest first, for logs that do not say them."""
 ROUND = tuple(x / 10 for x in range(10, 100))
 """Learning rates that people write have two digits."""
+NO_SCALE_HELPS = (
+    Likely("An output passes 65504 in fp16, at any loss scale", "fp16-activation-overflow"),
+    Likely(
+        "The model is loaded in fp16: keep trainable weights in fp32, and let autocast do the rest",
+        "fp16-weights-with-grad-scaler",
+    ),
+    Likely("The data holds NaN or Inf, so that no scale helps", "nonfinite-batch"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +258,46 @@ def _units(places: Sequence[Place], values: Sequence[float], counting: Counting)
         return None
     found = zip(places[start + 1 :], tried, taken, strict=False)
     return Skipping(tuple(Stretch(*each) for each in found))
+
+
+def skipped_only(segment: Segment) -> Finding | None:
+    """Report skipped steps that only the learning rate shows."""
+    moved = skipping(segment)
+    return None if moved is None else skips(segment, moved)
+
+
+def skips(segment: Segment, moved: Skipping) -> Finding:
+    norm = segment.track("grad_norm")
+    said = in_words(moved)
+    if norm.bad.count:
+        said += f" grad_norm is {number(norm.first_bad)} on {norm.bad.count} of {norm.count} lines."
+    share = moved.skipped / moved.tried
+    if share > 0.25:
+        said += " A scale that is only too high costs a few steps: here the forward or the gradients are NaN at any scale."
+    return Finding(
+        kind="scaler-skipping",
+        severity="failure" if share > 0.25 else "warning",
+        place=moved.began,
+        said=said,
+        causes=NO_SCALE_HELPS,
+        commands=(PROTECT, CHECK, SCAN),
+    )
+
+
+def in_words(moved: Skipping) -> str:
+    """Return what the learning rates show, as sentences."""
+    said = f"The learning rate shows that {moved.skipped} of {moved.tried} optimizer steps were skipped: "
+    if moved.base is not None and moved.total is not None:
+        said += f"{number(moved.base)} falls over {moved.total} steps, "
+    taken = 0
+    at = []
+    for stretch in moved.stretches[:6]:
+        taken += stretch.taken
+        at.append(taken)
+    few = ", ".join(map(str, at)) + (", ..." if len(moved.stretches) > 6 else "")
+    said += f"and the schedule had moved {few} steps at the logged lines."
+    if moved.each is not None:
+        said += (
+            f" (Read with a line every {moved.each} steps and {number(moved.epochs or 0)} epochs, which the log does not say.)"
+        )
+    return said
