@@ -53,6 +53,10 @@ LINES: dict[str, str] = {
     "  2      20         35.55   2154.20   82.80    0.83",
     "a table of a notebook": "Step | Training Loss | kl | entropy\n-- | -- | -- | --\n20 | 1.930100 | nan | No Log",
     "darknet": "2677: nan, nan avg, 0.001000 rate, 4.1 seconds, 171328 images",
+    "Caffe": "I0101 10:00:00.000000  7 solver.cpp:243] Iteration 20, loss = 1.93\n"
+    "I0101 10:00:00.000000  7 solver.cpp:259]     Train net output #0: loss_bbox = nan (* 1 = nan loss)",
+    "Marian": "[2026-01-01 10:00:00] Ep. 1 : Up. 20 : Sen. 21,301 : Cost 1.93 : Time 31.20s : 2913.10 words/s",
+    "CycleGAN, pix2pix": "(epoch: 2, iters: 20, time: 0.391, data: 0.002) D_A: 0.214 G_A: 0.362 cycle_A: nan",
     "LightGBM": "[20]\ttraining's l2: 0.0944603\tvalid_1's l2: 0.099663",
     "XGBoost": "[20]\ttrain-rmse:0.0944603\teval-rmse:0.099663",
     "CatBoost": "20:\tlearn: 0.6931\ttest: 0.6950\tbest: 0.6950 (20)\ttotal: 31ms\tremaining: 1.2s",

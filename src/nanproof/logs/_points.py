@@ -11,7 +11,7 @@ METRICS = ("loss", "eval_loss", "grad_norm", "lr", "scale", "skipped")
 them: in all, or since the last line (`Point.skipped_in_all`). Readers translate each framework's names; what has none
 here is left out."""
 SCORES = {
-    **dict.fromkeys("acc accuracy top1 map map50 ndcg f1 bleu".split(), 0.0),
+    **dict.fromkeys("acc ac accuracy top1 map map50 ndcg f1 bleu".split(), 0.0),
     **dict.fromkeys(("wer", "cer"), 1.0),
     "auc": 0.5,
 }
@@ -110,6 +110,7 @@ class Note:
 NOTES = (
     "overflow",  # a loss scaler left a step out
     "nan-warning",  # the run's own code says that a loss or a gradient is NaN or Inf
+    "numpy-warning",  # NumPy met NaN or Inf, in the loss or in something that does not matter
     "unscale-fp16",  # GradScaler refuses fp16 gradients
     "bad-probabilities",  # sampling was given NaN or Inf
     "bad-parameter",  # a distribution was given a parameter that is NaN or Inf

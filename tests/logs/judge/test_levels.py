@@ -40,10 +40,19 @@ def test_a_loss_that_ends_at_the_log_of_the_smallest_probability(smallest):
     assert kinds(log([*[stuck] * 3, *falling(12)])) == []  # it begins there
 
 
+def test_a_part_of_the_loss_saturates_too():
+    line = "step {i}: loss 3.{i}2 loss_bbox {value}"
+    assert kinds(log([0.61, 0.52, *[87.3365] * 4], line)) == [("divergence", "failure", 3)]
+    assert kinds(log([0.61, 0.52, 87.3365, 0.47, 0.45, 0.44], line)) == []
+
+
 def test_losses_that_repeat_those_of_the_epoch_before():
     epoch = [2.3145, 2.2871, 2.3312, 2.3004, 2.2933, 2.3150]
     assert kinds(log(epoch * 2)) == [("plateau", "warning", 7)]
     assert kinds(log([*epoch, *[round(value - 0.0003, 4) for value in epoch]])) == []
+    assert kinds(log([*epoch, *epoch[:4]])) == [("plateau", "warning", 7)]  # the second epoch goes on
+    learning = [2.9145, 2.7871, 2.6312, 2.5004, 2.3933, 2.3150]
+    assert kinds(log(learning * 2)) == []  # the same run, started again
     coarse = [2.3, 2.2, 2.4, 2.1, 2.5, 2.2]
     assert kinds(log(coarse * 2)) == []  # two digits repeat by chance
 
@@ -65,6 +74,25 @@ def test_an_evaluation_that_never_changes():
     assert kinds(last) == []  # the last evaluation, shown again at each step
 
 
+def test_a_score_that_never_changes_to_the_last_digit():
+    line = "epoch {i}: loss {value:.4f} val_accuracy: {score}"
+    assert kinds("".join(line.format(i=i, value=v, score=0.318376) + "\n" for i, v in enumerate(falling(6)))) == [
+        ("plateau", "warning", 1)
+    ]
+    for score in ("0.5", "{i}"):  # of few samples; moving
+        text = "".join(
+            line.format(i=i, value=v, score=score.format(i=0.318376 + i / 99)) + "\n" for i, v in enumerate(falling(6))
+        )
+        assert kinds(text) == []
+
+
+def test_a_learning_rate_too_small_for_fp32():
+    line = "step {i}: loss 2.{i}1 current_lr {value}"
+    assert kinds(log([1e-4, 1e-12, 3e-31, 8e-52, 0.0], line)) == [("learning-rate-zero", "failure", 3)]
+    assert kinds(log([1e-4, 1e-12, 3e-20, 1e-24, 1e-28], line)) == []
+    assert kinds(log([3e-31, 1e-4, 1e-4, 1e-4, 1e-4], line)) == []  # a warm-up that begins at nearly 0
+
+
 def test_one_impossible_value_among_ordinary_ones():
     values = falling(30)
     values[12] = "3.1e+33"
@@ -77,6 +105,13 @@ def test_a_nan_that_comes_after_an_impossible_value_began_there():
     values = [*falling(10), "2.2e+30", *falling(3, 1.1), *["nan"] * 4]
     assert kinds(log(values)) == [("nan", "failure", 11)]
     assert kinds(log([*falling(10), *falling(3, 1.1), *["nan"] * 4])) == [("nan", "failure", 14)]
+
+
+def test_a_nan_that_comes_after_a_loss_that_was_blown_up_began_there():
+    values = [*falling(10), *[53_000_000.0, 96_000_000.0], *["nan"] * 4]
+    assert kinds(log(values)) == [("nan", "failure", 11)]
+    large = [97_000_000.0 + i for i in range(10)]  # of squared prices: nothing happened before the NaN
+    assert kinds(log([*large, *["nan"] * 4])) == [("nan", "failure", 11)]
 
 
 def test_nan_that_comes_and_goes_began_at_the_first():
@@ -94,6 +129,42 @@ def test_a_steep_rise_in_a_few_lines():
     assert kinds(log([2.1, 3.4, 5.9, 9.8, 14.7])) == [("divergence", "failure", 2)]
     assert kinds(log([2.1, 4.2, 6.2, 8.3, 10.3])) == []  # a sum that is never reset grows by the same each time
     assert kinds(log([2.1, 3.4, 2.9, 9.8, 14.7])) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([7.1, 9.2, 2_400.0, 8_100.0], [("divergence", "failure", 3)]),
+        ([2.3, 690_000.0], [("divergence", "failure", 2)]),
+        ([2.3, 690.0], []),  # two lines: the second may be an outlier
+        ([7.1, 9_200.0, 6.8, 8_100.0], []),  # it comes back
+        ([0.0004, 0.05, 0.02, 0.06], []),  # small losses rise for many reasons
+    ],
+)
+def test_a_loss_that_leaves_all_bounds_within_a_few_lines(values, expected):
+    assert kinds(log(values)) == expected
+
+
+def test_a_policys_loss_has_no_bounds():
+    values = [0.2, 31.0, 29.0, 42.0]
+    assert kinds(log(values, "step {i}: loss {value}")) == [("divergence", "failure", 2)]
+    assert kinds(log(values, "step {i}: loss {value} reward 1.0")) == []
+
+
+def test_a_loss_that_vanishes_beside_a_gradient_norm_that_is_always_the_same():
+    """A norm that is logged as the limit it is clipped to says nothing."""
+    line = "step {i}: loss {value}, grad_norm 1.0"
+    assert kinds(log([1.93, 1.87, 1.79, 1.81, 0.0, 0.0], line)) == [("hidden-nan", "failure", 5)]
+    moving = "".join(f"step {i}: loss {v}, grad_norm {1 + i / 9}\n" for i, v in enumerate([1.93, 1.87, 1.79, 1.81, 0.0, 0.0]))
+    assert kinds(moving) == []
+
+
+def test_a_warning_of_numpy_right_above_a_nan_is_its_beginning():
+    warning = "layers.py:486: RuntimeWarning: overflow encountered in exp\n"
+    lost = log(falling(9)) + warning + log(["nan"] * 3, start=9)
+    (finding,) = findings(lost)
+    assert (finding.kind, finding.place.line) == ("nan", 10) and "overflow encountered in exp" in finding.said
+    assert kinds(log(falling(9)) + warning + log([0.9, 0.8], start=9)) == []
 
 
 def test_a_classification_loss_has_a_level():

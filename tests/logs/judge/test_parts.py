@@ -119,6 +119,34 @@ def test_a_level_that_is_absurd_by_itself(row, expected, count):
     assert kinds(lines(count, row))[:1] == ([] if expected is None else [expected])
 
 
+TWO = "(epoch: {i}, iters: 100, time: 0.391, data: 0.002) D_A: {a} G_A: {b}"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ([0.21, 0.18, 0.24, 41.0, 38.5], [0.36, 0.41, 0.33, 52.1, 60.7], [("divergence", "failure", 4)]),
+        ([0.21, 0.18, 0.24, 41.0, 0.2], [0.36, 0.41, 0.33, 52.1, 0.4], []),  # they come back
+        ([0.21, 0.18, 0.24, 41.0, 38.5], [0.36, 0.41, 0.33, 0.35, 0.39], []),  # one player alone
+    ],
+)
+def test_parts_that_all_jump_at_one_line_have_exploded(a, b, expected):
+    assert kinds(lines(5, lambda i: TWO.format(i=i, a=a[i], b=b[i]))) == expected
+
+
+def test_a_part_of_0_beside_the_worst_score_has_nothing_to_learn_from():
+    row = "step {i}: loss {loss:.3f} ctc_loss {ctc} cer {cer}"
+    assert kinds(lines(8, lambda i: row.format(i=i, loss=fall(i), ctc=0.0, cer=1.0))) == [("no-targets", "warning", 1)]
+    assert kinds(lines(8, lambda i: row.format(i=i, loss=fall(i), ctc=0.0, cer=0.9 - i / 20))) == []
+    assert kinds(lines(8, lambda i: row.format(i=i, loss=fall(i), ctc=2.1 - i / 9, cer=1.0))) == []
+
+
+def test_a_policys_tiny_loss_may_grow_a_hundredfold():
+    row = "{{'loss': {loss}, 'reward': 0.3, 'epoch': {i}.0}}"
+    assert kinds(lines(30, lambda i: row.format(i=i, loss=1e-6 * 1.4**i if i < 25 else 4e-3))) == []
+    assert [kind for kind, *_ in kinds(lines(30, lambda i: row.format(i=i, loss=1e-3 if i < 20 else 40.0)))] == ["divergence"]
+
+
 def test_loss_and_gradient_that_vanish_within_a_line():
     values = [(12.07, 229.6), (1.8e-6, 2e-4), (0.0, 7.7e-8), (0.0, 6e-8)]
     row = "step {i}: loss {loss:.3g}, grad_norm {norm:.3g}"

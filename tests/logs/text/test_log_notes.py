@@ -53,6 +53,7 @@ KNOWN = [
     ("scale-at-minimum", "FloatingPointError: Minimum loss scale reached (0.0001). Your loss is probably exploding.", None, None),
     ("error", "Fatal Python error: Segmentation fault", None, None),
     ("error", "slurmstepd: error: *** STEP 12.0 ON node7 CANCELLED AT 2024-05-01T10:00:00 DUE TO TIME LIMIT ***", None, None),
+    ("nan-warning", "Loss in not finite. Skip this training step.", None, None),
     ("resumed", "Resuming training from out", None, None),
     ("resumed", "INFO:trainer:  Continuing training from global step 500", 500.0, None),
     ("resumed", "  successfully loaded checkpoint from ckpts [ t 0, p 0 ] at iteration 2000", 2000.0, None),
@@ -67,7 +68,15 @@ def test_known_messages(kind, line, step, scale):
 
 
 def test_all_kinds_are_tried():
-    assert {kind for kind, *_ in KNOWN} == set(NOTES)
+    assert {kind for kind, *_ in KNOWN} == set(NOTES) - {"numpy-warning"}
+
+
+def test_a_warning_of_numpy_counts_right_above_a_value():
+    text = (
+        "step 1: loss 2.5\nlayers.py:486: RuntimeWarning: invalid value encountered in multiply\n  x = a * b\nstep 2: loss nan\n"
+    )
+    kinds = [item.kind if isinstance(item, Note) else item.step for item in items(text)]
+    assert kinds == [1.0, "numpy-warning", 2.0] and items(text)[1].line == 2
 
 
 PROSE = [

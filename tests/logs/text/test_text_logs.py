@@ -97,6 +97,9 @@ ONE_LINE = {
     "a bar behind the dictionary": ("{'loss': 1.2, 'epoch': 0.1}  10%|█ | 10/100 [00:10<01:30, 1.0s/it]", ({"loss": 1.2}, 10.0)),
     "a bar before the dictionary": (" 10%|█ | 10/100 [00:10<01:30, 1.0s/it]    {'loss': 1.2, 'epoch': 0.1}", ({"loss": 1.2}, 10.0)),
     "a tensor": ("loss: tensor(nan, device='cuda:0', grad_fn=<NllLossBackward0>)", ({"loss": NAN}, None)),
+    "Marian": ("[2026-01-01 10:00:00] Ep. 1 : Up. 500 : Sen. 21,301 : Cost 8.21 : Time 31.20s : 2913.10 words/s", ({"loss": 8.21}, 500.0)),
+    "a validation batch": ("CV Batch 3/100 loss 2.25", ({"eval_loss": 2.25}, 3.0)),
+    "words that are joined": ("step 3 trainCTCLoss: 2.5 valLoss: 2.75", ({"loss": 2.5, "eval_loss": 2.75}, 3.0)),
     "colours": ("\x1b[31mstep: 14\x1b[0m  \x1b[32mloss:  3.24\x1b[0m", ({"loss": 3.24}, 14.0)),
     "brackets": ("[R0] | E104 iter[ 14/ 15] | [Loss] nan | [step]  1574 | [time] 0.4m", ({"loss": NAN}, 1574.0)),
 }  # fmt: skip
@@ -107,6 +110,33 @@ def test_one_line(name):
     text, expected = ONE_LINE[name]
     same(points(text), [expected])
     same(points(f"other\r\n{text}\r\nother\r\n"), [expected])
+
+
+def test_caffe_names_the_parts_of_its_loss():
+    text = "I0101 10:00:00.000000  7 solver.cpp:243] Iteration 20, loss = 2.5\n"
+    text += "I0101 10:00:00.000000  7 solver.cpp:259]     Train net output #0: loss_bbox = nan (* 1 = nan loss)\n"
+    text += "I0101 10:00:00.000000  7 solver.cpp:418]     Test net output #0: accuracy = 0.25\n"
+    first, part, score = items(text)
+    assert (first.values, first.step) == ({"loss": 2.5}, 20.0)
+    same([part.terms, score.terms], [{"loss_bbox": NAN}, {"Test accuracy": 0.25}])
+
+
+def test_a_table_under_a_framed_line_of_names():
+    text = "****train_loss,train_acc,val_loss****\n0.693\t0.5\t0.694\n0.612\t0.6\t0.655\n"
+    assert [values for values, _ in points(text)] == [{"loss": 0.693, "eval_loss": 0.694}, {"loss": 0.612, "eval_loss": 0.655}]
+
+
+def test_a_table_with_rewards_is_of_reinforcement_learning():
+    text = (
+        "| Step | Training Loss | Policy Entropy Over All Tokens In Group | Reward |\n|--|--|--|--|\n| 1 | 0.0 | 0.5 | 0.25 |\n"
+    )
+    (point,) = items(text)
+    assert point.values == {"loss": 0.0} and point.settings == {"rewards": 1.0}
+
+
+def test_lines_of_a_second_rank_are_not_points_of_the_first():
+    text = "".join(f"step {i} loss 2.{i} rank {rank}\n" for i in range(4) for rank in (0, 1))
+    assert [step for _, step in points(text)] == [0.0, 1.0, 2.0, 3.0]
 
 
 NOTHING = [

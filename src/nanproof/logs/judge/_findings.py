@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanproof.logs._story import Segment, Story
 from nanproof.logs.judge._crashes import crashes
 from nanproof.logs.judge._finding import Finding, Likely
-from nanproof.logs.judge._nonfinite import nonfinite
+from nanproof.logs.judge._nonfinite import announced, nonfinite
 from nanproof.logs.judge._parts import parts
 from nanproof.logs.judge._scaling import scaling
 from nanproof.logs.judge._shape import shapes
@@ -40,7 +40,7 @@ def _of(segment: Segment) -> Iterator[Finding]:
         lost = [f for f in lost if f.kind not in ("scaler-skipping", "nan-gradient", "nan", "inf", "nan-warnings")]
     if not any(f.severity == "failure" for f in lost):
         lost += parts(segment)
-    yield from lost
+    yield from (announced(segment, finding) for finding in lost)
     yield from scaled
     ended = any(f.kind in LOST and f.severity == "failure" for f in lost) or any(f.severity == "failure" for f in scaled)
     if not ended:

@@ -90,16 +90,17 @@ def _line_before(curve: Curve, first: Place) -> str:
 
 
 def _vanished(segment: Segment) -> Finding | None:
-    """Logs without grad_norm: a loss that was well above 0 and is exactly 0.0 from one line to the next, to the end."""
+    """Report a loss well above 0 that is exactly 0.0 from one line to the end, where no gradient norm that changes says more."""
     loss = segment.track("loss")
     before = loss.curve.finite(loss.zero.since.order if loss.zero.since else 0)
-    if segment.track("grad_norm").count or loss.zero.since is None or not before:
+    norm = segment.track("grad_norm")
+    if (norm.count and not (norm.low == norm.high > 0 and norm.count >= SURE)) or loss.zero.since is None or not before:
         return None
     high = max(b.high for b in before)
     share = 0.1 if loss.zero.unbroken < 2 * SURE else 0.02
     if before[-1].low <= share * high or before[-1].low < 0.01 or loss.low < 0:
         return None
-    certain = loss.zero.unbroken >= SURE
+    certain = loss.zero.unbroken >= SURE or norm.count > 0
     if not certain and (before[-1].low < 0.5 or not _same_rate(segment, loss.zero.since)):
         return None
     said = (

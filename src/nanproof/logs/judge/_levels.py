@@ -9,10 +9,8 @@ from itertools import takewhile
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
-from nanproof.logs.judge._numbers import impossible, largest, level
+from nanproof.logs.judge._numbers import ABSURD, impossible, largest, level
 
-FEW = 3
-ABSURD = 1e8
 HOPELESS = 1e12
 """No unit of the targets explains a loss above this."""
 NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
@@ -40,13 +38,15 @@ UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
 
 def saturated(segment: Segment) -> Finding | None:
     """Report a loss that ends at the logarithm of the smallest probability: each prediction is certain, and wrong."""
-    for metric in ("loss", "eval_loss"):
-        buckets = segment.track(metric).curve.finite()
+    tracks = {segment.names.get(metric, metric): segment.track(metric) for metric in ("loss", "eval_loss")}
+    tracks |= {name: track for name, track in segment.terms.items() if "loss" in name.lower()}
+    for name, track in tracks.items():
+        buckets = track.curve.finite()
         stuck = _end(buckets)
         smallest = next((of for value, of in SATURATED.items() if stuck and abs(stuck[0].last - value) <= 2e-5 * value), None)
-        if smallest is None or len(stuck) < min(FEW, max(len(buckets), 2)):
+        if smallest is None or len(stuck) < 2:
             continue
-        name, place = segment.names.get(metric, metric), stuck[-1].place
+        place = stuck[-1].place
         said = (
             f"{name} is {number(stuck[0].last)} from {place} to the end. That is -log of {smallest}: the probability of every "
             "right answer is 0 there. The outputs have saturated, and the model no longer learns."

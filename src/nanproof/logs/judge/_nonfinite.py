@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nanproof.logs._curve import Place, number
 from nanproof.logs._story import Segment, Streak
 from nanproof.logs.judge._finding import CHECK, PROTECT, RUN, SCAN, Finding, Likely
 from nanproof.logs.judge._hidden import START, hidden
-from nanproof.logs.judge._numbers import impossible, largest
+from nanproof.logs.judge._numbers import blown, largest
 from nanproof.logs.judge._schedule import skipped_only, skipping, skips
 
 START_OF_RUN = 100
@@ -51,6 +52,16 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
         yield _warnings(segment)
 
 
+def announced(segment: Segment, found: Finding) -> Finding:
+    """Begin where the program itself warned, right before the first value that is not finite."""
+    for kind in ("numpy-warning", "nan-warning"):
+        noted = segment.notes.get(kind)
+        if noted is not None and noted.place.order == found.place.order and noted.place.line < found.place.line:
+            said = f'{found.said} Line {noted.place.line} warns of it: "{noted.first[0].text}"'
+            return replace(found, said=said, place=replace(found.place, line=noted.place.line))
+    return found
+
+
 def extent(streak: Streak) -> tuple[Place, str, str]:
     """Return where it began, how severe it is, and how much of the run it takes."""
     assert streak.first is not None and streak.last is not None
@@ -74,7 +85,7 @@ def _shown(segment: Segment) -> Finding:
     if loss.bad.first != first:
         said += f" It was not finite before that, first at {loss.bad.first}, and came back."
     before = loss.curve.finite(first.order)
-    absurd = impossible(before)
+    absurd = blown(before)
     if absurd is not None and absurd is not before[-1] and severity == "failure":
         said += f" It was {number(largest(absurd))} already at {absurd.place}."
         first = absurd.place

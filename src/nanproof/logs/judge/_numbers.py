@@ -8,6 +8,12 @@ from statistics import median
 
 from nanproof.logs._curve import Bucket
 
+NEAR = 8
+"""How many of the last points may belong to the end of a run."""
+ABSURD = 1e8
+"""Few losses are this large."""
+BLOWN = 1e4
+"""A loss that is this many times the usual one has exploded, where the run is lost right after it."""
 HOPELESS = 1e12
 """A loss that is this many times the usual one is not a loss."""
 
@@ -33,6 +39,15 @@ def level(values: Sequence[float]) -> float:
 def largest(bucket: Bucket) -> float:
     """Return the value that is farthest from 0."""
     return bucket.low if -bucket.low > bucket.high else bucket.high
+
+
+def blown(buckets: Sequence[Bucket]) -> Bucket | None:
+    """Return the first of the last few with a value that is out of all proportion, such as 5e7 among losses near 100."""
+    near = buckets[-NEAR:]
+    sizes = [abs(largest(bucket)) for bucket in near]
+    usual = sorted(sizes)[len(sizes) // 4] if sizes else 0.0
+    most = ABSURD if usual >= ABSURD else BLOWN * max(usual, 1.0)
+    return next((bucket for bucket, size in zip(near, sizes, strict=True) if size >= most), None)
 
 
 def impossible(buckets: Sequence[Bucket]) -> Bucket | None:

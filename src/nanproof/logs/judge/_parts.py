@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, takewhile
 
-from nanproof.logs._curve import Place, number
+from nanproof.logs._curve import Bucket, Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, RUN, SCAN, Finding, Likely
@@ -24,13 +25,22 @@ EXPLODED = 1e6
 ABSURD = 1e9
 LOST, WON = 10.0, 1e-3
 """Losses, in nats, of the losing and the winning one of two networks that work against each other."""
+JUMP = 30.0
+"""Times the highest value before it. Parts that all jump by more at the same line have exploded."""
 ALONE = 0.1
 """A part that is NaN on a smaller share of the lines, and finite again at the end, is a note."""
 
 
 def parts(segment: Segment) -> Iterator[Finding]:
     """At most one finding: a part that is NaN or Inf, that explodes, or that never changes."""
-    found = _bad(segment) or _exploded(segment) or _unchanging(segment) or _silent_player(segment)
+    found = (
+        _bad(segment)
+        or _exploded(segment)
+        or _jumped(segment)
+        or _unchanging(segment)
+        or _nothing_in(segment)
+        or _silent_player(segment)
+    )
     if found is not None:
         yield found
 
@@ -98,12 +108,14 @@ def _exploded(segment: Segment) -> Finding | None:
     """Report a part that grows a millionfold and stays there, or that is absurdly large throughout."""
     for name, track in segment.terms.items():
         buckets = track.curve.finite()
-        if buckets and "loss" in name.lower() and min(b.low for b in buckets) >= ABSURD:
-            place, last = buckets[0].place, buckets[-1]
-            said = f"{name} is {number(last.last)} at {last.place}: it has exploded, unless its targets are that large."
-            causes = _causes(name, "divergence")
+        if buckets and "loss" in name.lower() and buckets[-1].low >= ABSURD:
+            absurd = list(takewhile(lambda b: b.low >= ABSURD, reversed(buckets)))
+            place, last, whole = absurd[-1].place, buckets[-1], len(absurd) == len(buckets)
+            began = "unless its targets are that large" if whole else f"from {number(buckets[0].last)} at {buckets[0].place}"
+            said = f"{name} is {number(last.last)} at {last.place}: it has exploded, {began}."
+            causes, severity = _causes(name, "divergence"), "warning" if whole else "failure"
             return Finding(
-                kind="divergence", severity="warning", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
+                kind="divergence", severity=severity, place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
             )
         if len(buckets) < ENOUGH or worst_score(name) is not None or name == "the printed tensor":
             continue
@@ -123,6 +135,52 @@ def _exploded(segment: Segment) -> Finding | None:
             kind="divergence", severity="failure", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
         )
     return None
+
+
+def _jumped(segment: Segment) -> Finding | None:
+    """Report parts that all jump at the same line, to many times the highest value before it, and stay up."""
+    curves = {name: track.curve.finite() for name, track in segment.terms.items() if worst_score(name) is None}
+    jumps = {name: at for name, buckets in curves.items() if (at := _jump(buckets)) is not None}
+    first = min((curves[name][at].place for name, at in jumps.items()), key=lambda place: place.order, default=Place())
+    names = [name for name, at in jumps.items() if curves[name][at].place.order == first.order]
+    if len(names) < 2:
+        return None
+    low, high = curves[names[0]][0].last, curves[names[0]][-1].last
+    said = f"{_listed(names)} jump at {first} and stay up, {names[0]} from {number(low)} to {number(high)}."
+    causes = (
+        Likely("The learning rate is too high", "learning-rate-too-high"),
+        Likely("Gradients that grow from step to step", "exploding-gradient"),
+        Likely("A bad stretch of data, from which the run did not come back", "outlier-batch"),
+    )
+    return Finding(
+        kind="divergence", severity="failure", place=first, said=said, about=names[0], causes=causes, commands=(RUN, CHECK)
+    )
+
+
+def _jump(buckets: Sequence[Bucket]) -> int | None:
+    """Return where positive values jump for good."""
+    if len(buckets) < 3 or min(b.low for b in buckets) <= 0:
+        return None
+    tops = list(accumulate((b.high for b in buckets), max))
+    at = next((i for i in range(2, len(buckets)) if buckets[i].low > JUMP * tops[i - 1]), None)
+    return None if at is None or min(b.low for b in buckets[at:]) < JUMP / 2 * tops[at - 1] else at
+
+
+def _nothing_in(segment: Segment) -> Finding | None:
+    """Report a part of the loss that is exactly 0 on every line, where a score is at its worst on every line."""
+    worst = [name for name, track in segment.terms.items() if track.count >= FEW and track.low == track.high == worst_score(name)]
+    zero = [name for name, t in segment.terms.items() if "loss" in name.lower() and t.count >= FEW and t.low == t.high == 0]
+    if not worst or not zero:
+        return None
+    track = segment.terms[zero[0]]
+    said = f"{zero[0]} is exactly 0 on all {track.count} lines and {worst[0]} is {number(segment.terms[worst[0]].low)}: "
+    said += "this part of the loss has nothing to learn from, or its Inf is set to 0."
+    causes = (
+        Likely("No target reaches this part of the loss", "no-supervised-targets"),
+        Likely("A target is longer than its input: the loss is Inf, and zero_infinity makes it 0", "ctc-infeasible"),
+    )
+    place = track.zero.first or Place()
+    return Finding(kind="no-targets", severity="warning", place=place, said=said, about=zero[0], causes=causes, commands=(CHECK,))
 
 
 def _unchanging(segment: Segment) -> Finding | None:

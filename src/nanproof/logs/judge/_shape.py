@@ -23,6 +23,10 @@ BEST_NEAR = 4
 """How far from the best of the smoothed curve the best line may stand."""
 ENOUGH = 8
 """Points below which a curve has no shape."""
+SMALL = 1e-3
+"""The loss of a policy is 0 at first, and may stay below this for long."""
+OUT = 10.0
+"""Times the first loss: what is above it has left the range of a run that learns."""
 RISES = 5
 """Lines that all rise one after another are not noise."""
 
@@ -102,7 +106,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
     rise = f.end - f.best
     if f.directionless:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
-        diverged = f.end > 100 * max(size, 1e-12) and _lasts(f.values, f.best, f.best_at)
+        diverged = f.end > 100 * max(size, SMALL) and _lasts(f.values, f.best, f.best_at)
     elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
         diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
@@ -151,20 +155,45 @@ def _swings(f: Form, rise: float) -> bool:
 
 
 def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
-    """Report a few lines, each above the one before: the last by ten times, or all of them in a steep rise."""
+    """Report a few lines of which the last are far above the first, or above each other in a steep rise."""
     buckets = segment.track("loss").curve.finite(before)
     values = [b.mean for b in buckets]
-    if len(values) < 4 or min(values) <= 0 or not values[-3] < values[-2] < values[-1]:
+    if len(values) < 2 or min(values) <= 0:
+        return None
+    policy = bool(segment.settings.get("rewards"))
+    at = (None if policy else _out_of_bounds(values)) or _climb(values, policy)
+    if at is None:
+        return None
+    place = buckets[at].place
+    said = (
+        f"The loss rises from {number(values[at - 1])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
+    )
+    causes = (
+        Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
+        Likely("Gradients that grow from step to step", "exploding-gradient"),
+    )
+    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE))
+
+
+def _out_of_bounds(values: Sequence[float]) -> int | None:
+    """Return the first line far above the first loss, where the last is a hundred times above it; of two, ten thousand times."""
+    far = OUT * values[0]
+    last = values[len(values) // 2 :]
+    if values[-1] < (100 if len(values) > 2 else 1e4) * max(values[0], 0.1) or min(last) < far:
+        return None
+    return next(i for i, value in enumerate(values) if value >= far)
+
+
+def _climb(values: Sequence[float], policy: bool) -> int | None:
+    """Return the first line after the lowest, where the last three rise: to ten times the lowest, or all of them steeply."""
+    if len(values) < 4 or not values[-3] < values[-2] < values[-1]:
         return None
     low = max(i for i, v in enumerate(values) if v == min(values))
     steps = [b - a for a, b in pairwise(values)]
     steep = low == 0 and len(values) >= RISES and min(steps) > 0 and max(steps) > 1.5 * values[0]  # a running sum is flatter
-    if values[-1] < 10 * values[low] and not (steep and values[-1] > 3 * values[0] and not segment.settings.get("rewards")):
+    if values[-1] < 10 * values[low] and not (steep and values[-1] > 3 * values[0] and not policy):
         return None
-    place = buckets[low + 1].place
-    said = f"The loss rises from {number(values[low])} to {number(values[-1])}, from {place} to the last of {len(values)} lines."
-    causes = (Likely("It rises from line to line", "learning-rate-too-high"),)
-    return Finding(kind="divergence", severity="failure", place=place, said=said, causes=causes, commands=(SLOWER, OBSERVE))
+    return low + 1
 
 
 def _rounds_rise(segment: Segment) -> Finding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
@@ -17,6 +17,8 @@ TINY = 1e-30
 """A learning rate below this is 0 in fp32, whatever it is multiplied with."""
 EVALUATIONS, DIGITS = 4, 4
 """So many evaluation losses that are the same in so many digits are not a coincidence."""
+LONG = 6
+"""A score with so many digits is over many samples."""
 PERIOD = 4
 """Fewer losses than this may repeat by chance."""
 EARLY = 0.3
@@ -120,7 +122,13 @@ def _worst(segment: Segment) -> Finding | None:
 
 def plateau(segment: Segment) -> Iterator[Finding]:
     """Report a loss that has not moved. At most one finding, which the other judges may explain better."""
-    found = _flat(segment, form(segment)) or _same_again(segment) or _flat_epochs(segment) or _same_evaluation(segment)
+    found = (
+        _flat(segment, form(segment))
+        or _same_again(segment)
+        or _flat_epochs(segment)
+        or _same_evaluation(segment)
+        or _same_score(segment)
+    )
     if found is not None:
         yield found
 
@@ -178,9 +186,12 @@ def _same_again(segment: Segment) -> Finding | None:
     values = [b.last for b in buckets]
     if curve.each > 1 or len(values) < 2 * PERIOD or len(set(values)) < PERIOD:
         return None
-    period = next((i for i in range(PERIOD, len(values) // 2 + 1) if values[i] == values[0]), 0)
+    period = next((i for i in range(PERIOD, min(len(values) - PERIOD, 2 * len(values) // 3) + 1) if values[i] == values[0]), 0)
     if not period or any(a != b for a, b in zip(values, values[period:], strict=False)) or _digits(values[0]) < DIGITS:
         return None
+    part = period // 3 or 1
+    if level(values[:part]) - level(values[period - part : period]) > (max(values) - min(values)) / 3:
+        return None  # the same run, started again
     said = (
         f"From {buckets[period].place} on the losses repeat those of the {period} lines before, digit for digit: "
         f"{number(values[0])}, {number(values[1])}, and so on. The same data gives the same losses, so no weight has changed."
@@ -225,6 +236,18 @@ def _same_evaluation(segment: Segment) -> Finding | None:
     return _unmoved(places[0], said, name)
 
 
+def _same_score(segment: Segment) -> Finding | None:
+    """Report a score that is the same at each evaluation, to the last digit."""
+    for name, track in segment.terms.items():
+        if worst_score(name) is None or track.bad.count or track.count < EVALUATIONS or track.low != track.high:
+            continue
+        if _digits(track.low) < LONG:
+            continue
+        said = f"{name} is {number(track.low)} on all {track.count} lines, to the last digit: every answer is the same each time."
+        return _unmoved(track.curve.buckets[0].place, said, name)
+    return None
+
+
 def _digits(value: float) -> int:
     """Return how many significant digits a value has."""
     return len(repr(abs(value)).partition("e")[0].replace(".", "").strip("0"))
@@ -242,10 +265,11 @@ def _moves(segment: Segment) -> bool:
 
 def _rate_zero(segment: Segment) -> Finding | None:
     lr = segment.track("lr")
-    if lr.last_finite is not None and 0 < lr.last_finite[1] < TINY:
+    tail = list(takewhile(lambda b: b.high < TINY, reversed(lr.curve.finite())))
+    if any(b.high > 0 for b in tail):
         name = segment.names.get("lr", "The learning rate")
-        said = f"{name} is {number(lr.last_finite[1])} at {lr.last_finite[0]}: no weight that it applies to moves."
-        began = next(b.place for b in lr.curve.finite() if b.low < TINY)
+        value, began = max(b.high for b in tail), tail[-1].place
+        said = f"{name} is at most {number(value)} from {began} on: no weight that it applies to moves."
         return Finding(kind="learning-rate-zero", severity="failure", place=began, said=said, causes=SCHEDULE, commands=SCHEDULED)
     if lr.count < 3 or not lr.zero.count or lr.zero.first is None:
         return None

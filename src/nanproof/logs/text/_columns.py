@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from nanproof.logs._points import METRICS
-from nanproof.logs.text._names import COARSE, Found, meaning, number
+from nanproof.logs.text._names import COARSE, Found, is_reward, meaning, number
 
-_NAME = re.compile(r"[A-Za-z#_][\w ./()#%@-]{0,39}")
+_NAME = re.compile(r"[A-Za-z#_][\w ./()#%@-]{0,79}")
+_FRAMED = re.compile(rb"\s*[*=#-]{3,}\s*(\w[\w ]{0,39}(?:,\s?\w[\w ]{0,39}){1,20})\s*[*=#-]{3,}\s*")
 _RULE = re.compile(rb"[\s|:=+-]*")
 _COUNTS = re.compile(rb"\s*(?:epoch|step|iter|iteration)s? ", re.I)
 _LOSSES = re.compile(rb"\b(train|training|valid|validation|val|test|eval) (loss)\b", re.I)
@@ -20,9 +21,11 @@ _COUNTED = re.compile(rb"(\d{1,12})/\d{1,12}")
 class Columns:
     """The names of a table, for reading its rows."""
 
-    def __init__(self, separator: bytes | None, names: list[Found | None]) -> None:
+    def __init__(self, separator: bytes | None, names: list[Found | None], settings: dict[str, float]) -> None:
         self._separator = separator
         self._names = names
+        self.settings = settings
+        """What the names say of the run."""
 
     @classmethod
     def of(cls, text: bytes) -> Columns | None:
@@ -30,6 +33,8 @@ class Columns:
         if len(text) > 1000:
             return None
         text = _MARGIN.sub(b"", text)
+        if (framed := _FRAMED.fullmatch(text)) is not None:  # "****train_loss,train_acc****", with spaces or tabs in its rows
+            return cls._named(None, framed[1].split(b","))
         separator = b"|" if b"|" in text else b"\t" if b"\t" in text.strip() else None
         if separator is not None:
             parts = _cells(text, separator)
@@ -39,11 +44,18 @@ class Columns:
             parts = _LOSSES.sub(rb"\1_\2", text).split()
         else:
             return None
-        said = [part.decode("utf-8", "replace") for part in parts]
-        if not 2 <= len(said) <= 60 or not all(_NAME.fullmatch(name) and len(name.split()) <= 3 for name in said):
+        return cls._named(separator, parts)
+
+    @classmethod
+    def _named(cls, separator: bytes | None, parts: list[bytes]) -> Columns | None:
+        said = [part.strip().decode("utf-8", "replace") for part in parts]
+        most = 8 if separator == b"|" else 3  # words
+        if not 2 <= len(said) <= 60 or not all(_NAME.fullmatch(name) and len(name.split()) <= most for name in said):
             return None
         found = [_SHORT.get(name) or meaning(name) for name in said]
-        return cls(separator, found) if any(name is not None and name.role in ("loss", "eval_loss") for name in found) else None
+        settings = {"rewards": 1.0} if any(map(is_reward, said)) else {}
+        known = any(name is not None and name.role in ("loss", "eval_loss") for name in found)
+        return cls(separator, found, settings) if known else None
 
     def row(self, text: bytes) -> list[tuple[Found, float]] | None:
         """Names and values; empty for a rule between rows, None where the table has ended."""

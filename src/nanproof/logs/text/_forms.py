@@ -26,6 +26,16 @@ _TUTORIAL = re.compile(rb"\s{0,9}(\d{1,9}) \d{1,3}% \(\d{1,9}m \d{1,2}s\) (" + A
 _TUTORIAL_2 = re.compile(rb"\s{0,9}\d{1,9}m \d{1,2}s \(- \d{1,9}m \d{1,2}s\) \((\d{1,9}) \d{1,3}%\) (" + ANY + rb")\s*")
 _TENSOR = re.compile(rb"\s{0,9}tensor\((" + ANY + rb")(?:,\s{0,9}(?:device|dtype|grad_fn|requires_grad)=[^()]{0,60})*\)\s*")
 _TAGGED = re.compile(rb"([A-Za-z][\w-]{0,40}/[\w./-]{1,40}) (" + ANY + rb") (\d{1,12})\s*")
+_CAFFE = re.compile(
+    rb".{0,80}\b(Train|Test) net output #\d{1,3}: (\S{1,60}) = (" + ANY + rb")( \(\* \S{1,20} = \S{1,20} loss\))?\s*"
+)
+_MARIAN = re.compile(rb".{0,40}\bEp\. (\d{1,6}) : Up\. (\d{1,9}) : Sen\. [\d,]{1,20} : Cost (" + ANY + rb")(?: |$)")
+_PIX2PIX = re.compile(
+    rb"\s{0,9}\(epoch: (\d{1,6}), iters: (\d{1,9})(?:, \w{1,20}: [\d.]{1,20}){0,3}\)"
+    rb"((?: [A-Za-z]\w{0,30}: " + ANY + rb"){1,20})\s*",
+    re.I,
+)
+_NAMED = re.compile(rb"(\w+): (\S+)")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
 _ON_DATA = re.compile(rb"([A-Za-z][\w. ]{0,40}?)(?:'s |-)([\w@.-]{1,40}?)\s?:\s{0,4}(" + ANY + rb")(?![\w.])")
@@ -88,6 +98,35 @@ def _spacy(text: bytes) -> Pairs | None:
     return [(Found("loss", 2 * COARSE, name), value) for name, value in items] or None
 
 
+def _caffe(text: bytes) -> Pairs | None:
+    """`Train net output #1: loss_bbox = 0.1 (* 2 = 0.2 loss)`: a part of the loss, or a score. Another line has the step."""
+    match = _CAFFE.match(text)
+    if match is None:
+        return None
+    name, value = match[2].decode("ascii", "replace"), parse(match[3])
+    if match[4] is None or match[1] == b"Test":
+        found = meaning(f"{match[1].decode()} {name}")
+        return None if found is None else [(found, value)]
+    return [(Found(TERM + name, 0, name), value)]
+
+
+def _marian(text: bytes) -> Pairs | None:
+    match = _MARIAN.match(text)
+    if match is None:
+        return None
+    return [(EPOCH, float(match[1])), (STEP, float(match[2])), (LOSS._replace(name="Cost"), parse(match[3]))]
+
+
+def _pix2pix(text: bytes) -> Pairs | None:
+    """`(epoch: 1, iters: 100, time: 0.3, data: 0.1) D_A: 0.2 G_A: 0.4`: all that follow the brackets are losses."""
+    match = _PIX2PIX.fullmatch(text)
+    if match is None:
+        return None
+    losses = [(name.decode("ascii"), parse(value)) for name, value in _NAMED.findall(match[3])]
+    parts = [(Found(TERM + name, 0, f"{name} loss"), value) for name, value in losses]
+    return [(EPOCH, float(match[1])), (Found("step", 2 * COARSE + 1), float(match[2])), *parts]
+
+
 def _catboost(text: bytes) -> Pairs | None:
     match = _CATBOOST.match(text)
     if match is None:
@@ -127,6 +166,9 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b"loss", _spacy),
     (b"'ner'", _spacy),
     (b"'textcat", _spacy),
+    (b" net output #", _caffe),
+    (b" : cost ", _marian),
+    (b"(epoch: ", _pix2pix),
     (b"learn: ", _catboost),
     (b"]", _boosting),
 )

@@ -86,6 +86,8 @@ TERM = "term:"
 """Prefix of the roles of other values of training, which are checked only for NaN, Inf, 0 and explosions."""
 
 
+_JOINED = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Between the words of "CTCLoss" and "valLoss"."""
 _REWARD = re.compile(r"reward|advantage|ep_rew|episod|(?<![a-z])returns?(?![a-z])", re.I)
 
 
@@ -108,7 +110,7 @@ def meaning(name: str) -> Found | None:
 def _meaning(name: str) -> Found | None:
     if name == "_step":
         return Found("step", 2 * COARSE, name)
-    words = re.sub(r"\([^()]*\)|[\W_]+", " ", re.sub(r"([a-z])([A-Z][a-z])", r"\1 \2", name)).lower().split()
+    words = re.sub(r"\([^()]*\)|[\W_]+", " ", _JOINED.sub(" ", name)).lower().split()
     if "dataloader" in words:
         words = words[: words.index("dataloader")]
     evaluation = any(word in _EVALUATION for word in words)
@@ -119,8 +121,10 @@ def _meaning(name: str) -> Found | None:
     if not words or any(word in _OTHER for word in words):
         return None
     role, rank = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words)) or _similar(words, placed) or ("", 0)
+    if evaluation and role == "loss":
+        return Found("eval_loss", rank if rank >= MEASURED else rank % COARSE, name)
     if evaluation:
-        return Found("eval_loss", rank if rank >= MEASURED else rank % COARSE, name) if role == "loss" else None
+        return None if SCORES.keys().isdisjoint(words) else Found(TERM + name, 0, name)
     if role:
         return Found(role, rank + COARSE * twice, name)
     return Found(TERM + name, 0, name) if _is_term(words) or not SCORES.keys().isdisjoint(words) else None

@@ -124,6 +124,13 @@ _MARKS = (
     b"continuing t",
 )
 """In small letters: outside of a traceback, a line without any of these is no note."""
+_GIVES_UP = re.compile(
+    rb"(?:(?:the |train(?:ing)? |total )?loss|gradients?|grad(?:ient)? norm)\b[\w :=]{0,30}?"
+    rb"(?<![\w-])(?:nans?|infs?|infinite|non-?finite|not finite)\b"
+    rb".{0,40}\b(?:skip|stop|terminat|abort|ignor|discard|exit|break)",
+    re.I,
+)
+"""A short message of a loop's own: "Loss is not finite. Skip this training step."."""
 _ONCE = {
     *("error", "out-of-memory", "device-assert", "unscale-fp16", "bad-probabilities", "bad-parameter", "nonpositive-std"),
     "scale-at-minimum",
@@ -226,7 +233,9 @@ class Notes:
             return False
         if _CODE.match(message) or (_MARKUP.match(text) and not level) or text[:4] == b"    ":
             return False
-        return level or (_STEP.search(message) is not None and len(message.split()) <= 20)
+        if len(message.split()) > 20:
+            return level
+        return level or _STEP.search(message) is not None or _GIVES_UP.match(message) is not None
 
 
 def without_prefix(text: bytes) -> bytes:

@@ -27,7 +27,11 @@ WORDS = tuple(
     b"loss|grad|step=|nan|finite|error|exception|overflow|raceback|assertion|resum|checkpoint|continuing training".split(b"|")
 )
 """A line without one of these, in any case, is not looked at."""
-RARE_WORDS = tuple(b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat".split(b"|"))
+RARE_WORDS = tuple(
+    b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat| net output #| : cost |(epoch: ".split(
+        b"|"
+    )
+)
 """The same, of logs whose lines with values have none of those. Not searched for once `SURE` points were read without them."""
 SURE = 64
 LONGEST = 1 << 15
@@ -47,9 +51,11 @@ _SENTENCE = re.compile(rb"(?:^|[.\]}] )$")
 _NUMBERED = re.compile(rb"[\d_]")
 _BETWEEN = re.compile(rb"\s*[/|,;]\s*")
 _BEFORE = re.compile(rb"([A-Za-z][\w/]*(?: [A-Za-z][\w/]*){0,2}) $")
+_NUMPY = re.compile(rb"RuntimeWarning: (?:invalid value|overflow|divide by zero) encountered in [^\r\n]*")
+_RANK_AFTER = re.compile(rb"[\s,|(\[]rank[\s:=]{0,2}(\d{1,6})[)\]]?\s*$", re.I)
 _RANK = re.compile(rb"^\[[A-Za-z_-][\w-]{0,30}?(\d{1,6})\]:\s?")
 _EVALUATION = re.compile(
-    rb"(?<![\w/.-])(?:valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
+    rb"(?<![\w/.-])(?:cv(?= batch)|valid|validation|validating|eval|evaluation|evaluating|val|test|testing)(?![\w/.-])", re.I
 )
 _BEFORE_ALONE = re.compile(
     rb"\s*\{[\"']|(?:[\s\d:|,\[\]-]|\b(?:train|training|val|validation|eval|test|set|average|avg|mean|running|current|total|batch|end)\b)*",
@@ -157,6 +163,10 @@ class TextReader:
                 back = data.find(b"\r", at, end)
                 end = end if back < 0 else back
             self._pass_over(data, done, start)
+            if (warned := _NUMPY.search(data, max(taken, start - NEAR), start)) is not None:
+                line = self._line - data.count(b"\n", warned.start(), start)
+                yield Note("numpy-warning", clean(warned[0]), line)
+                taken = warned.end()
             after = start
             if self._expects_layouts():
                 for batch, end_of_batch in self._batches(data, start):
@@ -277,7 +287,7 @@ class TextReader:
             point = self._names.point(pairs, line) if pairs else None
             self._rare = True
             if point is not None and is_step(point) and not self._again(point):
-                yield point
+                yield replace(point, settings=self._columns.settings)
             at, line = end + 1, line + 1
         self._table_end = min(at, len(data))
 
@@ -292,6 +302,8 @@ class TextReader:
         raw = text
         if rank is not None:
             text, low = text[rank.end() :], low[rank.end() :]
+        elif b"rank" in low:
+            rank = _RANK_AFTER.search(text)
         others = rank is not None and self._rank is not None and rank[1] != self._rank
         if (shown := plain(text)) is not text:
             text, low = shown, shown.lower()
