@@ -110,7 +110,6 @@ class Note:
 NOTES = (
     "overflow",  # a loss scaler left a step out
     "nan-warning",  # the run's own code says that a loss or a gradient is NaN or Inf
-    "numpy-warning",  # NumPy met NaN or Inf, in the loss or in something that does not matter
     "unscale-fp16",  # GradScaler refuses fp16 gradients
     "bad-probabilities",  # sampling was given NaN or Inf
     "bad-parameter",  # a distribution was given a parameter that is NaN or Inf

@@ -46,6 +46,14 @@ def test_a_part_of_the_loss_saturates_too():
     assert kinds(log([0.61, 0.52, 87.3365, 0.47, 0.45, 0.44], line)) == []
 
 
+def test_a_loss_that_saturates_as_a_multiple_of_its_part():
+    """Caffe prints the weighted loss on one line and its part on the next: it begins at the first."""
+    line = "Iteration {i}, loss = {weighted}\n    Train net output #0: loss_cls = {part} (* 3 = {weighted} loss)"
+    parts = [0.61, 0.52, 87.3365, 87.3365, 87.3365]
+    text = "".join(line.format(i=20 * i, part=part, weighted=round(3 * part, 3)) + "\n" for i, part in enumerate(parts))
+    assert kinds(text) == [("divergence", "failure", 5)]
+
+
 def test_losses_that_repeat_those_of_the_epoch_before():
     epoch = [2.3145, 2.2871, 2.3312, 2.3004, 2.2933, 2.3150]
     assert kinds(log(epoch * 2)) == [("plateau", "warning", 7)]
@@ -129,6 +137,21 @@ def test_a_steep_rise_in_a_few_lines():
     assert kinds(log([2.1, 3.4, 5.9, 9.8, 14.7])) == [("divergence", "failure", 2)]
     assert kinds(log([2.1, 4.2, 6.2, 8.3, 10.3])) == []  # a sum that is never reset grows by the same each time
     assert kinds(log([2.1, 3.4, 2.9, 9.8, 14.7])) == []
+    assert kinds(log([2.5, 1.8, 1.1, 0.9, 1.9, 3.2, 4.8])) == [("divergence", "failure", 5)]  # from the best on, each is worse
+    assert kinds(log([2.5, 1.8, 1.1, 0.9, 1.9, 1.7, 4.8])) == []
+
+
+def test_a_learned_loss_may_wobble_about_0():
+    """The last three rise, and the last is ten times the lowest: noise, beside what the run has learned."""
+    assert kinds(log([2.5, 0.7, 0.08, 0.004, 0.001, 0.006, 0.031])) == []
+    assert kinds(log([2.5, 0.7, 0.08, 0.004, 0.006, 0.9, 1.4])) == [("divergence", "failure", 5)]
+
+
+def test_the_first_row_of_a_sum_is_small():
+    """spaCy adds the losses of the batches since the last row, and the first row has one batch."""
+    head = "E    #       LOSS NER  ENTS_F  ENTS_P  ENTS_R  SCORE\n---  ------  --------  ------  ------  ------  ------\n"
+    rows = log([45.1, 984.2, 815.3, 801.1, 790.2, 782.2], "  {i}  {i}00  {value}  62.80  63.00  62.00  0.63")
+    assert kinds(head + rows) == []
 
 
 @pytest.mark.parametrize(
@@ -159,18 +182,22 @@ def test_a_loss_that_vanishes_beside_a_gradient_norm_that_is_always_the_same():
     assert kinds(moving) == []
 
 
-def test_a_warning_of_numpy_right_above_a_nan_is_its_beginning():
-    warning = "layers.py:486: RuntimeWarning: overflow encountered in exp\n"
-    lost = log(falling(9)) + warning + log(["nan"] * 3, start=9)
-    (finding,) = findings(lost)
-    assert (finding.kind, finding.place.line) == ("nan", 10) and "overflow encountered in exp" in finding.said
-    assert kinds(log(falling(9)) + warning + log([0.9, 0.8], start=9)) == []
-
-
 def test_a_classification_loss_has_a_level():
     line = "Epoch {i}: cls_loss {value:.1f}"
     assert kinds(log([5e6, 4.8e6, 5.1e6], line)) == [("divergence", "failure", 1)]
     assert kinds(log([5e6, 4.8e6, 5.1e6], "Epoch {i}: loss {value:.1f}")) == []  # of squared prices, say
+
+
+def test_a_loss_that_is_the_same_up_to_its_last_digits():
+    still = [0.693147, 0.693148, 0.693147, 0.693149, 0.693148, 0.693147, 0.693148, 0.693148, 0.693147, 0.693149]
+    assert kinds(log(still)) == [("plateau", "warning", 1)]
+    assert kinds(log([round(0.6935 - 0.0001 * i, 6) for i in range(10)])) == []  # slow, but it falls
+
+
+def test_a_gradient_that_is_0_wherever_it_is_finite():
+    line = "step {i}: loss 1.2{i}, grad_norm {value}"
+    assert kinds(log(["nan", 0.0, 0.0, 0.0], line))[0] == ("zero-gradient", "failure", 2)
+    assert [kind for kind, *_ in kinds(log(["nan", 0.0, 0.8, 0.7], line))] == ["nan-gradient"]
 
 
 SCALED = "step {i}: loss 2.{i} loss_scale {value}"

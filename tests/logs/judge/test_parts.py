@@ -82,7 +82,17 @@ def test_a_loss_that_megatron_no_longer_prints():
 def test_parts_that_never_change():
     row = "step {i}: box_loss 0, cls_loss {cls}, dfl_loss 0"
     assert kinds(lines(6, lambda i: row.format(i=i, cls=0.1814))) == [("no-targets", "failure", 1)]
-    assert kinds(lines(6, lambda i: row.format(i=i, cls=0.1814 - i / 100))) == []
+    assert kinds(lines(6, lambda i: row.replace("dfl_loss", "aux_loss").format(i=i, cls=0.1814 - i / 100))) == []
+
+
+def test_a_detector_whose_boxes_have_no_targets():
+    row = "step {i}: box_loss {box}, cls_loss {cls}, dfl_loss 0"
+    falling = lines(6, lambda i: row.format(i=i, box=0, cls=0.1814 - i / 100))
+    (finding,) = found(falling)
+    assert (finding.kind, finding.severity, finding.place.line) == ("no-targets", "warning", 1)
+    assert "box_loss" in finding.said and "dfl_loss" in finding.said
+    assert kinds(lines(2, lambda i: row.format(i=i, box=0, cls=0.18 - i / 100))) == []  # two batches of background
+    assert kinds(lines(6, lambda i: row.format(i=i, box=0.7 if i % 2 else 0, cls=0.18 - i / 100))) == []
 
 
 def test_losses_that_are_all_exactly_0():

@@ -47,6 +47,8 @@ KNOWN = [
     ("nan-warning", "LossTensor is inf or nan. : Tensor had NaN values", None, None),
     ("nan-warning", "2024-01-01 10:00:00,000 (e2e_asr:88) WARNING: loss (=250000064.000000) is not correct", None, None),
     ("device-assert", "RuntimeError: CUDA error: device-side assert triggered", None, None),
+    ("device-assert", "/pytorch/aten/src/ATen/native/hip/Loss.hip:242: nll_loss: Device-side assertion `t >= 0` failed.", None, None),
+    ("scale-at-minimum", "2024-01-01 10:00:00,018 WARNING [optim.py:487] (0/2) Grad scale is small: 0.0", None, None),
     ("out-of-memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", None, None),
     ("out-of-memory", "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.", None, None),
     ("scale-at-minimum", "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", None, None),
@@ -68,15 +70,7 @@ def test_known_messages(kind, line, step, scale):
 
 
 def test_all_kinds_are_tried():
-    assert {kind for kind, *_ in KNOWN} == set(NOTES) - {"numpy-warning"}
-
-
-def test_a_warning_of_numpy_counts_right_above_a_value():
-    text = (
-        "step 1: loss 2.5\nlayers.py:486: RuntimeWarning: invalid value encountered in multiply\n  x = a * b\nstep 2: loss nan\n"
-    )
-    kinds = [item.kind if isinstance(item, Note) else item.step for item in items(text)]
-    assert kinds == [1.0, "numpy-warning", 2.0] and items(text)[1].line == 2
+    assert {kind for kind, *_ in KNOWN} == set(NOTES)
 
 
 PROSE = [
@@ -110,6 +104,15 @@ def test_a_traceback_is_its_last_line():
     assert items("KeyError: 'loss'\n") == []  # nothing says that it ended the program
     launcher = TRACEBACK + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
     assert [note.text for note in items(TRACEBACK + "KeyError: 'loss'\n" + launcher)] == ["KeyError: 'loss'"]
+
+
+def test_a_traceback_that_ends_at_its_raise():
+    """Pasted without the exception itself: what was about to be raised is the note, where the traceback begins."""
+    cut = "step 3 loss 2.5\n" + TRACEBACK + "    raise ValueError('loss is not finite')\n"
+    point, note = items(cut)
+    assert (note.kind, note.line) == ("nan-warning", 2)
+    whole = items(cut + "ValueError: loss is not finite\n")
+    assert [item.kind for item in whole[1:]] == ["nan-warning"] and whole[1].line == 6
 
 
 def test_each_rank_says_the_same_once():

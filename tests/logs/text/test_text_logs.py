@@ -101,6 +101,10 @@ ONE_LINE = {
     "a validation batch": ("CV Batch 3/100 loss 2.25", ({"eval_loss": 2.25}, 3.0)),
     "words that are joined": ("step 3 trainCTCLoss: 2.5 valLoss: 2.75", ({"loss": 2.5, "eval_loss": 2.75}, 3.0)),
     "colours": ("\x1b[31mstep: 14\x1b[0m  \x1b[32mloss:  3.24\x1b[0m", ({"loss": 3.24}, 14.0)),
+    "joined in small letters": ("step 3: aeloss_step 0.75", ({"loss": 0.75}, 3.0)),
+    "numbers before their names": ("001 epoch, 02000 iter, loss 2.5", ({"loss": 2.5}, 2000.0)),
+    "a word before the loss": ("TD loss: 4.75", ({"loss": 4.75}, None)),
+    "darknet, quoted": ("> 2677: nan, nan avg, 0.001000 rate, 4.1 seconds, 171328 images", ({"loss": NAN, "lr": 0.001}, 2677.0)),
     "brackets": ("[R0] | E104 iter[ 14/ 15] | [Loss] nan | [step]  1574 | [time] 0.4m", ({"loss": NAN}, 1574.0)),
 }  # fmt: skip
 
@@ -119,6 +123,23 @@ def test_caffe_names_the_parts_of_its_loss():
     first, part, score = items(text)
     assert (first.values, first.step) == ({"loss": 2.5}, 20.0)
     same([part.terms, score.terms], [{"loss_bbox": NAN}, {"Test accuracy": 0.25}])
+
+
+def test_columns_behind_a_time_stamp():
+    """rlpyt and rllab: one value a line, between columns."""
+    block = "".join(
+        f"2024-01-01 10:00:0{i},018  | {name:<24}{value}\n"
+        for i, (name, value) in enumerate([("Diagnostics/Iteration", 7), ("lossAverage", 0.25), ("gradNorm", "nan")])
+    )
+    (point,) = items(block)
+    same((point.values, point.terms), ({"loss": 0.25, "grad_norm": NAN}, {}))
+
+
+def test_an_epoch_of_keras_without_their_number():
+    """Whether it counts from 0 or from 1 cannot be told, so it counts as it is printed."""
+    bar = "12/100 [==>.......] - ETA: 31s - loss: {loss}\n"
+    text = "".join(f"Epoch {epoch}\n" + bar.format(loss=loss) for epoch, loss in ((1, 2.5), (2, 2.25)))
+    assert [(point.epoch, point.values) for point in items(text)] == [(1.12, {"loss": 2.5}), (2.12, {"loss": 2.25})]
 
 
 def test_a_table_under_a_framed_line_of_names():
@@ -151,6 +172,8 @@ NOTHING = [
     "Namespace(lr=5e-05, clip_grad_norm=1.0, loss_fn='ce')",
     "[2024-01-01 10:00:00] [INFO] [loss_scaler.py:190:update_scale] nothing",
     "loss: n/a",
+    "The loss: 4.75",
+    "TD loss: 4.75 is what I get",
     "loss_weights: 0.5, 0.5",
 ]
 

@@ -46,7 +46,8 @@ def saturated(segment: Segment) -> Finding | None:
         smallest = next((of for value, of in SATURATED.items() if stuck and abs(stuck[0].last - value) <= 2e-5 * value), None)
         if smallest is None or len(stuck) < 2:
             continue
-        place = stuck[-1].place
+        whole = _end(segment.track("loss").curve.finite())  # on another line, perhaps, as a multiple of it
+        place = min(stuck[-1].place, whole[-1].place if len(whole) > 1 else stuck[-1].place, key=lambda place: place.order)
         said = (
             f"{name} is {number(stuck[0].last)} from {place} to the end. That is -log of {smallest}: the probability of every "
             "right answer is 0 there. The outputs have saturated, and the model no longer learns."

@@ -54,12 +54,11 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
 
 def announced(segment: Segment, found: Finding) -> Finding:
     """Begin where the program itself warned, right before the first value that is not finite."""
-    for kind in ("numpy-warning", "nan-warning"):
-        noted = segment.notes.get(kind)
-        if noted is not None and noted.place.order == found.place.order and noted.place.line < found.place.line:
-            said = f'{found.said} Line {noted.place.line} warns of it: "{noted.first[0].text}"'
-            return replace(found, said=said, place=replace(found.place, line=noted.place.line))
-    return found
+    noted = segment.notes.get("nan-warning")
+    if noted is None or noted.place.order != found.place.order or noted.place.line >= found.place.line:
+        return found
+    said = f'{found.said} Line {noted.place.line} warns of it: "{noted.first[0].text}"'
+    return replace(found, said=said, place=replace(found.place, line=noted.place.line))
 
 
 def extent(streak: Streak) -> tuple[Place, str, str]:

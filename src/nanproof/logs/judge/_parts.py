@@ -18,6 +18,8 @@ RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
 CRITIC = re.compile(r"critic|value|vf|\bq", re.I)
 PLAYER = re.compile(r"(?:^|[\W_])(?:g|d|gen|disc|generator|discriminator|adv)(?:$|[\W_])", re.I)
 """Names of the losses of two networks that work against each other."""
+BOXES = re.compile(r"(?:^|[\W_])(?:b?box|dfl|g?iou)(?:$|[\W_])", re.I)
+CLASSES = re.compile(r"(?:^|[\W_])(?:cls|class|ce)(?:$|[\W_])", re.I)
 FEW = 3
 """A value that stays the same on this many lines is not a coincidence."""
 ENOUGH = 5
@@ -39,6 +41,7 @@ def parts(segment: Segment) -> Iterator[Finding]:
         or _jumped(segment)
         or _unchanging(segment)
         or _nothing_in(segment)
+        or _unmatched(segment)
         or _silent_player(segment)
     )
     if found is not None:
@@ -205,6 +208,21 @@ def _unchanging(segment: Segment) -> Finding | None:
         Likely("The weights are NaN, and parts of the loss that compare with NaN come out as 0", "nonfinite-weights-mid-run"),
     )
     return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(SCAN, CHECK))
+
+
+def _unmatched(segment: Segment) -> Finding | None:
+    """Report a detector whose losses of boxes are exactly 0 while its loss of classes is not: no box has a target."""
+    boxes = {name: track for name, track in segment.terms.items() if BOXES.search(name)}
+    classes = {name: track for name, track in segment.terms.items() if CLASSES.search(name) and track.low > 0}
+    if segment.names.get("loss") and BOXES.search(segment.names["loss"]):
+        boxes[segment.names["loss"]] = segment.track("loss")
+    if len(boxes) < 2 or not classes or any(t.count < FEW or t.zero.count < t.count for t in boxes.values()):
+        return None
+    name, track = next(iter(classes.items()))
+    place = next(iter(boxes.values())).zero.first or Place()
+    said = f"{_listed(list(boxes))} are exactly 0 from {place} on, while {name} is {number(track.high)}: no box has a label."
+    causes = (Likely("No target is assigned: labels are missing, or of another scale or format", "no-supervised-targets"),)
+    return Finding(kind="no-targets", severity="warning", place=place, said=said, causes=causes, commands=(CHECK,))
 
 
 def _silent_player(segment: Segment) -> Finding | None:

@@ -23,10 +23,14 @@ BEST_NEAR = 4
 """How far from the best of the smoothed curve the best line may stand."""
 ENOUGH = 8
 """Points below which a curve has no shape."""
+FEW = 16
+"""Points below which single lines count."""
 SMALL = 1e-3
 """The loss of a policy is 0 at first, and may stay below this for long."""
 OUT = 10.0
 """Times the first loss: what is above it has left the range of a run that learns."""
+REGAINED = 0.35
+"""The share of what was learned that a run which diverges loses again."""
 RISES = 5
 """Lines that all rise one after another are not noise."""
 
@@ -85,8 +89,10 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
     found = form(segment, before)
     diverged = _rounds_rise(segment) or saturated(segment) or absurd(segment, throughout=True)
-    if diverged is None:
-        diverged = _explosion_of_few(segment, before) if found is None else _divergence(segment, found)
+    if diverged is None and (found is None or len(found.values) < FEW):
+        diverged = _explosion_of_few(segment, before)
+    if diverged is None and found is not None:
+        diverged = _divergence(segment, found)
     diverged = diverged or absurd(segment)
     if diverged is not None:
         yield diverged
@@ -108,7 +114,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
         diverged = f.end > 100 * max(size, SMALL) and _lasts(f.values, f.best, f.best_at)
     elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
-        diverged = rise > 0.35 * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
+        diverged = rise > REGAINED * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
         diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
     if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10) or _swings(f, rise):
@@ -185,15 +191,23 @@ def _out_of_bounds(values: Sequence[float]) -> int | None:
 
 
 def _climb(values: Sequence[float], policy: bool) -> int | None:
-    """Return the first line after the lowest, where the last three rise: to ten times the lowest, or all of them steeply."""
+    """Return the line after the lowest, where the last three rise and the last is far above it."""
     if len(values) < 4 or not values[-3] < values[-2] < values[-1]:
         return None
     low = max(i for i, v in enumerate(values) if v == min(values))
-    steps = [b - a for a, b in pairwise(values)]
-    steep = low == 0 and len(values) >= RISES and min(steps) > 0 and max(steps) > 1.5 * values[0]  # a running sum is flatter
-    if values[-1] < 10 * values[low] and not (steep and values[-1] > 3 * values[0] and not policy):
+    best, last = values[low], values[-1]
+    if last - best < REGAINED * (max(values[: low + 1]) - best):
+        return None  # noise about a loss that has learned
+    if last >= 10 * best:
+        return low + 1
+    steps = [b - a for a, b in pairwise(values[low:])]
+    if policy or min(steps) <= 0:
         return None
-    return low + 1
+    if low == 0:  # a running sum is flatter
+        steep = len(values) >= RISES and max(steps) > 1.5 * best and last > 3 * best
+    else:
+        steep = low >= 3 and last > 5 * best
+    return low + 1 if steep else None
 
 
 def _rounds_rise(segment: Segment) -> Finding | None:

@@ -21,6 +21,8 @@ LONG = 6
 """A score with so many digits is over many samples."""
 PERIOD = 4
 """Fewer losses than this may repeat by chance."""
+SAME = 1e-5
+"""The share of a loss by which chance alone would change it."""
 EARLY = 0.3
 """The share of the planned steps in which a loss still moves."""
 EPOCHS = 6
@@ -147,7 +149,8 @@ def _flat(segment: Segment, f: Form | None) -> Finding | None:
     """Report a loss that is as high as at the start, where that can be said to within a percent."""
     if f is None or f.directionless:
         return None
-    same = min(f.values) == max(f.values)  # to the last digit, which nothing that learns is
+    low, high = min(f.values), max(f.values)
+    same = low == high or (high - low < SAME * low and f.values[-1] >= f.values[0])  # nothing that learns is
     if (segment.resumed or _late_start(segment)) and not same:
         return None
     if len(f.values) < 30 and not same:
@@ -296,16 +299,16 @@ def _rate_zero(segment: Segment) -> Finding | None:
 
 def _gradient_zero(segment: Segment) -> Finding | None:
     norm, still = segment.track("grad_norm"), segment.together["still"]
-    if norm.count < 3 or still.since is None or still.first is None:
+    whole = still.count == still.looked - segment.together["gradient"].count  # on every line where it is finite
+    if norm.count < 3 or still.count < 2 or still.since is None or still.first is None:
         return None
-    whole = still.count == still.looked
     if not whole and (still.unbroken < 5 or still.unbroken < 0.1 * still.looked):
         return None
     if _moves(segment) and whole:
         return None
-    place = still.since
+    place, count = (still.first, still.count) if whole else (still.since, still.unbroken)
     loss = segment.track("loss")
-    said = f"grad_norm is exactly 0.0 from {place} on, {still.unbroken} of {still.looked} lines, while the loss is not 0"
+    said = f"grad_norm is exactly 0.0 from {place} on, {count} of {still.looked} lines, while the loss is not 0"
     said += f" ({number(loss.last_finite[1])})" if loss.last_finite else ""
     causes = (
         Likely(

@@ -178,6 +178,8 @@ ROUNDS = (_catboost, _boosting)
 
 def nameless(text: bytes, low: bytes) -> tuple[Pairs, dict[str, float]] | None:
     """Names and values of such a line, and what it says of the run; None for other lines."""
+    if text[:1] == b">":  # quoted
+        text = text.lstrip(b"> ")
     for letters, read in FORMS:
         if letters in low and (pairs := read(text)) is not None:
             return pairs, {"rounds": 1.0} if read in ROUNDS else {}

@@ -88,6 +88,7 @@ TERM = "term:"
 
 _JOINED = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Between the words of "CTCLoss" and "valLoss"."""
+_ENDS_IN_LOSS = re.compile(r"[a-z]{2,}loss")
 _REWARD = re.compile(r"reward|advantage|ep_rew|episod|(?<![a-z])returns?(?![a-z])", re.I)
 
 
@@ -118,6 +119,9 @@ def _meaning(name: str) -> Found | None:
     twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
     words = words[1:] if len(words) > 1 and words[0] == "losses" else words
+    if not (words and ("".join(words) in _TABLE or words[-1] in _MEASURES)):  # "aeloss_step"
+        words = [part for word in words for part in ((word[:-4], "loss") if _ENDS_IN_LOSS.fullmatch(word) else (word,))]
+        words = words[:-1] if words[-1:] == ["step"] and "loss" in words[:-1] else words
     if not words or any(word in _OTHER for word in words):
         return None
     role, rank = _TABLE.get(" ".join(words)) or _TABLE.get("".join(words)) or _similar(words, placed) or ("", 0)

@@ -58,7 +58,10 @@ _TRIED_SCALE = re.compile(rb"Attempted loss scale: ([\d.eE+-]+)")
 _KNOWN = (
     (
         "scale-at-minimum",
-        re.compile(rb"Current loss scale already at minimum|Minimum loss scale reached|grad_scale is too small"),
+        re.compile(
+            rb"Current loss scale already at minimum|Minimum loss scale reached|grad_scale is too small"
+            rb"|Grad scale is small: 0\.0$"
+        ),
     ),
     ("unscale-fp16", re.compile(rb"Attempting to unscale FP16 gradients")),
     ("bad-probabilities", re.compile(rb"probability tensor contains either `?inf`?, `?nan`? or element < 0")),
@@ -73,7 +76,10 @@ _KNOWN = (
         "bad-parameter",
         re.compile(rb"Expected parameter (?:loc|logits|probs) .{1,200}to satisfy the constraint .{1,80}but found"),
     ),
-    ("device-assert", re.compile(rb"device-side assert triggered|\S{1,300}\.cuh?:\d{1,6}: .{0,300}Assertion .{1,200}failed")),
+    (
+        "device-assert",
+        re.compile(rb"device-side assert triggered|\S{1,300}\.(?:cuh?|hip):\d{1,6}: .{0,300}[Aa]ssertion .{1,200}failed"),
+    ),
     (
         "out-of-memory",
         re.compile(rb"CUDA out of memory|OutOfMemoryError|out of memory\. Tried|oom_kill event|Out of memory: Killed"),
@@ -142,6 +148,9 @@ class Notes:
 
     def __init__(self) -> None:
         self._until = 0  # the traceback that is being printed ends before this line
+        self._opened = 0
+        """Where the last traceback began."""
+        self._raising: Note | None = None
         self._ranks: dict[str, bytes | None] = {}
         self._said: set[str] = set()
         self.ended = 0
@@ -155,13 +164,17 @@ class Notes:
     def of(self, text: bytes, low: bytes, line: int, rank: bytes | None, before: bytes = b"") -> Iterator[Note | Point]:
         """A note, and a point if the message names a new loss scale. `before` is the text above the line."""
         if b"raceback (most recent call last)" in text:
-            self._until = line + 400
+            self._until, self._opened = line + 400, line
             return
         if line >= self._until and not any(mark in low for mark in _MARKS):
             return
         glued = _GLUED.search(text) if b"rror: " in text or b"xception: " in text else None
         text = text if glued is None else text[glued.end() :]
         kind = self._kind(text, low, line, glued is not None, before)
+        if text.lstrip().startswith(b"raise ") and line < self._until and _NOT_FINITE.search(text):
+            self._raising = Note("nan-warning", clean(text), self._opened)
+        elif kind is not None or _EXCEPTION.match(text) is not None:
+            self._raising = None
         if kind is None and _EXCEPTION.match(text) is not None and not _LAUNCHER.match(text):
             self.ended, self._end = line, Note("error", clean(text), line)
         if kind is None:
@@ -189,10 +202,13 @@ class Notes:
             except ValueError:
                 return
 
-    def at_the_end(self) -> Iterator[Note]:
-        """The exception in the last line of the log, where it has not been given yet."""
-        if self._end is not None:
+    def at_the_end(self, alone: bool) -> Iterator[Note]:
+        """The exception in the last line of the log, where it has not been given yet, if nothing stands around it; what the last
+        traceback was about to raise, if its exception was not pasted."""
+        if self._end is not None and alone:
             yield self._end
+        if self._raising is not None:
+            yield self._raising
 
     def _kind(self, text: bytes, low: bytes, line: int, glued: bool, before: bytes) -> str | None:
         resumed = _RESUMED.search(text) is not None if b"checkpoint" in low or b"resum" in low or b"continuing" in low else False
@@ -204,12 +220,6 @@ class Notes:
         prefix = len(text) - len(message)
         if b"overflow" in low and (_OVERFLOW.match(message) or b"OVERFLOW! " in message[:60]):
             return "overflow"
-        if (
-            (b"dynamic loss scale from" in low or b"grad scale is small" in low)
-            and _NEW_SCALE.search(message) is not None
-            and prefix
-        ):
-            return "scale"
         exception = _EXCEPTION.match(message)
         level = _LEVEL.search(text, 0, min(prefix + 1, 400)) is not None
         for kind, pattern in _KNOWN:
@@ -219,6 +229,9 @@ class Notes:
             quoted = kind == "nan-warning" and _AFTER_WORDS.search(message, max(0, found.start() - 20), found.start()) is not None
             if exception is not None or level or quoted or found.start() == 0 or _PROGRAM.match(message):
                 return kind
+        scaled = b"dynamic loss scale from" in low or b"grad scale is small" in low
+        if scaled and prefix and _NEW_SCALE.search(message) is not None:
+            return "scale"
         if exception is not None and not finite and (raised or _THINGS.search(message)):
             return "nan-warning"  # NaN is what it complains of
         if exception is not None and raised and not _LAUNCHER.match(message):

@@ -12,7 +12,7 @@ BAR = re.compile(rb"\d%\|[^|\r\n]{0,400}\|\s{0,8}(\d{1,15})/(\d{1,15})\s{0,8}\["
 """tqdm's: `12%|#2   | 12/100 [`."""
 _WHOLE_BAR = re.compile(rb".*\d%\|[^|\r\n]{0,400}\|\s{0,8}\d{1,15}/\d{1,15}\s{0,8}\[[^\]]{0,400}\]\s*")
 _KERAS = re.compile(rb"\s{0,99}(\d{1,15})/(\d{1,15})\s{0,8}(?:\[[=>.]+\]|\xe2\x94\x81|- \d+m?s)")
-_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})/(\d{1,9})\s*[\r\n]")
+_KERAS_EPOCH = re.compile(rb"(?:^|[\r\n])Epoch (\d{1,9})(?:/(\d{1,9}))?\s*[\r\n]")
 _NESTED = re.compile(rb"\[\s{0,8}(\d{1,9})\]\s{0,8}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 _TWICE = re.compile(rb"\[\s{0,8}(\d{1,9})\s{0,8}/\s{0,8}\d{1,9}\]\s{0,2}\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\]")
 """Swin's and its descendants': `Train: [epoch/epochs][step/steps]`, both from 0."""
@@ -21,6 +21,8 @@ _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15}
 _PAIR = re.compile(rb"\[(\d{1,9}),\s{0,8}(\d{1,15})\] ")
 _BARE = re.compile(rb"\s{0,9}(\d{1,12}) \| ")
 _OF = re.compile(rb"\s{0,9}(\d{1,15})/(\d{1,15})[:,] ")
+_SPOKEN = re.compile(rb"(?:^|[\]|,]|- )\s{0,9}(\d{1,12}) (epoch|iter(?:ation)?|step)s?(?=[\s,|])")
+"""The number before its name: "000 epoch, 02000 iter, loss 2.5"."""
 _FIRST = re.compile(rb"\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\] ")
 _HEADING = re.compile(
     rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,3}(\d{1,9})"
@@ -39,7 +41,8 @@ class Places:
     def __init__(self) -> None:
         self._last = (0, 0)
         self._turns = 0
-        self._keras: tuple[int, int] | None = None
+        self._keras: tuple[float, float | None] | None = None
+        """Epoch and epochs, of the heading above."""
         self._epoch: float | None = None
         self._above: tuple[bytes, float, int] | None = None
         self._step = 0.0
@@ -58,10 +61,11 @@ class Places:
             return self.in_bar(int(bar[1]), int(bar[2]), point, settings), True
         if (keras := _KERAS.match(text)) is not None:
             for epoch in _KERAS_EPOCH.finditer(b"\n" + before + b"\n"):
-                self._keras = int(epoch[1]), int(epoch[2])
+                self._keras = float(epoch[1]), None if epoch[2] is None else float(epoch[2])
             if self._keras is not None:
-                point = replace(point, epoch=float(self._keras[0]))
-                settings["epochs"] = float(self._keras[1])
+                number, epochs = self._keras
+                point = replace(point, epoch=number)
+                settings.update({} if epochs is None else {"epochs": epochs})
             return self.in_bar(int(keras[1]), int(keras[2]), point, settings), True
         point = _in_brackets(text, point, settings)
         return (point if b"{" in text else self._headed(before, point)), False
@@ -143,6 +147,10 @@ def _in_brackets(text: bytes, point: Point, settings: dict[str, float]) -> Point
     if (counted := _COUNT.search(text) or _FIRST.match(text) or _OF.match(text)) is not None:
         settings["steps"] = float(counted[2])
         return replace(point, step=float(counted[1]))
+    spoken = {name: float(value) for value, name in reversed(_SPOKEN.findall(text, 0, 200))}
+    if spoken:
+        epoch = spoken.pop(b"epoch", point.epoch)
+        return replace(point, step=next(iter(spoken.values()), None), epoch=epoch)
     if point.epoch is None and (bare := _BARE.match(text)) is not None:
         return replace(point, step=float(bare[1]))
     return point

@@ -21,6 +21,10 @@ _LINE = re.compile(
     + ANY
     + rb")[\"']?[ \t]*(?:[|,]|\([-+.\deEnaif]{1,24}\))?[ \t]*\r?"
 )
+_STAMPED = re.compile(
+    rb"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\s{0,3}\| +([A-Za-z][\w ./()%@-]{0,60}?)\s{2,}(" + ANY + rb")[ \t]*\r?"
+)
+"""rlpyt's and rllab's: the time, a bar, and a column for the values."""
 _HEADING = re.compile(
     rb"[\s=#*-]*(?:Learning |Training )?(epoch|iteration|step|round)\s?[#:]?\s?(\d{1,9})(?:\s?/\s?\d{1,9})?[\s=#*:-]*", re.I
 )
@@ -46,7 +50,11 @@ class Record:
 
 def is_value(text: bytes) -> bool:
     """Whether a line is a name and a value, and nothing else."""
-    return len(text) <= 200 and _LINE.fullmatch(text) is not None
+    return len(text) <= 200 and _pair(text) is not None
+
+
+def _pair(text: bytes) -> re.Match[bytes] | None:
+    return _LINE.fullmatch(text) or (_STAMPED.fullmatch(text) if b" | " in text[:40] else None)
 
 
 def records(data: bytes, low: int, start: int) -> tuple[list[Record], int, int]:
@@ -97,7 +105,7 @@ def _take(found: list[Record], text: bytes, line: int, at: int) -> bool:
     if _EDGE.fullmatch(text) and text.strip():
         found.append(Record())
         return True
-    match = _LINE.fullmatch(text)
+    match = _pair(text)
     if match is None:
         return False
     name = match[1].strip()
@@ -138,7 +146,7 @@ def _first(data: bytes, low: int, start: int) -> int:
         text = plain(data[before : at - 1])
         if len(text) > 200:
             break
-        fits = _LINE.fullmatch(text) or _headed(text)
+        fits = _pair(text) or _headed(text)
         if not fits and (gap >= _GAP or _EDGE.fullmatch(text) or _OTHER.search(text)):
             break
         gap = 0 if fits else gap + 1
