@@ -109,7 +109,7 @@ def test_a_traceback_is_its_last_line():
 def test_a_traceback_that_ends_at_its_raise():
     """Pasted without the exception itself: what was about to be raised is the note, where the traceback begins."""
     cut = "step 3 loss 2.5\n" + TRACEBACK + "    raise ValueError('loss is not finite')\n"
-    point, note = items(cut)
+    note = items(cut)[1]
     assert (note.kind, note.line) == ("nan-warning", 2)
     whole = items(cut + "ValueError: loss is not finite\n")
     assert [item.kind for item in whole[1:]] == ["nan-warning"] and whole[1].line == 6

@@ -203,11 +203,9 @@ def _climb(values: Sequence[float], policy: bool) -> int | None:
     steps = [b - a for a, b in pairwise(values[low:])]
     if policy or min(steps) <= 0:
         return None
-    if low == 0:  # a running sum is flatter
-        steep = len(values) >= RISES and max(steps) > 1.5 * best and last > 3 * best
-    else:
-        steep = low >= 3 and last > 5 * best
-    return low + 1 if steep else None
+    if low == 0:
+        return 1 if len(values) >= RISES and max(steps) > 1.5 * best and last > 3 * best else None  # a running sum is flatter
+    return low + 1 if low >= 3 and last > 5 * best else None
 
 
 def _rounds_rise(segment: Segment) -> Finding | None:
