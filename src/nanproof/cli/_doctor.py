@@ -117,9 +117,9 @@ def doctor(
 ) -> None:
     """Read logs of any framework and say what went wrong. Since when, what it can come from, and what to do next.
 
-    Exit status: 1 a failure was found, 2 none was found and a log could not be read or had nothing in it, 0 no failure.
+    Exit status: 1 a failure was found, 2 none was found and a log could not be read, or all were empty, 0 no failure.
     """
-    read = list(examine(logs))
+    read = list(examine(logs, alone=len(logs) == 1 and not as_json))
     if as_json:
         typer.echo(json.dumps({"v": 1, "logs": [each.to_json() for each in read]}, allow_nan=False))
     else:
@@ -134,14 +134,14 @@ def doctor(
         raise typer.Exit(2)
 
 
-def examine(logs: Sequence[str]) -> Iterable[Read]:
-    """Every log that can be found. What cannot be is said on standard error and does not stop the others."""
+def examine(logs: Sequence[str], alone: bool = False) -> Iterable[Read]:
+    """Read every log that can be found. One that cannot does not stop the others, unless it is alone."""
     from nanproof.logs.read._sources import find
 
     try:
         sources = find(logs)
     except UsageError as error:
-        if len(logs) == 1:
+        if alone:
             raise could_not_run(error) from error
         sources = []
         for log in logs:
@@ -228,7 +228,8 @@ def _overview(console: Console, read: Sequence[Read]) -> None:
     table.add_column("found", overflow="fold")
     for each in read:
         worst = each.worst
-        found = f"{worst.severity}: {worst.kind}, {worst.place}" if worst else each.status
+        found = "too few to judge" if each.status == "healthy" and not each.judged else each.status
+        found = f"{worst.severity}: {worst.kind}, {worst.place}" if worst else found
         cells = (each.path, each.format, str(each.points), found)
         table.add_row(*(Text(_safe(console, cell), style=style) for cell, style in zip(cells, _styles(each), strict=True)))
     console.print(table)
@@ -260,7 +261,8 @@ def _print_one(console: Console, each: Read) -> None:
             finite = "" if each.nonfinite else " No value of training is NaN or Inf."
             _say(console, f"{each.path}{about}{points}: {few}.{finite}", "bold")
         else:
-            _say(console, f"{each.path}{about}no loss or gradient norm found", "bold")
+            empty = os.path.isfile(each.path) and os.path.getsize(each.path) == 0
+            _say(console, f"{each.path}{about}{'the file is empty' if empty else 'no loss or gradient norm found'}", "bold")
             if each.path.lower().endswith(CHECKPOINTS):
                 _say(
                     console,

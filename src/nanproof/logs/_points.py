@@ -33,7 +33,7 @@ class Point:
     """Whether `skipped` counts from the start of the run."""
     settings: dict[str, float] = field(default_factory=dict)
     """What a log says of the run as a whole: "steps" (planned), "logging_steps", "lr" (the base), "warmup", "epochs";
-    "rewards" and "rounds" are 1 in reinforcement learning and in boosting."""
+    "rewards" and "rounds" are 1 in reinforcement learning and in boosting. `Story` adds the framework of a `Sign`."""
     refused: bool = False
     """A guard of nanproof did not take this step: the weights have not seen it."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -122,13 +122,22 @@ NOTES = (
 )
 
 
-Item = Point | Note | Batch
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Something that only one framework prints."""
+
+    framework: str
+
+
+Item = Point | Note | Batch | Sign
 """What a reader yields."""
 
 
 def singly(items: Iterable[Item]) -> Iterator[Point | Note]:
-    """Yield the same items, with each batch as its points."""
+    """Yield the points and notes, those of batches too."""
     for item in items:
+        if isinstance(item, Sign):
+            continue
         if isinstance(item, Batch):
             yield from item.points()
         else:

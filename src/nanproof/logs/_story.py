@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from nanproof.logs._curve import Curve, Place, finite
-from nanproof.logs._points import METRICS, Batch, Item, Note, Point
+from nanproof.logs._points import METRICS, Batch, Item, Note, Point, Sign
 
 SEGMENTS = 64
 TERMS = 24
@@ -284,6 +284,9 @@ class Story:
             else:
                 for part in item.halves() if len(item) > SINGLY else item.points():
                     self.add(part)
+            return
+        if isinstance(item, Sign):
+            self.now.settings[item.framework] = 1.0
             return
         if isinstance(item, Note):
             if item.kind == "resumed":

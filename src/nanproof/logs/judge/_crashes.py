@@ -15,7 +15,6 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         (
             Likely("An earlier step with a NaN gradient was taken, and the weights are NaN", "nonfinite-batch"),
             Likely("exp of a log-ratio or a KL term overflows, on masked tokens too: Inf times 0 is NaN", "exp-overflow"),
-            Likely("A group of one completion has no standard deviation", "std-of-one-sample"),
             Likely("Logits over a tiny temperature overflow", "temperature-overflow"),
         ),
         (SCAN, RUN, CHECK),
@@ -32,12 +31,12 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
     ),
     "nonpositive-std": (
         "bad-probabilities",
-        "A normal distribution was given a standard deviation that is NaN or not above 0. In reinforcement learning it is a "
+        "A normal distribution was given a standard deviation that is NaN or below 0. In reinforcement learning it is a "
         "parameter of the policy.",
         (
             Likely("The weights have been NaN since an earlier step, and so are their outputs", "nonfinite-batch"),
             Likely("The standard deviation is learned without exp or softplus, and a step took it below 0", "nonpositive-std"),
-            Likely("A reward or an observation is Inf, and the value loss with it", "exp-overflow"),
+            Likely("A reward or an observation is NaN or Inf", "nonfinite-batch"),
         ),
         (SCAN, RUN, CHECK),
     ),
@@ -62,7 +61,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         (Likely("Batch or sequence too large; activations, logits of a large vocabulary, or a leak of graphs"),),
         ("smaller batches with accumulation, gradient checkpointing, torch.cuda.memory_summary()",),
     ),
-    "error": ("crash", "The program ended with an error.", (), (RUN,)),
+    "error": ("crash", "The program ended with an error.", (), ()),
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nanproof.logs._story import Segment, Story
+from nanproof.logs.judge._advice import fitted
 from nanproof.logs.judge._crashes import crashes
 from nanproof.logs.judge._finding import Finding, Likely
 from nanproof.logs.judge._nonfinite import announced, nonfinite
@@ -16,7 +17,6 @@ from nanproof.logs.judge._standstill import plateau, standstill
 
 __all__ = ["Finding", "Likely", "judge"]
 
-NUMERIC = ("nan", "inf", "eval-nan", "divergence", "plateau", "overfit", "spike")
 LOST = ("hidden-nan", "nan", "inf", "nan-warnings", "scaler-skipping")
 """After one of these, the curves say nothing more of their own."""
 
@@ -26,7 +26,7 @@ def judge(story: Story) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for i, segment in enumerate(story.segments):
         for finding in _of(segment):
-            finding = _for_boosting(finding) if segment.settings.get("rounds") and finding.kind in NUMERIC else finding
+            finding = fitted(finding, segment)
             later = next((s for s in story.segments[i + 1 :] if _passes(s, finding)), None)
             found.append(finding if later is None else _overcome(finding, later))
     return tuple(sorted(_once(found), key=lambda f: (f.rank, f.place.line)))
@@ -51,19 +51,6 @@ def _of(segment: Segment) -> Iterator[Finding]:
         if not still and not any(finding.kind == "divergence" for finding in curves):
             yield from plateau(segment)
     yield from crashes(segment)
-
-
-BOOSTING = (
-    Likely("The learning rate (eta, shrinkage) is too high for this objective", "learning-rate-too-high"),
-    Likely("Labels or weights that the objective cannot handle, such as 0 under a logarithm"),
-    Likely("A custom objective or metric divides by 0, or has the wrong sign"),
-)
-
-
-def _for_boosting(finding: Finding) -> Finding:
-    """Return a finding with the advice for boosting, which has no batches, weights or checkpoints."""
-    command = "a tenth of the learning rate, and the range of labels and sample weights    # the first things to look at"
-    return replace(finding, causes=BOOSTING, commands=(command,))
 
 
 def _with_loss(finding: Finding, segment: Segment) -> Finding:

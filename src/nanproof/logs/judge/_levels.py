@@ -94,12 +94,12 @@ def absurd(segment: Segment, throughout: bool = False) -> Finding | None:
         if UNITS.search(called):
             continue
         place = next(b.place for b in buckets if b.high >= most)
-        said = f"{called} is about {number(level(values[-3:]))} and is not falling. It has exploded"
+        said = f"{called} is about {number(level(values[-3:]))} at the end of the log. It has exploded"
         units = most == ABSURD and not segment.settings.get("rewards")
         said += ", unless the targets themselves are that large: then scale them." if units else "."
         causes = (
             Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
-            Likely("Inputs or targets are not normalised", "inputs-not-normalised"),
+            *((Likely("Inputs or targets are not normalised", "inputs-not-normalised"),) if most == ABSURD else ()),
             Likely("The gradient grows with every layer or time step", "exploding-gradient"),
         )
         severity = "failure" if most != ABSURD or level(values[-3:]) > HOPELESS else "warning"

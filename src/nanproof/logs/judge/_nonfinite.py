@@ -14,8 +14,8 @@ from nanproof.logs.judge._hidden import START, hidden
 from nanproof.logs.judge._numbers import blown, largest
 from nanproof.logs.judge._schedule import skipped_only, skipping, skips
 
-START_OF_RUN = 100
-"""A log whose first step is later does not show how the run began."""
+FIRST_STEP, FIRST_EPOCH = 10, 1
+"""A log that begins later does not show how the run began."""
 OFTEN = 0.3
 """Above this share of the lines, it is no matter that the last ones are good."""
 FEW = 0.1
@@ -28,8 +28,8 @@ _ENDS = re.compile(
 """A warning in whose words the program gave up."""
 _SKIPS = re.compile(r"skip|not updat|do not update|ignor|discard", re.I)
 """A warning that says that the step was skipped."""
-_ZEROES = re.compile(r"zero|replac|nan_to_num|mask", re.I)
-"""A warning that says that NaN was replaced."""
+_ZEROES = re.compile(r"grad\w*\W.{0,40}\b(?:zero|replac|mask)|(?:zero|replac|mask)\w*\W.{0,40}\bgrad|nan_to_num", re.I)
+"""A warning that says that NaN in gradients was replaced."""
 
 
 def nonfinite(segment: Segment) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
         if streak.scattered:
             after = streak.looked - streak.before
             return streak.first, "failure", f"on {streak.count} of the {after} lines from there to the end, the last one included"
-        every = f"and stays so to the end ({streak.unbroken} lines)" if streak.unbroken > 1 else "on the last line"
+        every = f"and stays so to the end of the run ({streak.unbroken} lines)" if streak.unbroken > 1 else "on the last line"
         if streak.count == streak.looked:
             every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
         return streak.since, "failure", every
@@ -97,7 +97,8 @@ def _shown(segment: Segment) -> Finding:
     else:
         backward = None
     if before and severity == "failure":
-        said += f" The last finite loss is {number(before[-1].last)}, at {before[-1].place}."
+        which = "last finite loss" if absurd is None else "loss before that"
+        said += f" The {which} is {number(before[-1].last)}, at {before[-1].place}."
     if rose:
         said += f" {rose}"
     norm = segment.track("grad_norm")
@@ -173,8 +174,7 @@ def _of_backward(rose: str) -> tuple[Likely, ...]:
 
 def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Likely, ...]:
     loss = segment.track("loss")
-    late = place.step is not None and place.step > START_OF_RUN
-    early = loss.bad.since is not None and (loss.first_finite is None or place.order == 0) and not late
+    early = loss.bad.since is not None and (loss.first_finite is None or place.order == 0) and _at_start(place)
     half = bool(segment.track("scale").count or segment.notes.get("overflow"))
     causes = []
     if rose:
@@ -190,13 +190,18 @@ def _of_loss(segment: Segment, kind: str, place: Place, rose: str) -> tuple[Like
         causes.append(Likely("The run trains in fp16, where activations above 65504 are Inf", "fp16-activation-overflow"))
     if not rose:
         sudden = (
-            "It appeared from one step to the next, as with a bad sample"
-            if not early and place.order > 2
-            else "A batch with NaN or Inf"
+            "It appeared between two lines, as with a bad sample" if not early and place.order > 2 else "A batch with NaN or Inf"
         )
         causes.append(Likely(sudden, "nonfinite-batch"))
         causes.append(Likely("A division by a count, a variance or a norm that is 0 in one batch", "zero-denominator"))
     return tuple(causes)
+
+
+def _at_start(place: Place) -> bool:
+    """Whether a place is at the start of a run, as far as the log says."""
+    if place.step is not None:
+        return place.step <= FIRST_STEP
+    return place.epoch is None or place.epoch <= FIRST_EPOCH
 
 
 def _gradient(segment: Segment) -> Finding | None:
@@ -248,7 +253,8 @@ def _evaluation(segment: Segment) -> Finding:
         Likely("An evaluation batch without a supervised token is 0/0", "no-supervised-targets"),
     )
     said = f"The evaluation loss is {number(evaluated.first_bad)} at {first}, {much}"
-    said += ", while the training loss is finite." if segment.track("loss").count else "; the log has no training loss."
+    loss = segment.track("loss")
+    said += ", while the training loss is finite." if loss.count and not loss.bad.count else "."
     return Finding(
         kind="eval-nan", severity=severity, place=first, said=said, causes=causes, commands=(SCAN, "nanproof check train:build")
     )
@@ -263,17 +269,17 @@ def _warnings(segment: Segment) -> Finding:
     ended = noted.last_order >= segment.points and _ENDS.search(last.text) is not None
     lasting = ended or (not after and (noted.count > 2 or not loss.count))
     stopped = any(_ENDS.search(note.text) for note in (*noted.first, last))
-    skipped = any(_SKIPS.search(note.text) for note in (*noted.first, last))
+    skips = [_SKIPS.search(note.text) is not None for note in (*noted.first, last)]
     where = noted.place
-    times = "once," if noted.count == 1 else f"{noted.count} times, first"
+    times = "once," if noted.count == 1 else "twice, first" if noted.count == 2 else f"{noted.count} times, first"
     said = f'The run\'s own code warns {times} at {where}: "{first.text}"'
     if last.line != first.line:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."
     if ended:
         said += " The run ended there."
-    elif skipped:
-        said += " It says that it skipped those steps."
+    elif any(skips):
+        said += " It says that it skipped those steps." if all(skips) else " It says that it skipped some of those steps."
     elif lasting and noted.count > 2 and not stopped:
         since = f"line {first.line}" if first.step is None else f"step {number(first.step)}"
         said += f" The weights are most likely NaN, and everything after {since} is lost."
@@ -281,7 +287,7 @@ def _warnings(segment: Segment) -> Finding:
     causes = (
         *((zeroes,) if any(_ZEROES.search(note.text) for note in noted.first) else ()),
         Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),
-        Likely("Weights in bf16 or fp16 drift until something overflows: keep fp32 weights", "fp16-activation-overflow"),
+        Likely("Something overflows, such as exp of a large number", "exp-overflow"),
     )
     return Finding(
         kind="nan-warnings",

@@ -10,7 +10,7 @@ from itertools import accumulate, takewhile
 from nanproof.logs._curve import Bucket, Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
-from nanproof.logs.judge._finding import CHECK, RUN, SCAN, Finding, Likely
+from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SCAN, SLOWER, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
 
 RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
@@ -63,7 +63,7 @@ def _bad(segment: Segment) -> Finding | None:
     if others:
         said += f" Also not finite at some point: {_listed(others)}."
     loss = segment.track("loss")
-    if loss.zero.since is not None and loss.zero.since.order <= first.order:
+    if segment.settings.get("transformers") and loss.zero.since is not None and loss.zero.since.order <= first.order:
         said += " The loss is logged as exactly 0.0: that is NaN too, which the Trainer's logging_nan_inf_filter shows as 0.0."
     elif loss.last_finite is not None and loss.last_finite[0].order >= first.order and loss.last_finite[1] < ABSURD:
         said += (
@@ -128,14 +128,15 @@ def _exploded(segment: Segment) -> Finding | None:
             continue
         first = next(i for i in range(len(sizes) - 1, -1, -1) if sizes[i] < EXPLODED * max(usual, 1.0)) + 1
         before, place = buckets[first - 1], buckets[first].place
-        said = f"{name} goes from {number(before.last)} to {number(buckets[first].last)} at {place}, and stays there."
+        then = ", and stays there" if first + 1 < len(buckets) else ", on the last line"
+        said = f"{name} goes from {number(before.last)} to {number(buckets[first].last)} at {place}{then}."
         causes = (
             Likely("Gradients that grow from step to step", "exploding-gradient"),
             Likely("The learning rate is too high", "learning-rate-too-high"),
             Likely("A sample with an infinite loss, such as a target longer than its input", "ctc-infeasible"),
         )
         return Finding(
-            kind="divergence", severity="failure", place=place, said=said, about=name, causes=causes, commands=(RUN, CHECK)
+            kind="divergence", severity="failure", place=place, said=said, about=name, causes=causes, commands=(SLOWER, OBSERVE)
         )
     return None
 
@@ -149,14 +150,15 @@ def _jumped(segment: Segment) -> Finding | None:
     if len(names) < 2:
         return None
     low, high = curves[names[0]][0].last, curves[names[0]][-1].last
-    said = f"{_listed(names)} jump at {first} and stay up, {names[0]} from {number(low)} to {number(high)}."
+    then = "on the last line" if curves[names[0]][-1].place.order == first.order else "and stay up"
+    said = f"{_listed(names)} jump at {first} {then}, {names[0]} from {number(low)} to {number(high)}."
     causes = (
         Likely("The learning rate is too high", "learning-rate-too-high"),
         Likely("Gradients that grow from step to step", "exploding-gradient"),
         Likely("A bad stretch of data, from which the run did not come back", "outlier-batch"),
     )
     return Finding(
-        kind="divergence", severity="failure", place=first, said=said, about=names[0], causes=causes, commands=(RUN, CHECK)
+        kind="divergence", severity="failure", place=first, said=said, about=names[0], causes=causes, commands=(SLOWER, OBSERVE)
     )
 
 
@@ -201,13 +203,13 @@ def _unchanging(segment: Segment) -> Finding | None:
     place = first.zero.first or Place()
     said = (
         f"{_listed(zero)} {'is' if len(zero) == 1 else 'are'} exactly 0 and {_listed(others)} stays at "
-        f"{', '.join(map(number, others.values()))} on all {first.count} lines: no sample has a target."
+        f"{', '.join(map(number, others.values()))} on all {first.count} lines: no target is matched to a prediction."
     )
     causes = (
         Likely("No target is assigned: labels are missing, or the predictions are NaN and match none", "no-supervised-targets"),
         Likely("The weights are NaN, and parts of the loss that compare with NaN come out as 0", "nonfinite-weights-mid-run"),
     )
-    return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(SCAN, CHECK))
+    return Finding(kind="no-targets", severity="failure", place=place, said=said, causes=causes, commands=(CHECK,))
 
 
 def _unmatched(segment: Segment) -> Finding | None:
@@ -246,7 +248,13 @@ def _silent_player(segment: Segment) -> Finding | None:
                 Likely("A sigmoid saturates, and its gradient is 0: use the loss that takes logits", "dead-units"),
             )
             return Finding(
-                kind="divergence", severity="failure", place=since, said=said, about=loser, causes=causes, commands=(CHECK, RUN)
+                kind="divergence",
+                severity="failure",
+                place=since,
+                said=said,
+                about=loser,
+                causes=causes,
+                commands=(SLOWER, OBSERVE),
             )
     return None
 

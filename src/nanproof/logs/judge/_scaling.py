@@ -9,10 +9,15 @@ from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
 
-CAUSES = (
+FORWARD = (
     Likely("An output passes 65504 in fp16: the forward is Inf at any loss scale", "fp16-activation-overflow"),
     Likely("The data or the weights hold NaN, so that no scale helps", "nonfinite-batch"),
     Likely("The gradient grows with every layer or step until any scale is too high", "exploding-gradient"),
+)
+BACKWARD = (
+    FORWARD[-1],
+    Likely("The backward pass overflows while the forward is finite", "fp16-gradient-overflow"),
+    Likely("The data hold NaN on some steps", "nonfinite-batch"),
 )
 SUNK = 1 / 64
 """A scale below this is a collapse, however the log begins."""
@@ -54,9 +59,16 @@ def _collapse(segment: Segment) -> Finding | None:
     began = values[fell].place
     said = (
         f"The loss scale falls from {number(high)} to {number(last)}, beginning at {began}, and does not come back. Each halving "
-        "is a skipped step. Gradients that overflow at a scale of 1 overflow at any scale."
+        "is a skipped step."
     )
-    return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
+    said += " Gradients that overflow at a scale of 1 overflow without a scaler too."
+    return Finding(kind="scale-collapse", severity="failure", place=began, said=said, causes=_causes(segment), commands=COMMANDS)
+
+
+def _causes(segment: Segment) -> tuple[Likely, ...]:
+    """Return what is likely: where losses are logged and all finite, it is the backward pass that overflows."""
+    loss = segment.track("loss")
+    return BACKWARD if loss.count and not loss.bad.count and not loss.zero.count else FORWARD
 
 
 def _near(before: Bucket, after: Bucket) -> bool:
@@ -77,10 +89,12 @@ def _sunk(segment: Segment) -> Finding | None:
     place = next(b.place for b in buckets if b.low < 1)
     falls = last <= first / 4
     said = f"The loss scale is {number(last)}"
-    said += f", from {number(first)} at {scale.first_finite[0]}." if falls else f" from {place} on."
+    said += (
+        f" at the end, from {number(first)} at {scale.first_finite[0]}." if falls else f" at the end, below 1 from {place} on."
+    )
     said += " A scale below 1 makes gradients smaller: it was lowered at every overflow, and each of those steps was skipped."
     severity = "failure" if falls or last < SUNK else "warning"
-    return Finding(kind="scale-collapse", severity=severity, place=place, said=said, causes=CAUSES, commands=COMMANDS)
+    return Finding(kind="scale-collapse", severity=severity, place=place, said=said, causes=_causes(segment), commands=COMMANDS)
 
 
 def _halving(segment: Segment) -> Finding | None:
@@ -98,12 +112,14 @@ def _halving(segment: Segment) -> Finding | None:
     many = "a step overflows and is" if noted.count == 1 else f"{noted.count} steps overflow and are"
     said = f"The loss scale is {number(values[-1])} at the end of the log: {many} skipped, from {noted.place} on."
     said += (
-        " Gradients that overflow at a scale of 1 overflow at any scale."
+        " Gradients that overflow at a scale of 1 overflow without a scaler too."
         if hopeless
         else " At this rate it reaches its minimum within a few steps."
     )
     severity = "failure" if hopeless else "warning"
-    return Finding(kind="scale-collapse", severity=severity, place=noted.place, said=said, causes=CAUSES, commands=COMMANDS)
+    return Finding(
+        kind="scale-collapse", severity=severity, place=noted.place, said=said, causes=_causes(segment), commands=COMMANDS
+    )
 
 
 def _jumps(segment: Segment) -> bool:
@@ -123,7 +139,7 @@ def _at_minimum(segment: Segment) -> Finding | None:
     more = f", after {overflow.count} overflows" if overflow else ""
     said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}".'
     said += f" Overflows began at {place}." if overflow else ""
-    return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
+    return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=_causes(segment), commands=COMMANDS)
 
 
 def _overflows(segment: Segment) -> Finding | None:
@@ -144,7 +160,7 @@ def _overflows(segment: Segment) -> Finding | None:
         f": the loss scale falls from {number(scale.high)} to {number(scale.low)}." if falls else ". The model no longer learns."
     )
     kind = "scale-collapse" if falls else "scaler-skipping"
-    return Finding(kind=kind, severity="failure", place=place, said=said, causes=CAUSES, commands=COMMANDS)
+    return Finding(kind=kind, severity="failure", place=place, said=said, causes=_causes(segment), commands=COMMANDS)
 
 
 def _counted(segment: Segment) -> Finding | None:
@@ -173,4 +189,4 @@ def _counted(segment: Segment) -> Finding | None:
         f"The loss scaler skipped {number(count)} of {number(steps)} steps, {share:.0%} of those in the second half of the log. "
         "A scale that is only too high costs a few steps at the start."
     )
-    return Finding(kind="scaler-skipping", severity="failure", place=began, said=said, causes=CAUSES, commands=COMMANDS)
+    return Finding(kind="scaler-skipping", severity="failure", place=began, said=said, causes=_causes(segment), commands=COMMANDS)

@@ -131,7 +131,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
     if norm.count and norm.low > 0 and norm.high > 20 * norm.low:
         said += f" The gradient norm goes from {number(norm.low)} up to {number(norm.high)}."
     causes = [
-        Likely("Loss and gradient rise together over many steps", "learning-rate-too-high"),
+        Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
         Likely("Adam's second moment lags behind gradients that grew", "stale-second-moment"),
     ]
     if segment.resumed and began < 0.1 * len(f.values):

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, takewhile
 from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
-from nanproof.logs.judge._finding import CHECK, RUN, Finding, Likely
+from nanproof.logs.judge._finding import CHECK, Finding, Likely
 from nanproof.logs.judge._numbers import level
 from nanproof.logs.judge._shape import Form, form
 
@@ -23,6 +23,8 @@ PERIOD = 4
 """Fewer losses than this may repeat by chance."""
 SAME = 1e-5
 """The share of a loss by which chance alone would change it."""
+FROZEN = 10
+"""Lines with the same loss that are not a coincidence."""
 EARLY = 0.3
 """The share of the planned steps in which a loss still moves."""
 EPOCHS = 6
@@ -30,7 +32,7 @@ EPOCHS = 6
 SCHEDULE = (
     Likely("The schedule's total number of steps, its decay, its warm-up or its last value is wrong", "learning-rate-zero"),
 )
-SCHEDULED = ("print(scheduler.get_last_lr())    # and compare its number of steps with that of the loop", RUN)
+SCHEDULED = ("print(scheduler.get_last_lr())    # and compare its number of steps with that of the loop",)
 LABELS = "print((batch['labels'] != -100).sum(1))    # supervised tokens of each sample"
 REWARDS = "print(rewards.view(-1, num_generations).std(1))    # 0: all rewards of a group are equal"
 
@@ -118,7 +120,7 @@ def _worst(segment: Segment) -> Finding | None:
             Likely("The learning rate is too high: the outputs collapsed to one answer", "learning-rate-too-high"),
             Likely("Labels and inputs do not belong together", "labels-shifted-twice"),
         )
-        return Finding(kind="plateau", severity="warning", place=place, said=said, causes=causes, commands=(CHECK, RUN))
+        return Finding(kind="plateau", severity="warning", place=place, said=said, causes=causes, commands=(CHECK,))
     return None
 
 
@@ -127,6 +129,7 @@ def plateau(segment: Segment) -> Iterator[Finding]:
     found = (
         _flat(segment, form(segment))
         or _same_again(segment)
+        or _frozen(segment)
         or _flat_epochs(segment)
         or _same_evaluation(segment)
         or _same_score(segment)
@@ -142,7 +145,7 @@ def _unmoved(place: Place, said: str, about: str = "") -> Finding:
         Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
         Likely("Every unit of a ReLU is off", "dead-units"),
     )
-    return Finding(kind="plateau", severity="warning", place=place, said=said, about=about, causes=causes, commands=(CHECK, RUN))
+    return Finding(kind="plateau", severity="warning", place=place, said=said, about=about, causes=causes, commands=(CHECK,))
 
 
 def _flat(segment: Segment, f: Form | None) -> Finding | None:
@@ -200,6 +203,16 @@ def _same_again(segment: Segment) -> Finding | None:
         f"{number(values[0])}, {number(values[1])}, and so on. The same data gives the same losses, so no weight has changed."
     )
     return _unmoved(buckets[period].place, said)
+
+
+def _frozen(segment: Segment) -> Finding | None:
+    """Report a loss that moved, and then is the same to the last digit until the end, no better than the first."""
+    buckets = segment.track("loss").curve.finite()
+    same = list(takewhile(lambda b: b.low == b.high == buckets[-1].last, reversed(buckets)))
+    if len(buckets) > len(same) >= FROZEN and same[0].last >= buckets[0].mean > 0 and _digits(same[0].last) >= DIGITS:
+        place, value = same[-1].place, number(same[0].last)
+        return _unmoved(place, f"The loss moves until {place}, and is {value} from there on: no output changes any longer.")
+    return None
 
 
 def _flat_epochs(segment: Segment) -> Finding | None:
@@ -323,5 +336,5 @@ def _gradient_zero(segment: Segment) -> Finding | None:
         place=place,
         said=said + ": no weight moves.",
         causes=causes,
-        commands=(CHECK, RUN),
+        commands=(CHECK,),
     )

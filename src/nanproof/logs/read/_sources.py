@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
-from nanproof.logs._points import Item
+from nanproof.logs._points import Item, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.read import _tables as tables
 from nanproof.logs.read import _tensorboard as tensorboard
@@ -253,7 +253,7 @@ def _holds_something(path: Path) -> bool:
     format = format_of(whole[: files.HEAD])
     if format == "nanproof":
         return True  # a run that failed in its first step has incidents, and no point
-    items = _read_stream(files.unpacked(io.BytesIO(whole)), format)
+    items = singly(_read_stream(files.unpacked(io.BytesIO(whole)), format))
     try:
         return next(islice(items, 1), None) is not None
     except UsageError:

@@ -35,10 +35,11 @@ _PIX2PIX = re.compile(
     rb"((?: [A-Za-z]\w{0,30}: " + ANY + rb"){1,20})\s*",
     re.I,
 )
+_DL4J = re.compile(rb"\bScore at iteration (\d{1,12}) is (" + ANY + rb")(?=\s|$)")
 _NAMED = re.compile(rb"(\w+): (\S+)")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
-_ON_DATA = re.compile(rb"([A-Za-z][\w. ]{0,40}?)(?:'s |-)([\w@.-]{1,40}?)\s?:\s{0,4}(" + ANY + rb")(?![\w.])")
+_ON_DATA = re.compile(rb"([A-Za-z][\w. ]{0,40}?)(?:'s |-)([\w@.-]{1,40}?)\s?:\s{0,4}(" + ANY + rb")(?:\+" + ANY + rb")?(?![\w.])")
 
 
 def _darknet(text: bytes) -> Pairs | None:
@@ -127,6 +128,12 @@ def _pix2pix(text: bytes) -> Pairs | None:
     return [(EPOCH, float(match[1])), (Found("step", 2 * COARSE + 1), float(match[2])), *parts]
 
 
+def _dl4j(text: bytes) -> Pairs | None:
+    """`ScoreIterationListener - Score at iteration 20 is 1.93`."""
+    match = _DL4J.search(text)
+    return None if match is None else [(STEP, float(match[1])), (LOSS._replace(name="Score"), parse(match[2]))]
+
+
 def _catboost(text: bytes) -> Pairs | None:
     match = _CATBOOST.match(text)
     if match is None:
@@ -169,6 +176,7 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b" net output #", _caffe),
     (b" : cost ", _marian),
     (b"(epoch: ", _pix2pix),
+    (b"score at iteration", _dl4j),
     (b"learn: ", _catboost),
     (b"]", _boosting),
 )

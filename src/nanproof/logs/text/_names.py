@@ -70,6 +70,8 @@ _TRAINING = {"train", "trn", "training", "trainer", "tr", "optim", "optimizer", 
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 _OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
 """What a setting or a summary is called, not a step."""
+_UNITS = frozenset("sample token word char frame".split())
+"""What a loss is a mean over: "loss per token"."""
 _AUXILIARY = set(
     "aux kl z balance balancing router reg penalty entropy d g value vf scale scaler py fn function weight weights coef ratio"
     " type mask at window tokens ppl perplexity".split()
@@ -119,6 +121,7 @@ def _meaning(name: str) -> Found | None:
     twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
     words = words[1:] if len(words) > 1 and words[0] == "losses" else words
+    words = words[:-2] if len(words) > 2 and words[-2] == "per" and words[-1] in _UNITS else words
     if not (words and ("".join(words) in _TABLE or words[-1] in _MEASURES)):  # "aeloss_step"
         words = [part for word in words for part in ((word[:-4], "loss") if _ENDS_IN_LOSS.fullmatch(word) else (word,))]
         words = words[:-1] if words[-1:] == ["step"] and "loss" in words[:-1] else words

@@ -16,12 +16,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200
 
 _SIGNS = rb"\xe2\x9a\xa0(?:\xef\xb8\x8f)?|\xe2\x9d\x8c|\xf0\x9f\x9a\xa8"  # a warning sign, a cross, a light
 _PREFIX = re.compile(
-    rb"(?:\s|\*{2,6}|"
-    + _SIGNS
-    + rb"|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- |\d{4}[-/]\d\d[-/]\d\dT?|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
+    rb"(?:\s|\*{2,6}|" + _SIGNS + rb"|\[[^\]]{0,80}\]:?|\([^)]{0,40}\)|[|>]|- "
+    rb"|\d{4}[-/]\d\d[-/]\d\dT?|(?:\d\d[-/]){2}\d{4}|\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?|[IWEF]\d{4}\b"
     rb"|\d{1,8}\b|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|NOTE)\b(?::[\w.]{1,60}:|:)?|\S{1,120}\.py:\d{1,6}:? ?"
     rb"|\w{1,30}Warning: |[\w.]{1,40} - "
-    rb"|(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
+    rb"|(?![\w.]{1,300}(?:Error|Exception|Interrupt|Exit|Failure):)"
+    rb"(?:root|lightning|__main__|tensorflow|[\w]{1,30}(?:\.\w{1,30}){1,6}(?::\d{1,6})?)\s?[-:|]\s?)*"
 )
 _LEVEL = re.compile(rb"\b(?:WARNING|WARN|ERROR|CRITICAL|FATAL)\b|^[WEF]\d{4}\b|\w{1,30}Warning: ")
 _EXCEPTION = re.compile(
@@ -97,7 +97,9 @@ _KNOWN = (
             rb"|for gradients from `parameters` is non-finite|Invalid loss, terminating training|Model diverged with loss = NaN"
             rb"|Loss became infinite or NaN at|NaN or Inf found in input tensor"
             rb"|Monitored metric \S{1,80} = (?:nan|inf|-inf) is not finite|Encountered NaN|\S{0,80}EncounteredNaNError"
-            rb"|NaN detected in (?:output|input) of|Invalid value \((?:nan|inf)\) encountered in"
+            rb"|NaN detected in (?:output|input) of|The training criterion is not a number|NaN was detected"
+            rb"|Invalid value \((?:nan|inf)\) encountered in"
+            rb"|step \d{1,12}: (?:nonfinite-(?:loss|gradient|weight)|gradient-norm-overflow),"
         ),
     ),
 )
@@ -151,6 +153,8 @@ class Notes:
         self._opened = 0
         """Where the last traceback began."""
         self._raising: Note | None = None
+        self._warned = 0
+        """The line of the last warning of NaN."""
         self._ranks: dict[str, bytes | None] = {}
         self._said: set[str] = set()
         self.ended = 0
@@ -171,6 +175,8 @@ class Notes:
         glued = _GLUED.search(text) if b"rror: " in text or b"xception: " in text else None
         text = text if glued is None else text[glued.end() :]
         kind = self._kind(text, low, line, glued is not None, before)
+        if kind == "nan-warning":
+            self._warned = line
         if text.lstrip().startswith(b"raise ") and line < self._until and _NOT_FINITE.search(text):
             self._raising = Note("nan-warning", clean(text), self._opened)
         elif kind is not None or _EXCEPTION.match(text) is not None:
@@ -207,7 +213,7 @@ class Notes:
         traceback was about to raise, if its exception was not pasted."""
         if self._end is not None and alone:
             yield self._end
-        if self._raising is not None:
+        if self._raising is not None and self._warned < self._raising.line:
             yield self._raising
 
     def _kind(self, text: bytes, low: bytes, line: int, glued: bool, before: bytes) -> str | None:

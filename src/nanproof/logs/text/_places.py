@@ -21,11 +21,11 @@ _COUNT = re.compile(rb"(?:Iter|iter)\w{0,9}\s?\(?\w{0,9}\)?\s?\[\s{0,8}(\d{1,15}
 _PAIR = re.compile(rb"\[(\d{1,9}),\s{0,8}(\d{1,15})\] ")
 _BARE = re.compile(rb"\s{0,9}(\d{1,12}) \| ")
 _OF = re.compile(rb"\s{0,9}(\d{1,15})/(\d{1,15})[:,] ")
-_SPOKEN = re.compile(rb"(?:^|[\]|,]|- )\s{0,9}(\d{1,12}) (epoch|iter(?:ation)?|step)s?(?=[\s,|])")
+_SPOKEN = re.compile(rb"(?:^|[\]|,]|- )\s{0,9}(\d{1,12}) {0,2}(epoch|iter(?:ation)?|step|batch)(?:e?s)?(?=[\s,|])")
 """The number before its name: "000 epoch, 02000 iter, loss 2.5"."""
 _FIRST = re.compile(rb"\[\s{0,8}(\d{1,15})\s{0,8}/\s{0,8}(\d{1,15})\] ")
 _HEADING = re.compile(
-    rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,3}(\d{1,9})"
+    rb"(?:^|[\r\n])[^\r\n]{0,99}?(?<![\w.])(epoch|global[_ ]step|step|iteration)[ :=#]{1,12}(\d{1,9})"
     rb"(?:\s?/\s?\d{1,9})?[ \t:.=-]{0,99}(?=[\r\n]|$)",
     re.I,
 )

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 
-from nanproof.logs._points import Batch, Item, Note, Point
+from nanproof.logs._points import Batch, Item, Note, Point, Sign
 from nanproof.logs.text._columns import Columns
 from nanproof.logs.text._forms import nameless
 from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
 from nanproof.logs.text._names import COARSE, TERM, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
 from nanproof.logs.text._places import BAR, Places, after_bar, first_bar, last_bar, last_drawn
+from nanproof.logs.text._programs import programs
 from nanproof.logs.text._records import Record, is_value, records, unfinished
 from nanproof.logs.text._values import ANY, parse, plain
 
@@ -28,9 +29,8 @@ WORDS = tuple(
 )
 """A line without one of these, in any case, is not looked at."""
 RARE_WORDS = tuple(
-    b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat| net output #| : cost |(epoch: ".split(
-        b"|"
-    )
+    b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat| net output #| : cost |(epoch: "
+    b"|score at iteration".split(b"|")
 )
 """The same, of logs whose lines with values have none of those. Not searched for once `SURE` points were read without them."""
 SURE = 64
@@ -38,12 +38,14 @@ LONGEST = 1 << 15
 """Of a longer line only the start is looked at."""
 MOST_PAIRS = 100
 """Of a line that has more names and values, the rest is left."""
+LOOKS = 200
+"""Lines in which a sign of the framework is searched for."""
 NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
 _PAIR = re.compile(
     rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}"
-    rb"(\s{0,3}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
+    rb"(\s{0,12}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
     rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?:(?!\w|\.\w|-\d)|(?=[A-Z][a-z]{3}))"
 )
 _SENTENCE = re.compile(rb"(?:^|[.\]}] )$")
@@ -90,6 +92,8 @@ class TextReader:
         """Points before an exception that may have ended the program."""
         self._rare = False
         """Some of them were of lines that have none of `WORDS`."""
+        self._looks = LOOKS
+        self._programs: set[str] = set()
         self._rank: bytes | None = None
         self._last: Point | None = None
         self._after = b""
@@ -294,7 +298,17 @@ class TextReader:
             self._after += data[start : min(end, start + NEAR)]
         self._before = (self._before + data[max(start, end - NEAR) : end])[-NEAR:]
 
-    def _one(self, text: bytes, low: bytes) -> Iterator[Point | Note]:
+    def _one(self, text: bytes, low: bytes) -> Iterator[Point | Note | Sign]:
+        """What a line says, after what it shows of the framework that wrote it."""
+        if self._looks:
+            self._looks -= 1
+            shown = {*programs(self._before), *programs(text)} - self._programs
+            if shown:
+                self._programs |= shown
+                yield from map(Sign, sorted(shown))
+        yield from self._said(text, low)
+
+    def _said(self, text: bytes, low: bytes) -> Iterator[Point | Note]:
         rank = _RANK.match(text)
         raw = text
         if rank is not None:
