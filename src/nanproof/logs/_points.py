@@ -33,7 +33,8 @@ class Point:
     """Whether `skipped` counts from the start of the run."""
     settings: dict[str, float] = field(default_factory=dict)
     """What a log says of the run as a whole: "steps" (planned), "logging_steps", "lr" (the base), "warmup", "epochs";
-    "rewards" and "rounds" are 1 in reinforcement learning and in boosting. `Story` adds the framework of a `Sign`."""
+    "rewards" and "rounds" are 1 in reinforcement learning and in boosting, "coarse_norm" where a norm is printed
+    as 0.00. `Story` adds the framework of a `Sign`."""
     refused: bool = False
     """A guard of nanproof did not take this step: the weights have not seen it."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -147,4 +148,6 @@ def singly(items: Iterable[Item]) -> Iterator[Point | Note]:
 def worst_score(name: str) -> float | None:
     """Return the worst value of a score, such as 0 for an accuracy; None if a name is not that of a score."""
     words = re.sub(r"[\W_]+", " ", name).lower().split()
+    if "loss" in words:
+        return None
     return next((SCORES[word] for word in words if word in SCORES), None)

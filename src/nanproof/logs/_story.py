@@ -71,6 +71,8 @@ class Track:
     """Values that are NaN or Inf."""
     zero: Streak = field(default_factory=Streak)
     first_bad: float = 0.0
+    since_bad: float = 0.0
+    """The first bad value of the stretch that reaches to the end."""
     last_finite: tuple[Place, float] | None = None
     first_finite: tuple[Place, float] | None = None
     low: float = math.inf
@@ -83,6 +85,8 @@ class Track:
         if not good and not self.bad.count:
             self.first_bad = value
         self.bad.look(not good, place)
+        if self.bad.unbroken == 1:
+            self.since_bad = value
         self.zero.look(value == 0, place)
         if good:
             self.last_finite = (place, value)
@@ -104,6 +108,11 @@ class Track:
     @property
     def count(self) -> int:
         return self.bad.looked
+
+    @property
+    def lost(self) -> float:
+        """NaN or Inf: the value at the place where `extent` says that it begins."""
+        return self.since_bad if self.bad.since is not None and not self.bad.scattered else self.first_bad
 
 
 TOGETHER: dict[str, Callable[[float, float], bool]] = {
@@ -150,6 +159,8 @@ class Segment:
     """Other values of training, at most `TERMS` of them, by their names in the log."""
     names: dict[str, str] = field(default_factory=dict)
     """What the log calls each track."""
+    exchanged: int = 0
+    """Lines on which exactly one of the loss and the evaluation loss is a number: a table with a column for each."""
     missing: Streak = field(default_factory=Streak)
     """Lines that have no loss, where lines like them have one."""
     together: dict[str, Streak] = field(default_factory=lambda: {name: Streak() for name in TOGETHER})
@@ -178,6 +189,8 @@ class Segment:
         for name, value in point.terms.items():
             if (term := self._term(name)) is not None:
                 term.add(float(value), place)
+        if "loss" in point.values and "eval_loss" in point.values:
+            self.exchanged += finite(point.values["loss"]) != finite(point.values["eval_loss"])
         if point.loss_missing or "loss" in point.values:
             self.missing.look(point.loss_missing, place)
         if "loss" in point.values and "grad_norm" in point.values:

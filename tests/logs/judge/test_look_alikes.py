@@ -1,5 +1,7 @@
 """Healthy logs that look like failing ones, from a review by somebody who looked for false alarms: at most a note on each."""
 
+# ruff: noqa: E501  # lines of logs are long
+
 from __future__ import annotations
 
 import json
@@ -34,7 +36,16 @@ def falls(i, slow=8.0, low=0.3):
 
 
 KNOWN = "step {i} loss {v} reward 0.{i}"
-SAC = [(0.0021, 0.0024), (0.0013, 0.0015), (0.0011, 0.0012), (0.0016, 0.0017), (0.55, 0.61), (1.2, 1.25), (0.9, 0.91), (0.8, 0.85)]
+SAC = [
+    (0.0021, 0.0024),
+    (0.0013, 0.0015),
+    (0.0011, 0.0012),
+    (0.0016, 0.0017),
+    (0.55, 0.61),
+    (1.2, 1.25),
+    (0.9, 0.91),
+    (0.8, 0.85),
+]
 KL = [(2e-6, 1e-6), (3e-6, 2e-6), (0.001, 0.0005), (0.002, 0.0009), (0.003, 0.002), (0.004, 0.002)]
 VAE = [(0.012, 460), (0.02, 420), (1.9, 380), (4.2, 340), (6.3, 300), (7.1, 260), (7.9, 220)]
 DQN = [0.0008, 0.0031, 0.012, 0.064, 0.11]
@@ -113,9 +124,6 @@ HEALTHY = {
     "a part that is annealed in": lines(range(1, 5), lambda i: f"epoch {i}: loss {3 - 0.3 * i:.3f} kl_loss 0.0 f1 0.0"),
     "prices": lines(range(1, 12), lambda i: f"step {i}: loss {5.6e10 * 0.8**i:.1f} price_loss {5.5e10 * 0.8**i:.1f}"),
     "prices, slowly": lines(range(1, 20), lambda i: f"step {i}: loss {5.6e10 * 0.97**i:.1f}"),
-    "a linear schedule that ends at 0": lines(
-        range(41), lambda i: f"step {i} loss {falls(i, 9, 0.2) + wave(i):.3f} lr {max(1e-3 * (1 - i / 36), 0):.1e}"
-    ),
     "a bar that repeats a validation": lines(
         range(9),
         lambda e: f"Epoch {e}: 100%|████      | 100/100 [00:01<00:02, 45.1it/s, loss={2 * math.exp(-e):.4f}, val_loss=0.6931]",
@@ -207,6 +215,8 @@ def test_an_impossible_last_loss_has_not_gone_away(tmp_path):
 
 def test_one_nan_beside_a_scale_that_collapses_is_not_called_lasting(tmp_path):
     rng = random.Random(0)
-    text = lines(range(30), lambda i: f"step {i} loss {'nan' if i == 2 else round(2 + rng.gauss(0, 0.1), 3)} loss_scale {65536 / 2**i:g}")
+    text = lines(
+        range(30), lambda i: f"step {i} loss {'nan' if i == 2 else round(2 + rng.gauss(0, 0.1), 3)} loss_scale {65536 / 2**i:g}"
+    )
     found = findings(tmp_path, text)
     assert found[0].kind == "scale-collapse" and "it is the forward" not in found[0].said

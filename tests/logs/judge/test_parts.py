@@ -87,12 +87,12 @@ def test_parts_that_never_change():
 
 def test_a_detector_whose_boxes_have_no_targets():
     row = "step {i}: box_loss {box}, cls_loss {cls}, dfl_loss 0"
-    falling = lines(6, lambda i: row.format(i=i, box=0, cls=0.1814 - i / 100))
+    falling = lines(9, lambda i: row.format(i=i, box=0, cls=0.1814 - i / 100))
     (finding,) = found(falling)
     assert (finding.kind, finding.severity, finding.place.line) == ("no-targets", "warning", 1)
     assert "box_loss" in finding.said and "dfl_loss" in finding.said
-    assert kinds(lines(2, lambda i: row.format(i=i, box=0, cls=0.18 - i / 100))) == []  # two batches of background
-    assert kinds(lines(6, lambda i: row.format(i=i, box=0.7 if i % 2 else 0, cls=0.18 - i / 100))) == []
+    assert kinds(lines(4, lambda i: row.format(i=i, box=0, cls=0.18 - i / 100))) == []  # some batches of background
+    assert kinds(lines(10, lambda i: row.format(i=i, box=0.7 if i % 2 else 0, cls=0.18 - i / 100))) == []
 
 
 def test_losses_that_are_all_exactly_0():
@@ -254,3 +254,35 @@ def test_nan_in_the_words_of_an_exception_is_its_cause():
     assert kinds(bare + "step 10: loss 1.9\n") == [], "the program went on"
     (finding,) = found("step 1: loss 2.5\nRuntimeError: normal expects all elements of std >= 0.0\n")
     assert finding.kind == "bad-probabilities" and "nonpositive-std" in [cause.slug for cause in finding.causes]
+
+
+def commands(text):
+    return [command for finding in found(text) for command in finding.commands]
+
+
+@pytest.mark.parametrize(
+    ("row", "some", "none"),
+    [
+        ("step {i}: loss {v}", "nanproof run", "protect(trainer)"),
+        ("{{'loss': {v}, 'grad_norm': 0.8, 'epoch': 0.{i:02d}}}", "protect(trainer)", "nanproof run train.py    #"),
+        ("INFO:tensorflow:loss = {v}, step = {i} (9.1 sec)", "enable_check_numerics", "nanproof"),
+        ("{i}/40 [===>......] - 9s 20ms/step - loss: {v}", "TerminateOnNaN", "nanproof"),
+        (
+            "[2026/01/01 10:00:00] ppocr INFO: epoch: [1/9], global_step: {i}, lr: 0.001, loss: {v}",
+            "FLAGS_check_nan_inf",
+            "nanproof",
+        ),
+        ("[{i}]\ttrain-rmse:{v}\teval-rmse:{v}", "a tenth of the learning rate", "nanproof"),
+        ("2026-01-01 I tensorflow/core/util/port.cc:113] oneDNN error\nstep {i}: loss {v}", "nanproof run", "TerminateOnNaN"),
+    ],
+)
+def test_advice_is_for_the_framework_that_wrote_the_log(row, some, none):
+    advised = commands(lines(30, lambda i: row.format(i=i, v="nan" if i > 20 else f"{fall(i):.4f}")))
+    assert any(some in command for command in advised) and not any(none in command for command in advised)
+
+
+def test_boosting_overfits_by_its_rounds():
+    text = lines(60, lambda i: f"[{i}]\ttrain-rmse:{1 / (i + 1):.5f}\teval-rmse:{0.5 + abs(i - 10) / 60:.5f}")
+    (finding,) = found(text)
+    assert finding.kind == "overfit" and "early stopping" in finding.commands[0]
+    assert not any("learning rate" in cause.reason for cause in finding.causes)

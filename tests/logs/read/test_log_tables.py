@@ -175,7 +175,7 @@ def test_a_large_document_reads_like_a_small_one(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "SMALL", 1 << 16)
     (source,) = find([path])
     tracemalloc.start()
-    count = sum(1 for _ in read(source))
+    count = sum(1 for _ in singly(read(source)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == len(whole) == 15_000
@@ -186,7 +186,7 @@ def test_a_large_document_reads_like_a_small_one(tmp_path, monkeypatch):
 
 def test_a_document_that_is_cut_short_gives_what_is_whole():
     text = json.dumps({"log_history": [{"step": n, "loss": 1.0} for n in range(9)], "max_steps": 3}).encode()
-    assert [p.step for p in json_document(stream(text[:150]))] == [0, 1, 2, 3, 4]
+    assert [p.step for p in singly(json_document(stream(text[:150])))] == [0, 1, 2, 3, 4]
 
 
 def test_lists_of_dictionaries_and_dictionaries_of_lists():

@@ -306,4 +306,4 @@ def test_the_short_way_reads_like_the_long_way(seen, nans):
     text = ("\n".join(lines) + "\n").encode()
     long = TextReader()
     long._tries = TRIES
-    assert repr(list(singly(TextReader().read([text])))) == repr(list(long.read([text])))
+    assert repr(list(singly(TextReader().read([text])))) == repr(list(singly(long.read([text]))))

@@ -61,7 +61,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
         (Likely("Batch or sequence too large; activations, logits of a large vocabulary, or a leak of graphs"),),
         ("smaller batches with accumulation, gradient checkpointing, torch.cuda.memory_summary()",),
     ),
-    "error": ("crash", "The program ended with an error.", (), ()),
+    "error": ("crash", "The program raised an error.", (), ()),
 }
 
 

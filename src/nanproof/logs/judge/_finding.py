@@ -34,7 +34,7 @@ KINDS = {
     "eval-nan": "The evaluation loss is NaN or Inf",
     "exploding-gradient": "The gradient norm explodes",
     "out-of-memory": "Out of memory",
-    "crash": "The program ended with an error",
+    "crash": "An error was raised",
     "plateau": "The loss does not move",
     "overfit": "The evaluation loss rises while the training loss falls",
     "spike": "A spike of the loss that went away",

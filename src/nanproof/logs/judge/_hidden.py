@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from nanproof.logs._curve import Curve, Place, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, UNFILTER, Finding, Likely
@@ -9,6 +11,8 @@ from nanproof.logs.judge._schedule import NO_SCALE_HELPS, skipping, skips
 
 SURE = 3
 """This many lines of exactly 0.0 at the end are not a coincidence."""
+MARGIN = re.compile(r"triplet|hinge|margin|contrast", re.I)
+"""Names of losses that are exactly 0 where a margin is kept."""
 START = 8
 """Lines at the start in which a loss scaler may look for its scale."""
 
@@ -28,7 +32,7 @@ def hidden(segment: Segment) -> Finding | None:
     if moved is not None:
         return skips(segment, moved)  # a scaler is at work, and the steps with NaN are those that it skips
     sudden = loss.first_finite is not None and loss.first_finite[1] == 0.0
-    said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.first_bad)}, on {streak.count} of {streak.looked} "
+    said = f"The loss is logged as exactly 0.0 while grad_norm is {number(norm.lost)}, on {streak.count} of {streak.looked} "
     said += "lines. That is a NaN loss: the Trainer's logging_nan_inf_filter shows it as 0.0."
     if lasting:
         rates = [b.last for b in segment.track("lr").curve.buckets if b.place.order >= first.order]
@@ -101,11 +105,13 @@ def _vanished(segment: Segment) -> Finding | None:
     if before[-1].low <= share * high or before[-1].low < 0.01 or loss.low < 0:
         return None
     certain = loss.zero.unbroken >= SURE or norm.count > 0
+    if not segment.settings.get("transformers") and len(before) > 1 and before[-1].last < 0.5 * before[-2].last:
+        return None  # it was falling that fast before
     if not certain and (before[-1].low < 0.5 or not _same_rate(segment, loss.zero.since)):
         return None
     said = (
         f"The loss falls from {number(before[-1].last)} to exactly 0.0 at {loss.zero.since} and stays there. A loss does not "
-        "reach 0.0 like that: the Trainer's logging_nan_inf_filter shows NaN as 0.0, so the weights are probably NaN since then."
+        "reach 0.0 like that. A Trainer with logging_nan_inf_filter shows NaN as 0.0, so the weights are probably NaN since then."
     )
     causes = (
         Likely("A batch with NaN or Inf makes the loss NaN, and without a scaler that step is taken", "nonfinite-batch"),
@@ -159,6 +165,8 @@ def _lone_zeros(segment: Segment) -> Finding | None:
     """A line or two of exactly 0.0 among losses that are nowhere near 0, with a finite gradient: that loss was NaN."""
     loss = segment.track("loss")
     first, middle = loss.zero.first, sorted(b.mean for b in loss.curve.finite() if b.mean)
+    if MARGIN.search(segment.names.get("loss", "")):
+        return None
     if first is None or first.order == 0 or not 0 < loss.zero.count <= max(1, 0.1 * loss.count) or len(middle) < 8:
         return None
     if loss.least < 0.2 * middle[len(middle) // 2] or segment.together["nothing"].count:
@@ -166,7 +174,7 @@ def _lone_zeros(segment: Segment) -> Finding | None:
     times = "once" if loss.zero.count == 1 else f"on {loss.zero.count} lines"
     said = (
         f"The loss is exactly 0.0 {times}, first at {first}; it is never below {number(loss.least)} elsewhere. Most likely the "
-        "loss of that step was NaN, and the Trainer's logging_nan_inf_filter shows it as 0.0."
+        "loss of that step was NaN, which a Trainer with logging_nan_inf_filter shows as 0.0."
     )
     causes = (
         Likely("One batch with NaN or Inf, whose step was skipped or did no lasting harm", "nonfinite-batch"),

@@ -9,11 +9,11 @@ from itertools import takewhile
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
-from nanproof.logs.judge._numbers import ABSURD, impossible, largest, level
+from nanproof.logs.judge._numbers import ABSURD, impossible, largest, learns, level
 
 HOPELESS = 1e12
 """No unit of the targets explains a loss above this."""
-NATS, PER_TOKEN = 200.0, re.compile(r"xent|cross.?entropy|mlm", re.I)
+NATS, PER_TOKEN = 200.0, re.compile(r"xent|mlm", re.I)
 """A cross-entropy per token: a uniform guess among a million costs 14."""
 PERPLEXITY, PPL = 1e12, re.compile(r"ppl|perplexity", re.I)
 CLASSES, CLASSIFIED = 1e4, re.compile(r"(?:^|[\W_])(?:cls|class|classification)[\W_]", re.I)
@@ -89,6 +89,8 @@ def absurd(segment: Segment, throughout: bool = False) -> Finding | None:
         most = _limit(called)
         if len(values) < 2 or level(values[-3:]) < most or min(values[-2:]) < 0.5 * level(values[: max(len(values) // 3, 1)]):
             continue
+        if name == "loss" and most == ABSURD and learns(buckets):
+            continue
         if throughout and min(values) < most:
             continue
         if UNITS.search(called):
@@ -108,17 +110,20 @@ def absurd(segment: Segment, throughout: bool = False) -> Finding | None:
     return None
 
 
-def outlier(segment: Segment, before: int | None) -> Finding | None:
+def outlier(segment: Segment) -> Finding | None:
     """Report a value that no loss of this run can have, and from which it came back."""
-    buckets = segment.track("loss").curve.finite(before)
+    buckets = segment.track("loss").curve.finite()
     found = impossible(buckets)
     if found is None:
         return None
-    said = f"The loss is {number(largest(found))} at {found.place}, and {number(buckets[-1].last)} at {buckets[-1].place}. "
+    last = found is buckets[-1]
+    said = f"The loss is {number(largest(found))} at {found.place}"
+    said += ", the last line. " if last else f", and {number(buckets[-1].last)} at {buckets[-1].place}. "
     said += "No batch has such a loss: something overflowed, or divided by almost 0."
     causes = (
         Likely("A division by a count, a variance or a norm that is almost 0", "zero-denominator"),
         Likely("Something overflows, such as exp of a large number", "exp-overflow"),
         Likely("A batch with absurd values", "outlier-batch"),
     )
-    return Finding(kind="spike", severity="warning", place=found.place, said=said, causes=causes, commands=(RUN, CHECK))
+    kind, severity = ("divergence", "failure") if last else ("spike", "warning")
+    return Finding(kind=kind, severity=severity, place=found.place, said=said, causes=causes, commands=(RUN, CHECK))

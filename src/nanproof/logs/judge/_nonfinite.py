@@ -18,6 +18,8 @@ FIRST_STEP, FIRST_EPOCH = 10, 1
 """A log that begins later does not show how the run began."""
 OFTEN = 0.3
 """Above this share of the lines, it is no matter that the last ones are good."""
+RARE = 0.1
+"""The share of the lines that may lack a loss, as those of skipped steps do, in a log that has one on every line."""
 FEW = 0.1
 """Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
 _ENDS = re.compile(
@@ -45,7 +47,7 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
     if found is not None:
         yield found
     evaluated = segment.track("eval_loss")
-    if evaluated.bad.count and (found is None or found.severity != "failure"):
+    if evaluated.bad.count and (found is None or found.severity != "failure") and not _in_turn(segment):
         yield _evaluation(segment)
     warned = segment.notes.get("nan-warning")
     if warned is not None and (found is None or found.severity != "failure"):
@@ -79,8 +81,8 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
 def _shown(segment: Segment) -> Finding:
     loss = segment.track("loss")
     first, severity, much = extent(loss.bad)
-    kind = "nan" if math.isnan(loss.first_bad) else "inf"
-    said = f"The loss is {number(loss.first_bad)} at {first}, {much}."
+    kind = "nan" if math.isnan(loss.lost) else "inf"
+    said = f"The loss is {number(loss.lost)} at {first}, {much}."
     if loss.bad.first != first:
         said += f" It was not finite before that, first at {loss.bad.first}, and came back."
     before = loss.curve.finite(first.order)
@@ -107,7 +109,7 @@ def _shown(segment: Segment) -> Finding:
             said += " Losses in between are finite, so the weights are too: some of the batches are bad."
         elif norm.count and not norm.bad.count:
             said += " The gradient norm is finite there."
-        else:
+        elif loss.bad.since is not None:
             said += " Once the weights are NaN, every later step is lost."
     return Finding(
         kind=kind,
@@ -120,25 +122,38 @@ def _shown(segment: Segment) -> Finding:
 
 
 def _placeholder(segment: Segment) -> bool:
-    """A loss that is NaN on every line, while the gradient norm and another loss on the same lines are finite, is not a loss:
-    Lightning's bar has such an entry where a module takes its own steps."""
+    """Whether NaN says that nothing was logged.
+
+    A loss that is NaN on every line, while the gradient norm and another loss on the same lines are finite, is not a
+    loss: Lightning's bar has such an entry where a module takes its own steps.
+    """
     loss, norm = segment.track("loss"), segment.track("grad_norm")
+    if _in_turn(segment):
+        return True  # a row is of training or of an evaluation
     others = [track for name, track in segment.terms.items() if "loss" in name.lower() and track.count == loss.count]
     return loss.bad.count == loss.count == norm.count and not norm.bad.count and any(not track.bad.count for track in others)
 
 
+def _in_turn(segment: Segment) -> bool:
+    """Whether each row of a table has a loss or an evaluation loss, and NaN in the place of the other."""
+    loss, evaluated = segment.track("loss"), segment.track("eval_loss")
+    return 0 < loss.bad.count < loss.count == evaluated.count == segment.exchanged
+
+
 def missing(segment: Segment) -> Finding | None:
     """Report a loss that the log no longer contains: Megatron does not print a NaN."""
-    first = segment.missing.since
+    first, absent = segment.missing.since, segment.missing
     loss = segment.track("loss")
     if first is None or loss.last_finite is None:
         return None
+    if absent.count - absent.unbroken > RARE * (absent.looked - absent.unbroken):
+        return None  # it is not logged on every line
     name = segment.names.get("loss", "the loss")
     count = segment.missing.unbroken
     lines = "the last line" if count == 1 else f"the last {count} lines"
     said = (
         f"From {first} on, the log no longer contains {name} ({lines}). It was {number(loss.last_finite[1])} at "
-        f"{loss.last_finite[0]}. Megatron does not print a loss that is NaN."
+        f"{loss.last_finite[0]}. Some programs, such as Megatron, do not print a loss that is NaN."
     )
     norm = segment.track("grad_norm")
     if norm.bad.since is not None:
@@ -218,7 +233,7 @@ def _gradient(segment: Segment) -> Finding | None:
     elif severity == "failure" and norm.bad.unbroken < 3 and norm.count > 10:
         severity = "warning"  # a scaler meets one now and then; the log ends there by chance
     loss = segment.track("loss")
-    said = f"grad_norm is {number(norm.first_bad)} at {first}, {much}, "
+    said = f"grad_norm is {number(norm.lost)} at {first}, {much}, "
     said += "while the logged loss is finite." if loss.count else "and the log has no loss."
     falls = _falls(segment)
     if norm.bad.count > norm.bad.unbroken > 0:
@@ -247,12 +262,15 @@ def _falls(segment: Segment) -> bool:
 def _evaluation(segment: Segment) -> Finding:
     evaluated = segment.track("eval_loss")
     first, severity, much = extent(evaluated.bad)
+    later = evaluated.last_finite
+    if later is not None and evaluated.bad.first is not None and later[0].order > evaluated.bad.first.order:
+        severity = "note" if evaluated.bad.unbroken < 0.5 * evaluated.bad.count else "warning"  # or it was not run there
     causes = (
         Likely("Running statistics took in a bad batch: training does not use them, evaluation does", "poisoned-buffer"),
         Likely("The evaluation data holds NaN or Inf", "nonfinite-batch"),
         Likely("An evaluation batch without a supervised token is 0/0", "no-supervised-targets"),
     )
-    said = f"The evaluation loss is {number(evaluated.first_bad)} at {first}, {much}"
+    said = f"The evaluation loss is {number(evaluated.lost)} at {first}, {much}"
     loss = segment.track("loss")
     said += ", while the training loss is finite." if loss.count and not loss.bad.count else "."
     return Finding(

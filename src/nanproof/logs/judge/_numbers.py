@@ -36,6 +36,30 @@ def level(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
+def learns(buckets: Sequence[Bucket]) -> bool:
+    """Whether a loss falls by more than its noise. Of a few lines, the last has to be the lowest."""
+    values = [b.mean for b in buckets]
+    third = len(values) // 3
+    if third < 2:
+        return len(values) > 1 and values[-1] == min(values) < values[0] - 0.05 * abs(values[0])
+    spread = max(values[-third:]) - min(values[-third:])
+    return level(values[:third]) - level(values[-third:]) > max(0.02 * abs(level(values[:third])), 0.5 * spread)
+
+
+def is_sum(values: Sequence[float]) -> bool:
+    """Whether values grow by about the same each time, as a sum does that is never reset."""
+    steps = [b - a for a, b in pairwise(values)]
+    return len(steps) > 2 and min(steps) > 0 and max(steps) < 1.5 * min(steps)
+
+
+def fills(values: Sequence[float]) -> bool:
+    """Whether values rise from the first on, ever more slowly, and not in one step: a queue or a buffer is filling."""
+    half = values[len(values) // 2]
+    whole = max(values) - values[0]
+    gradual = max((b - a for a, b in pairwise(values)), default=0.0) < 0.5 * whole
+    return min(values) == values[0] and gradual and half - values[0] > 0.65 * whole
+
+
 def largest(bucket: Bucket) -> float:
     """Return the value that is farthest from 0."""
     return bucket.low if -bucket.low > bucket.high else bucket.high

@@ -12,10 +12,13 @@ from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SCAN, SLOWER, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
+from nanproof.logs.judge._numbers import learns
 
 RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
 """Names of values that are computed from log-probabilities."""
 CRITIC = re.compile(r"critic|value|vf|\bq", re.I)
+REBUILT = re.compile(r"l1|l2|mel|rec|idt|ident|feat|fm|cyc|perc|vgg|lpips|kl|gp", re.I)
+"""Names of losses that compare with the data: networks that work against each other have them beside their own."""
 PLAYER = re.compile(r"(?:^|[\W_])(?:g|d|gen|disc|generator|discriminator|adv)(?:$|[\W_])", re.I)
 """Names of the losses of two networks that work against each other."""
 BOXES = re.compile(r"(?:^|[\W_])(?:b?box|dfl|g?iou)(?:$|[\W_])", re.I)
@@ -23,12 +26,18 @@ CLASSES = re.compile(r"(?:^|[\W_])(?:cls|class|ce)(?:$|[\W_])", re.I)
 FEW = 3
 """A value that stays the same on this many lines is not a coincidence."""
 ENOUGH = 5
+MANY = 8
+"""Lines in which a detector should have met a box."""
+CHANCE = 0.6931
+"""ln 2: the loss of preference training at its first steps."""
 EXPLODED = 1e6
 ABSURD = 1e9
 LOST, WON = 10.0, 1e-3
 """Losses, in nats, of the losing and the winning one of two networks that work against each other."""
 JUMP = 30.0
 """Times the highest value before it. Parts that all jump by more at the same line have exploded."""
+UP = 10.0
+"""A part below this has not exploded, however small it was."""
 ALONE = 0.1
 """A part that is NaN on a smaller share of the lines, and finite again at the end, is a note."""
 
@@ -55,14 +64,16 @@ def _bad(segment: Segment) -> Finding | None:
         return None
     name, track = min(bad.items(), key=lambda item: (item[1].bad.since is None, extent(item[1].bad)[0].order))
     first, severity, much = extent(track.bad)
-    if severity != "failure" and track.bad.count <= ALONE * track.count:
+    loss = segment.track("loss")
+    if severity == "failure" and track.count > 10 and track.bad.unbroken < FEW and loss.count and not loss.bad.count:
+        severity = "note" if track.bad.scattered or learns(loss.curve.finite()) else "warning"  # some lines have none of it
+    elif severity != "failure" and track.bad.count <= ALONE * track.count:
         severity = "note"
-    kind = "nan" if math.isnan(track.first_bad) else "inf"
-    said = f"{name} is {number(track.first_bad)} at {first}, {much}."
+    kind = "nan" if math.isnan(track.lost) else "inf"
+    said = f"{name} is {number(track.lost)} at {first}, {much}."
     others = [other for other in bad if other != name]
     if others:
         said += f" Also not finite at some point: {_listed(others)}."
-    loss = segment.track("loss")
     if segment.settings.get("transformers") and loss.zero.since is not None and loss.zero.since.order <= first.order:
         said += " The loss is logged as exactly 0.0: that is NaN too, which the Trainer's logging_nan_inf_filter shows as 0.0."
     elif loss.last_finite is not None and loss.last_finite[0].order >= first.order and loss.last_finite[1] < ABSURD:
@@ -111,7 +122,7 @@ def _exploded(segment: Segment) -> Finding | None:
     """Report a part that grows a millionfold and stays there, or that is absurdly large throughout."""
     for name, track in segment.terms.items():
         buckets = track.curve.finite()
-        if buckets and "loss" in name.lower() and buckets[-1].low >= ABSURD:
+        if buckets and "loss" in name.lower() and buckets[-1].low >= ABSURD and not learns(buckets):
             absurd = list(takewhile(lambda b: b.low >= ABSURD, reversed(buckets)))
             place, last, whole = absurd[-1].place, buckets[-1], len(absurd) == len(buckets)
             began = "unless its targets are that large" if whole else f"from {number(buckets[0].last)} at {buckets[0].place}"
@@ -143,11 +154,13 @@ def _exploded(segment: Segment) -> Finding | None:
 
 def _jumped(segment: Segment) -> Finding | None:
     """Report parts that all jump at the same line, to many times the highest value before it, and stay up."""
+    if segment.settings.get("rewards") or learns(segment.track("loss").curve.finite()):
+        return None
     curves = {name: track.curve.finite() for name, track in segment.terms.items() if worst_score(name) is None}
     jumps = {name: at for name, buckets in curves.items() if (at := _jump(buckets)) is not None}
     first = min((curves[name][at].place for name, at in jumps.items()), key=lambda place: place.order, default=Place())
     names = [name for name, at in jumps.items() if curves[name][at].place.order == first.order]
-    if len(names) < 2:
+    if len(names) < 2 or min(curves[name][-1].last for name in names) < UP:
         return None
     low, high = curves[names[0]][0].last, curves[names[0]][-1].last
     then = "on the last line" if curves[names[0]][-1].place.order == first.order else "and stay up"
@@ -175,6 +188,8 @@ def _nothing_in(segment: Segment) -> Finding | None:
     """Report a part of the loss that is exactly 0 on every line, where a score is at its worst on every line."""
     worst = [name for name, track in segment.terms.items() if track.count >= FEW and track.low == track.high == worst_score(name)]
     zero = [name for name, t in segment.terms.items() if "loss" in name.lower() and t.count >= FEW and t.low == t.high == 0]
+    if learns(segment.track("loss").curve.finite()):
+        zero = [name for name in zero if "ctc" in name.lower()]  # other parts may start later
     if not worst or not zero:
         return None
     track = segment.terms[zero[0]]
@@ -197,12 +212,13 @@ def _unchanging(segment: Segment) -> Finding | None:
         return None
     zero = [name for name, track in tracks.items() if track.high == 0]
     others = {name: track.high for name, track in tracks.items() if track.high != 0}
-    if not zero or not others:
+    if not zero or not others or all(abs(value - CHANCE) < 1e-4 for value in others.values()):
         return None
     first = tracks[zero[0]]
     place = first.zero.first or Place()
     said = (
-        f"{_listed(zero)} {'is' if len(zero) == 1 else 'are'} exactly 0 and {_listed(others)} stays at "
+        f"{_listed(zero)} {'is' if len(zero) == 1 else 'are'} exactly 0 and {_listed(others)} "
+        f"{'stays' if len(others) == 1 else 'stay'} at "
         f"{', '.join(map(number, others.values()))} on all {first.count} lines: no target is matched to a prediction."
     )
     causes = (
@@ -218,7 +234,7 @@ def _unmatched(segment: Segment) -> Finding | None:
     classes = {name: track for name, track in segment.terms.items() if CLASSES.search(name) and track.low > 0}
     if segment.names.get("loss") and BOXES.search(segment.names["loss"]):
         boxes[segment.names["loss"]] = segment.track("loss")
-    if len(boxes) < 2 or not classes or any(t.count < FEW or t.zero.count < t.count for t in boxes.values()):
+    if len(boxes) < 2 or not classes or any(t.count < MANY or t.zero.count < t.count for t in boxes.values()):
         return None
     name, track = next(iter(classes.items()))
     place = next(iter(boxes.values())).zero.first or Place()
@@ -231,7 +247,9 @@ def _silent_player(segment: Segment) -> Finding | None:
     """Report two networks of which one has a loss of 0 to the end, and the other a loss far above chance."""
     if segment.track("loss").count:
         return None
-    players = {name: track.curve.finite() for name, track in segment.terms.items() if PLAYER.search(name)}
+    players = {
+        name: track.curve.finite() for name, track in segment.terms.items() if PLAYER.search(name) and not REBUILT.search(name)
+    }
     for winner, won in players.items():
         at = len(won) - next((i for i, b in enumerate(reversed(won)) if max(abs(b.low), abs(b.high)) > WON), len(won))
         if len(won) - at < FEW:
@@ -241,8 +259,8 @@ def _silent_player(segment: Segment) -> Finding | None:
             tail = [b.last for b in lost if b.place.order >= since.order]
             if loser == winner or not tail or min(tail) < LOST:
                 continue
-            said = f"{winner} is 0 from {since} on, {len(won) - at} of {len(won)} lines, while {loser} is {number(tail[-1])}: "
-            said += "one network has won, and neither is learning any longer."
+            said = f"{winner} is at most {WON} from {since} on, {len(won) - at} of {len(won)} lines, while {loser} is "
+            said += f"{number(tail[-1])}: one network has won, and neither learns any longer."
             causes = (
                 Likely("The learning rate of one network is too high for the other", "learning-rate-too-high"),
                 Likely("A sigmoid saturates, and its gradient is 0: use the loss that takes logits", "dead-units"),

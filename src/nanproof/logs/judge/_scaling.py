@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
+from nanproof.logs.judge._numbers import learns
 
 FORWARD = (
     Likely("An output passes 65504 in fp16: the forward is Inf at any loss scale", "fp16-activation-overflow"),
@@ -83,6 +84,9 @@ def _sunk(segment: Segment) -> Finding | None:
     if scale.last_finite[1] == 0 and "overflow" not in segment.notes:
         return None  # a run without a scaler may log 0
     last, first = scale.last_finite[1], scale.first_finite[1]
+    steady = scale.low == scale.high and "overflow" not in segment.notes
+    if steady and learns(segment.track("loss").curve.finite()):
+        return None
     buckets = scale.curve.finite()
     if last >= SUNK and any(b.last > a.last for a, b in pairwise(buckets)):
         return None  # it goes up again in between, so most steps are taken
@@ -136,7 +140,7 @@ def _at_minimum(segment: Segment) -> Finding | None:
     low = (b.place for b in segment.track("scale").curve.finite() if b.low < SUNK)
     begins = [noted.place, *([overflow.place] if overflow else []), *islice(low, 1)]
     place = min(begins, key=lambda begin: begin.line)
-    more = f", after {overflow.count} overflows" if overflow else ""
+    more = f", after {overflow.count} overflow{'s' * (overflow.count != 1)}" if overflow else ""
     said = f'The loss scale has reached its minimum{more}: "{noted.first[0].text}".'
     said += f" Overflows began at {place}." if overflow else ""
     return Finding(kind="scale-collapse", severity="failure", place=place, said=said, causes=_causes(segment), commands=COMMANDS)
@@ -167,6 +171,9 @@ def _counted(segment: Segment) -> Finding | None:
     """The log's own count of skipped steps."""
     skipped = segment.track("skipped")
     values = skipped.curve.finite()
+    anything = segment.names.get("skipped", "").lower() == "skipped" and segment.track("loss").count
+    if anything and not segment.track("scale").count and "overflow" not in segment.notes:
+        return None  # samples, perhaps
     if len(values) < 2 or segment.last is None or segment.last.step is None:
         return None
     if segment.skipped_in_all:

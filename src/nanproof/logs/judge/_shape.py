@@ -17,7 +17,7 @@ from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SLOWER, Finding, Likely
 from nanproof.logs.judge._levels import absurd, outlier, saturated
-from nanproof.logs.judge._numbers import level, noise, smooth
+from nanproof.logs.judge._numbers import fills, is_sum, level, noise, smooth
 
 BEST_NEAR = 4
 """How far from the best of the smoothed curve the best line may stand."""
@@ -60,8 +60,8 @@ class Form:
         return self.policy or min(b.low for b in self.buckets) < 0 or self.buckets[0].low == 0
 
 
-def form(segment: Segment, before: int | None = None) -> Form | None:
-    buckets = segment.track("loss").curve.finite(before)
+def form(segment: Segment) -> Form | None:
+    buckets = segment.track("loss").curve.finite()
     if segment.together["hidden"].count or segment.together["nothing"].count:
         buckets = [b for b in buckets if b.low != 0 or b.high != 0]  # not a loss, but that there was none
     if len(buckets) < ENOUGH:
@@ -85,22 +85,22 @@ def form(segment: Segment, before: int | None = None) -> Form | None:
     )
 
 
-def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
+def shapes(segment: Segment) -> Iterator[Finding]:
     """Findings about finite values up to the place where they end."""
-    found = form(segment, before)
+    found = form(segment)
     diverged = _rounds_rise(segment) or saturated(segment) or absurd(segment, throughout=True)
     if diverged is None and (found is None or len(found.values) < FEW):
-        diverged = _explosion_of_few(segment, before)
+        diverged = _explosion_of_few(segment)
     if diverged is None and found is not None:
         diverged = _divergence(segment, found)
     diverged = diverged or absurd(segment)
     if diverged is not None:
         yield diverged
     if diverged is None:
-        exploded = _explosion(segment, before)
+        exploded = _explosion(segment)
         if exploded is not None:
             yield exploded
-        spiked = outlier(segment, before) or (None if found is None else _spike(found))
+        spiked = outlier(segment) or (None if found is None else _spike(found))
         if spiked is not None:
             yield spiked
         turned = _overfit(segment)
@@ -110,9 +110,11 @@ def shapes(segment: Segment, before: int | None) -> Iterator[Finding]:
 
 def _divergence(segment: Segment, f: Form) -> Finding | None:
     rise = f.end - f.best
+    if is_sum(f.values) or fills(f.values):
+        return None
     if f.directionless:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
-        diverged = f.end > 100 * max(size, SMALL) and _lasts(f.values, f.best, f.best_at)
+        diverged = f.end > 100 * max(size, SMALL) and f.end > OUT and _lasts(f.values, f.best, f.best_at)
     elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
         diverged = rise > REGAINED * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
@@ -127,9 +129,9 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         f"The loss rises at {place} and stays up: about {number(f.end)} at the end of the log, against {number(best.mean)} at "
         f"its best ({best.place})."
     )
-    norm = segment.track("grad_norm")
-    if norm.count and norm.low > 0 and norm.high > 20 * norm.low:
-        said += f" The gradient norm goes from {number(norm.low)} up to {number(norm.high)}."
+    norms = [b.mean for b in segment.track("grad_norm").curve.finite()]
+    if norms and 0 < 20 * norms[0] < norms[-1]:
+        said += f" The gradient norm goes from {number(norms[0])} to {number(norms[-1])}."
     causes = [
         Likely("The learning rate is too high, or there is no warm-up", "learning-rate-too-high"),
         Likely("Adam's second moment lags behind gradients that grew", "stale-second-moment"),
@@ -160,11 +162,11 @@ def _swings(f: Form, rise: float) -> bool:
     return turns >= 2
 
 
-def _explosion_of_few(segment: Segment, before: int | None) -> Finding | None:
+def _explosion_of_few(segment: Segment) -> Finding | None:
     """Report a few lines of which the last are far above the first, or above each other in a steep rise."""
-    buckets = segment.track("loss").curve.finite(before)
+    buckets = segment.track("loss").curve.finite()
     values = [b.mean for b in buckets]
-    if len(values) < 2 or min(values) <= 0:
+    if len(values) < 2 or min(values) <= 0 or is_sum(values) or (len(values) >= ENOUGH and fills(values)):
         return None
     policy = bool(segment.settings.get("rewards"))
     at = (None if policy else _out_of_bounds(values)) or _climb(values, policy)
@@ -198,7 +200,7 @@ def _climb(values: Sequence[float], policy: bool) -> int | None:
     best, last = values[low], values[-1]
     if last - best < REGAINED * (max(values[: low + 1]) - best):
         return None  # noise about a loss that has learned
-    if last >= 10 * best:
+    if last >= (10 * best if not policy else max(1000 * best, OUT)):
         return low + 1
     steps = [b - a for a, b in pairwise(values[low:])]
     if policy or min(steps) <= 0:
@@ -319,15 +321,15 @@ def _overfit(segment: Segment) -> Finding | None:
     )
 
 
-def _explosion(segment: Segment, before: int | None) -> Finding | None:
-    buckets = segment.track("grad_norm").curve.finite(before)
+def _explosion(segment: Segment) -> Finding | None:
+    buckets = segment.track("grad_norm").curve.finite()
     if len(buckets) < 12:
         return None
     values = [b.mean for b in buckets]
     starts = [sorted(values[len(values) // 10 : end + 1]) for end in (len(values) // 4, len(values) // 2)]
     usual, top = min(((level(calm), calm[int(0.95 * (len(calm) - 1))]) for calm in starts), key=itemgetter(1))
     end = values[-max(3, len(values) // 12) :]
-    if usual <= 0 or level(end) < 50 * usual or min(end) < 10 * top:
+    if usual <= 0 or level(end) < max(50 * usual, 1.0) or min(end) < 10 * top:
         return None
     began = max((i for i, v in enumerate(values) if v <= 3 * top), default=0)
     place = buckets[min(began + 1, len(buckets) - 1)].place

@@ -9,7 +9,7 @@ from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, Finding, Likely
-from nanproof.logs.judge._numbers import level
+from nanproof.logs.judge._numbers import learns, level
 from nanproof.logs.judge._shape import Form, form
 
 VANISHED = 1e-3
@@ -17,6 +17,8 @@ TINY = 1e-30
 """A learning rate below this is 0 in fp32, whatever it is multiplied with."""
 EVALUATIONS, DIGITS = 4, 4
 """So many evaluation losses that are the same in so many digits are not a coincidence."""
+MANY = 8
+"""Lines in which some score improves."""
 LONG = 6
 """A score with so many digits is over many samples."""
 PERIOD = 4
@@ -81,7 +83,9 @@ def _vanished(segment: Segment) -> Finding | None:
     for i in range(1, len(losses) - 1):
         if later[0][i] > VANISHED * losses[i - 1].low or later[1][i] > VANISHED * norms[i - 1].low:
             continue
-        place = losses[i].place
+        place, before = losses[i].place, losses[i - 1].place
+        if place.step is None or before.step is None or place.step - before.step > 1:
+            continue  # so much can be learned in many steps
         said = (
             f"At {place} the loss drops from {number(losses[i - 1].last)} to {number(losses[i].last)}, and the gradient norm "
             f"from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned between two lines: what is left "
@@ -108,7 +112,7 @@ def _worst(segment: Segment) -> Finding | None:
         return None
     for name, track in segment.terms.items():
         worst = worst_score(name)
-        if worst is None or track.count < 3 or not track.low == track.high == worst:
+        if worst is None or track.count < (3 if worst else MANY) or not track.low == track.high == worst:
             continue
         place = loss.curve.buckets[0].place
         said = (
@@ -244,7 +248,7 @@ def _same_evaluation(segment: Segment) -> Finding | None:
     trained = {b.place.order for b in loss.curve.buckets}
     repeated = any(place.order in trained for place in places)  # beside a loss, it may be that of an evaluation long ago
     epochs = {int(place.epoch) for place in places if place.epoch is not None}
-    if _digits(evaluated.low) < DIGITS or (repeated and len(epochs) < 2 * EVALUATIONS):
+    if _digits(evaluated.low) < DIGITS or (repeated and len(epochs) < 3 * EVALUATIONS):
         return None
     name = segment.names.get("eval_loss", "the evaluation loss")
     said = f"{name} is {number(evaluated.low)} at each of {evaluated.count} evaluations, to the last digit: nothing that it "
@@ -257,26 +261,21 @@ def _same_score(segment: Segment) -> Finding | None:
     for name, track in segment.terms.items():
         if worst_score(name) is None or track.bad.count or track.count < EVALUATIONS or track.low != track.high:
             continue
-        if _digits(track.low) < LONG:
+        if _digits(track.low) < LONG or _of_few(track.low):
             continue
         said = f"{name} is {number(track.low)} on all {track.count} lines, to the last digit: every answer is the same each time."
         return _unmoved(track.curve.buckets[0].place, said, name)
     return None
 
 
+def _of_few(score: float) -> bool:
+    """Whether a score may be a share of at most a hundred samples."""
+    return any(abs(score * n - round(score * n)) < n * 5 * 10.0 ** -max(_digits(score), LONG) for n in range(1, 101))
+
+
 def _digits(value: float) -> int:
     """Return how many significant digits a value has."""
     return len(repr(abs(value)).partition("e")[0].replace(".", "").strip("0"))
-
-
-def _moves(segment: Segment) -> bool:
-    """The loss falls all the same: a rate or a norm of 0.0 is then only how the log rounds."""
-    values = [b.mean for b in segment.track("loss").curve.finite()]
-    third = len(values) // 3
-    if third < 2:
-        return False
-    spread = max(values[-third:]) - min(values[-third:])
-    return level(values[:third]) - level(values[-third:]) > max(0.02 * abs(level(values[:third])), 0.5 * spread)
 
 
 def _rate_zero(segment: Segment) -> Finding | None:
@@ -285,13 +284,13 @@ def _rate_zero(segment: Segment) -> Finding | None:
     if any(b.high > 0 for b in tail):
         name = segment.names.get("lr", "The learning rate")
         value, began = max(b.high for b in tail), tail[-1].place
-        said = f"{name} is at most {number(value)} from {began} on: no weight that it applies to moves."
+        said = f"{name} is {number(value)} or less from {began} on: no weight that it applies to moves."
         return Finding(kind="learning-rate-zero", severity="failure", place=began, said=said, causes=SCHEDULE, commands=SCHEDULED)
     if lr.count < 3 or not lr.zero.count or lr.zero.first is None:
         return None
     all_zero = lr.zero.count == lr.count
     ended = lr.zero.since is not None and lr.zero.unbroken >= max(5, 0.1 * lr.count)
-    if not (all_zero or ended) or (_moves(segment) and all_zero):
+    if not (all_zero or ended) or (learns(segment.track("loss").curve.finite()) and all_zero):
         return None
     place = lr.zero.first if all_zero else lr.zero.since
     assert place is not None
@@ -310,14 +309,20 @@ def _rate_zero(segment: Segment) -> Finding | None:
     )
 
 
+def _hundredths(value: float) -> bool:
+    return abs(100 * value - round(100 * value)) < 1e-6
+
+
 def _gradient_zero(segment: Segment) -> Finding | None:
     norm, still = segment.track("grad_norm"), segment.together["still"]
     whole = still.count == still.looked - segment.together["gradient"].count  # on every line where it is finite
+    if segment.settings.get("coarse_norm") or (0 < norm.high < 1 and all(_hundredths(b.high) for b in norm.curve.finite())):
+        return None  # printed with two digits
     if norm.count < 3 or still.count < 2 or still.since is None or still.first is None:
         return None
     if not whole and (still.unbroken < 5 or still.unbroken < 0.1 * still.looked):
         return None
-    if _moves(segment) and whole:
+    if learns(segment.track("loss").curve.finite()) and whole:
         return None
     place, count = (still.first, still.count) if whole else (still.since, still.unbroken)
     loss = segment.track("loss")

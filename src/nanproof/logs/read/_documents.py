@@ -16,7 +16,7 @@ from typing import Any
 
 from nanproof._access import parse_json
 from nanproof._errors import UsageError
-from nanproof.logs._points import Item, Point
+from nanproof.logs._points import Item, Point, Sign
 from nanproof.logs.read._files import BLOCK
 from nanproof.logs.text._names import Collector, meaning, number
 from nanproof.logs.text._text import TextReader
@@ -59,6 +59,8 @@ def json_document(stream: io.BufferedReader, tail: bytes = b"") -> Iterator[Item
         yield from _piece(start)
         return
     settings = _settings(text[:BLOCK]) | _settings(tail.decode("utf-8", "replace"))
+    if '"log_history"' in text[:BLOCK]:
+        yield Sign("transformers")
     names = Collector()
     for index, record in enumerate(_records(text, stream), 1):
         point = names.of_mapping(record, index)
@@ -92,7 +94,7 @@ def notebook(stream: io.BufferedReader) -> Iterator[bytes]:
     yield "".join(block).encode("utf-8", "replace")
 
 
-def _of_value(data: Any) -> Iterator[Point]:
+def _of_value(data: Any) -> Iterator[Point | Sign]:
     settings: dict[str, float] = {}
     if isinstance(data, dict) and "log_history" not in data:
         data = _transposed(data)
@@ -100,6 +102,7 @@ def _of_value(data: Any) -> Iterator[Point]:
         told = {_SETTINGS[key]: number(data.get(key)) for key in _SETTINGS}
         settings = {key: value for key, value in told.items() if value is not None and value > 0}
         data = data["log_history"]
+        yield Sign("transformers")
     names = Collector()
     for index, record in enumerate(data if isinstance(data, list) else (), 1):
         point = names.of_mapping(record, index) if isinstance(record, Mapping) else None

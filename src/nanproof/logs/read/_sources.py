@@ -139,7 +139,7 @@ def format_of(head: bytes) -> str:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first, _, rest = text.partition(b"\n")
     if text[:1] == b"{":
-        if (found := _json_lines(first)) is not None:
+        if (found := _json_lines(first, not rest.strip())) is not None:
             return found
         if b'"cell_type"' in head and b'"log_history"' not in head:
             return "notebook"
@@ -154,7 +154,7 @@ def format_of(head: bytes) -> str:
     return "text"
 
 
-def _json_lines(first: bytes) -> str | None:
+def _json_lines(first: bytes, alone: bool) -> str | None:
     if re.match(rb'\{"v":\d+,"kind":"(?:opened|header|step)"', first):
         return "nanproof"  # its first line may be longer than the head
     try:
@@ -165,7 +165,10 @@ def _json_lines(first: bytes) -> str | None:
         return None
     if "log_history" in data:
         return "transformers trainer_state"
-    return "JSON lines"
+    if isinstance(data.get("cells"), list):
+        return "notebook"
+    columns = alone and any(isinstance(value, list) and len(value) > 1 for value in data.values())
+    return "JSON" if columns else "JSON lines"
 
 
 def _open(path: Path) -> io.BufferedReader:

@@ -69,6 +69,7 @@ _TABLE = {name: (role, rank) for role, names in _BASE.items() for name, rank in 
 _TRAINING = {"train", "trn", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 _OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
+_OTHER |= {"prev", "previous", "old", "lowest", "delta", "diff", "change", "std"}
 """What a setting or a summary is called, not a step."""
 _UNITS = frozenset("sample token word char frame".split())
 """What a loss is a mean over: "loss per token"."""

@@ -111,6 +111,13 @@ _RESUMED = re.compile(
     re.I,
 )
 _NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|infinity|non-?finite|not finite)(?![\w(])", re.I)
+_HARMLESS = re.compile(
+    rb"\b(?:no|0|zero|without|best|lowest|initial)\b[\w :=/-]{0,20}?\b(?:nan|inf)s?\b(?:/(?:nan|inf))?"
+    rb"|\b(?:from|was|is initially) -?inf(?:inity)?\b|\b(?:\w*norm|clip\w*|best\w*|min\w*)[ =:]{1,3}-?inf\b|-?inf -{1,2}>"
+    rb"|\b(?:nan|inf)s?(?:_count)?\s?[:=]\s?0\b|\bnan (?:targets?|labels?)\b",
+    re.I,
+)
+"""Words about NaN that say that there is none, or that nothing was measured yet."""
 _THINGS = re.compile(rb"loss|grad|norm\b|weight|param|logit|activation|matrix|prediction", re.I)
 
 
@@ -248,7 +255,9 @@ class Notes:
 
     @staticmethod
     def _warns(text: bytes, message: bytes, level: bool) -> bool:
-        if len(message) > LONGEST or message[:1] == b"{" or not _NOT_FINITE.search(message) or not _THINGS.search(message):
+        if len(message) > LONGEST or message[:1] == b"{" or not _THINGS.search(message):
+            return False
+        if not _NOT_FINITE.search(_HARMLESS.sub(b" ", text)):
             return False
         if _CODE.match(message) or (_MARKUP.match(text) and not level) or text[:4] == b"    ":
             return False

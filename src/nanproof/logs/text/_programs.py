@@ -8,7 +8,10 @@ from collections.abc import Iterator
 _SIGNS = tuple(
     (name, re.compile(sign, re.I))
     for name, sign in (
-        ("transformers", rb"\{'(?:eval_)?loss': [^{}\r\n]{1,800}'epoch': |transformers/trainer\.py|\| ?training loss ?\|"),
+        (
+            "transformers",
+            rb"\{'(?:eval_)?loss': [^{}\r\n]{1,800}'epoch': |transformers/trainer\.py|step[ \t|]{1,9}training loss\b",
+        ),
         ("lua", rb"\.lua\b"),
         ("torch", rb"\btorch\b|torch[./]|pytorch|grad_fn=|device='cuda"),
         (

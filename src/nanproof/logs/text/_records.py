@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from nanproof.logs.text._forms import EPOCH, STEP, Pairs
-from nanproof.logs.text._names import meaning
+from nanproof.logs.text._names import is_reward, meaning
 from nanproof.logs.text._values import ANY, parse, plain
 
 MOST = 100
@@ -109,6 +109,8 @@ def _take(found: list[Record], text: bytes, line: int, at: int) -> bool:
     if match is None:
         return False
     name = match[1].strip()
+    if is_reward(name.decode("ascii", "replace")):
+        found[-1].settings["rewards"] = 1.0
     if name in found[-1].names:
         found.append(Record())
     if not found[-1].names:

@@ -391,6 +391,8 @@ class TextReader:
             return None
         if not strong and point.step is None and point.epoch is None:
             return None
+        if any(found.role == "grad_norm" and match[3] == b"0.00" for found, match in self._matches):
+            settings["coarse_norm"] = 1.0
         if _REWARDS.search(low):
             settings["rewards"] = 1.0
         values = point.values
