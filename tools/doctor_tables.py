@@ -175,18 +175,26 @@ def held_out() -> str:
     from tools.tables import load
 
     first, now = load("logs_first"), load("logs")
-    of, runs = now["excerpts"], now["simulated"]
-    rows = {
-        f"failures seen, of {of['failing']}": "detected",
-        "named rightly": "kind",
-        "the right line": "placed",
-        f"healthy ones left in peace, of {of['healthy']}": "quiet",
-        f"read, of {of['logs']}": "parsed",
-        f"simulated: false alarms in {runs['healthy']:,} healthy runs": "false alarm",
-        f"simulated: missed in {runs['failing']:,} failing runs": "missed",
-    }
-    lines = ["| | 0.1.0 | this version, at first contact | now |", "|---|---:|---:|---:|"]
-    for label, name in rows.items():
-        last = of[name] if name in of else runs.get(name, 0)
-        lines.append(f"| {label} | {first['0.1.0'][name]} | {first['first contact'][name]} | {last} |")
+    lines = ["| | | 0.1.0 | this version, at first contact | now |", "|---|---|---:|---:|---:|"]
+    for letters, of in now["excerpts"].items():
+        rows = {
+            f"failures seen, of {of['failing']}": "detected",
+            "the right line": "placed",
+            f"healthy ones left in peace, of {of['healthy']}": "quiet",
+            f"read, of {of['logs']}": "parsed",
+        }
+        old, contact = (first["excerpts"][letters][when] for when in ("0.1.0", "first contact"))
+        called = f"{of['logs']} excerpts of {first['excerpts'][letters]['what']}"
+        for label, name in rows.items():
+            lines.append(f"| {called} | {label} | {old[name]} | {contact[name]} | {of[name]} |")
+            called = ""
+    runs, before = now["simulated"], first["simulated"]
+    called = "simulated runs"
+    for label, name in (
+        (f"false alarms in {runs['healthy']:,} healthy ones", "false alarm"),
+        (f"missed of {runs['failing']:,} failing ones", "missed"),
+    ):
+        old, contact = (before[when][name] for when in ("0.1.0", "first contact"))
+        lines.append(f"| {called} | {label} | {old} | {contact} | {runs.get(name, 0)} |")
+        called = ""
     return "\n".join(lines)

@@ -22,7 +22,7 @@ def test_a_healthy_excerpt_raises_no_alarm(name):
 def test_most_failures_are_seen_named_and_placed():
     """Missed are objectives that grow downwards, losses of 0 on a single line, and losses that no name calls so."""
     total = sum((score(name, EXPECTED[name]) for name in FAILING), Counter())
-    assert (total["detected"], total["kind"], total["placed"]) >= (80, 80, 72) and total["placed"] >= 72
+    assert total >= Counter(detected=127, kind=126, placed=117), total
 
 
 def test_simulated_runs():
@@ -34,7 +34,7 @@ def test_simulated_runs():
 
 def test_excerpts_are_small_and_name_nobody():
     files = {path.name for path in EXCERPTS.iterdir()}
-    assert files == set(EXPECTED) and len(FAILING) >= 87 and len(HEALTHY) >= 59
+    assert files == set(EXPECTED) and len(FAILING) >= 139 and len(HEALTHY) >= 95
     for name in files:
         text = (EXCERPTS / name).read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 80 and not re.search(r"/home/|/root/|/Users/|C:\\Users", text), name

@@ -22,6 +22,8 @@ from zoo.logs import simulated
 
 HERE = Path(__file__).parent
 EXCERPTS = HERE / "excerpts"
+SETS = {"abcd": "2026-11-18", "e": "2026-11-19", "f": "2026-11-19"}
+"""Excerpts that were written together, by the first letter of their names, and when."""
 
 
 def index() -> dict[str, dict[str, Any]]:
@@ -71,18 +73,21 @@ def main() -> None:
     parser.add_argument("--failing", type=int, default=1000)
     parser.add_argument("--first", type=int, default=20_000, help="the first seed: those below were used to mend doctor")
     options = parser.parse_args()
-    total = Counter[str]()
+    totals = {letters: Counter[str]() for letters in SETS}
     for name, want in index().items():
         marks = score(name, want)
-        total.update(marks)
+        next(total for letters, total in totals.items() if name[0] in letters).update(marks)
         if options.misses and not (marks["placed"] if want["failing"] else marks["quiet"] and marks["parsed"]):
             print(f"{name}: {dict(marks)}; wanted {want['expect']!r}")
     runs = stress(options.healthy, options.failing, options.first)
     counts = {what: of["runs"] for what, of in runs["counts"].items()}
-    print(f"excerpts: {dict(total)}\nsimulated, from seed {options.first}: {counts} of {options.healthy} + {options.failing}")
+    for letters, total in totals.items():
+        print(f"excerpts {letters}: {dict(total)}")
+    print(f"simulated, from seed {options.first}: {counts} of {options.healthy} + {options.failing}")
     if options.save:
         simulated_runs = {"healthy": options.healthy, "failing": options.failing, "first seed": options.first, **counts}
-        save("logs", cpu_name(), {"excerpts": dict(total), "simulated": simulated_runs})
+        excerpts = {letters: dict(total) for letters, total in totals.items()}
+        save("logs", cpu_name(), {"excerpts": excerpts, "simulated": simulated_runs})
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def _read(source: Source, part: Run | None, run: Path | None) -> Read:
 
 
 def show(console: Console, read: Sequence[Read]) -> None:
-    """A table where there are several, then each that is not well in full."""
+    """Print a table where there are several, then each unhealthy log in full."""
     if len(read) > 1:
         _overview(console, read)
     for each in read:
@@ -341,7 +341,7 @@ def _say(console: Console, text: str, style: str = "", indent: int = 0, hang: in
 
 
 def _safe(console: Console, text: str) -> str:
-    """Strings of a log steer no terminal, and are written with what it can show."""
+    """Escape control characters of a log, and what the terminal cannot show."""
     return printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 

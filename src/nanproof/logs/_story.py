@@ -25,7 +25,7 @@ NOTES_KEPT = 8
 
 @dataclass(slots=True)
 class Streak:
-    """How often something was so: first, last, how many times, and since when without a break."""
+    """Counts how often a condition held: first, last, how many times, and since when without a break."""
 
     count: int = 0
     first: Place | None = None

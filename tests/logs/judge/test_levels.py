@@ -141,6 +141,11 @@ def test_a_steep_rise_in_a_few_lines():
     assert kinds(log([2.5, 1.8, 1.1, 0.9, 1.9, 1.7, 4.8])) == []
 
 
+def test_a_loss_that_jumps_after_the_first_line_and_stays_up():
+    assert kinds(log([0.16, 4.82, 5.16, 4.25, 4.41, 8.65, 5.07])) == [("divergence", "failure", 2)]
+    assert kinds(log([0.16, 4.82, 4.7, 4.5, 4.4, 4.2, 4.1])) == []  # it learns: the first line was of something else
+
+
 def test_a_learned_loss_may_wobble_about_0():
     """The last three rise, and the last is ten times the lowest: noise, beside what the run has learned."""
     assert kinds(log([2.5, 0.7, 0.08, 0.004, 0.001, 0.006, 0.031])) == []

@@ -105,6 +105,8 @@ ONE_LINE = {
     "numbers before their names": ("001 epoch, 02000 iter, loss 2.5", ({"loss": 2.5}, 2000.0)),
     "a word before the loss": ("TD loss: 4.75", ({"loss": 4.75}, None)),
     "darknet, quoted": ("> 2677: nan, nan avg, 0.001000 rate, 4.1 seconds, 171328 images", ({"loss": NAN, "lr": 0.001}, 2677.0)),
+    "Tacotron, plain": ("Train loss 12002 4.75 Grad Norm inf 1.78s/it", ({"loss": 4.75, "grad_norm": math.inf}, 12002.0)),
+    "a NaN over older digits": ("Training step: 4/10800. Loss: nan.08", ({"loss": NAN}, 4.0)),
     "brackets": ("[R0] | E104 iter[ 14/ 15] | [Loss] nan | [step]  1574 | [time] 0.4m", ({"loss": NAN}, 1574.0)),
 }  # fmt: skip
 
@@ -140,6 +142,25 @@ def test_an_epoch_of_keras_without_their_number():
     bar = "12/100 [==>.......] - ETA: 31s - loss: {loss}\n"
     text = "".join(f"Epoch {epoch}\n" + bar.format(loss=loss) for epoch, loss in ((1, 2.5), (2, 2.25)))
     assert [(point.epoch, point.values) for point in items(text)] == [(1.12, {"loss": 2.5}), (2.12, {"loss": 2.25})]
+
+
+def test_a_step_and_a_loss_without_names():
+    """`print(step, loss.item())`: a NaN below finite ones counts. A printed series of pandas does not."""
+    text = "...\n76960 2.65\n76970 2.54\n76980 nan\n76990 nan\nSaving the model\n77000 nan\n"
+    assert [(point.step, point.line) for point in items(text)] == [(76980.0, 4), (76990.0, 5), (77000.0, 7)]
+    assert items("0    2.65\n1     NaN\n2     NaN\nName: loss, dtype: float64\n") == []
+    assert items("3 items\n7 nan\n") == []
+
+
+def test_losses_in_brackets():
+    text = "[Epoch 2/30, Batch 3/13] [Losses: x 0.5, conf nan, total 0.75]\n"
+    (point,) = items(text)
+    same((point.values, point.terms, point.epoch), ({"loss": 0.75}, {"x loss": 0.5, "conf loss": NAN}, 2.0))
+
+
+def test_boosting_that_minimises_what_has_no_known_name():
+    (first, *_) = items("".join(f"[{i}]\ttrain-gamma-nloglik:nan\n" for i in range(3)))
+    same((first.values, first.terms), ({}, {"train gamma-nloglik": NAN}))
 
 
 def test_a_table_under_a_framed_line_of_names():

@@ -21,7 +21,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
     ),
     "bad-parameter": (
         "bad-probabilities",
-        "A distribution was given a parameter that is NaN or Inf. It is an output of the network, which was not finite before.",
+        "A distribution was given a parameter that is NaN or Inf. The network had already produced an output that is not finite.",
         (
             Likely("An earlier step with a NaN gradient was taken, and the weights are NaN", "nonfinite-batch"),
             Likely("An observation or a reward is NaN or Inf", "nonfinite-batch"),
@@ -66,7 +66,7 @@ CRASHES: dict[str, tuple[str, str, tuple[Likely, ...], tuple[str, ...]]] = {
 
 
 def crashes(segment: Segment) -> Iterator[Finding]:
-    """The errors of a log; of two that come from one another the exact one."""
+    """Yield the errors of a log. If one error caused another, yield the specific one."""
     exact = [kind for kind in CRASHES if kind in segment.notes and kind != "error"]
     for kind in exact or [kind for kind in ("error",) if kind in segment.notes]:
         name, said, causes, commands = CRASHES[kind]

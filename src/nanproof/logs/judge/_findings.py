@@ -1,4 +1,4 @@
-"""judge: what a story shows, worst first. Silence about healthy runs counts as much as finding what is wrong."""
+"""judge: what a story shows, worst first. A false alarm costs as much as a miss."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def _passes(segment: Segment, finding: Finding) -> bool:
 def _overcome(finding: Finding, later: Segment) -> Finding:
     severity = {"failure": "warning", "warning": "note"}.get(finding.severity, finding.severity)
     start = f" from {later.first}" if later.first else ""
-    return replace(finding, severity=severity, said=f"{finding.said} The run was started again{start}, and got past this.")
+    return replace(
+        finding, severity=severity, said=f"{finding.said} The run was started again{start} and trained past this point."
+    )
 
 
 def _once(found: list[Finding]) -> Iterator[Finding]:

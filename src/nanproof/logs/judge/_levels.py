@@ -31,7 +31,7 @@ SATURATED = {
     36.043653: "the eps of fp64, 2.2e-16",
     708.39642: "the smallest number of fp64",
 }
-"""What -log is where a program keeps a probability from being 0, and of which number."""
+"""-log of the smallest probability that programs allow, and which number that is."""
 UNITS = re.compile(r"mse|mae|rmse|l1|l2|elbo|nll_sum|sum", re.I)
 """Names of losses that grow with the square of the targets, or with the amount of data."""
 

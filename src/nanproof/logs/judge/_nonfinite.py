@@ -21,13 +21,13 @@ OFTEN = 0.3
 RARE = 0.1
 """The share of the lines that may lack a loss, as those of skipped steps do, in a log that has one on every line."""
 FEW = 0.1
-"""Below this share of the lines, and with good lines after them, bad gradients are what a loss scaler meets now and then."""
+"""Below this share of the lines, and with good lines after them, bad gradients are normal with a loss scaler."""
 _ENDS = re.compile(
     r"^(?:[\w.]*(?:Error|Exception): )|\b(?:stop(?:ping|ped)?|terminating|abort(?:ing|ed)?|exiting|diverged)\b"
     r"|Encountered ?NaN",
     re.I,
 )
-"""A warning in whose words the program gave up."""
+"""Matches warnings that say that training stopped."""
 _SKIPS = re.compile(r"skip|not updat|do not update|ignor|discard", re.I)
 """A warning that says that the step was skipped."""
 _ZEROES = re.compile(r"grad\w*\W.{0,40}\b(?:zero|replac|mask)|(?:zero|replac|mask)\w*\W.{0,40}\bgrad|nan_to_num", re.I)
@@ -55,11 +55,11 @@ def nonfinite(segment: Segment) -> Iterator[Finding]:
 
 
 def announced(segment: Segment, found: Finding) -> Finding:
-    """Begin where the program itself warned, right before the first value that is not finite."""
+    """Move a finding to the program's own warning, if that comes right before the first bad value."""
     noted = segment.notes.get("nan-warning")
     if noted is None or noted.place.order != found.place.order or noted.place.line >= found.place.line:
         return found
-    said = f'{found.said} Line {noted.place.line} warns of it: "{noted.first[0].text}"'
+    said = f'{found.said} Line {noted.place.line} warns of it: "{noted.first[0].text.rstrip(".")}"'
     return replace(found, said=said, place=replace(found.place, line=noted.place.line))
 
 
@@ -72,10 +72,10 @@ def extent(streak: Streak) -> tuple[Place, str, str]:
             return streak.first, "failure", f"on {streak.count} of the {after} lines from there to the end, the last one included"
         every = f"and stays so to the end of the run ({streak.unbroken} lines)" if streak.unbroken > 1 else "on the last line"
         if streak.count == streak.looked:
-            every = "on every line that has it" if streak.looked > 1 else "on the only line that has it"
+            every = "on every line that logs it" if streak.looked > 1 else "on the only line that logs it"
         return streak.since, "failure", every
     severity = "failure" if streak.count > OFTEN * streak.looked else "warning"
-    return streak.first, severity, f"on {streak.count} of {streak.looked} lines, not on the last ones"
+    return streak.first, severity, f"on {streak.count} of {streak.looked} lines; the last lines are finite"
 
 
 def _shown(segment: Segment) -> Finding:
@@ -226,7 +226,7 @@ def _gradient(segment: Segment) -> Finding | None:
         return skips(segment, moved)
     first, severity, much = extent(norm.bad)
     if norm.bad.since is None:
-        severity = "warning"  # the loss is finite: whatever it was, the run outlived it
+        severity = "warning"  # the loss is finite: the run recovered
     at_start = norm.bad.last is not None and norm.bad.last.order < START  # where a scaler finds its scale
     if severity == "warning" and (norm.bad.count < FEW * norm.count or at_start):
         severity = "note"
@@ -290,7 +290,7 @@ def _warnings(segment: Segment) -> Finding:
     skips = [_SKIPS.search(note.text) is not None for note in (*noted.first, last)]
     where = noted.place
     times = "once," if noted.count == 1 else "twice, first" if noted.count == 2 else f"{noted.count} times, first"
-    said = f'The run\'s own code warns {times} at {where}: "{first.text}"'
+    said = f'The run\'s own code warns {times} at {where}: "{first.text.rstrip(".")}"'
     if last.line != first.line:
         said += f", last at {Place(0, last.step, None, last.line)}"
     said += "."

@@ -194,7 +194,7 @@ def _nothing_in(segment: Segment) -> Finding | None:
         return None
     track = segment.terms[zero[0]]
     said = f"{zero[0]} is exactly 0 on all {track.count} lines and {worst[0]} is {number(segment.terms[worst[0]].low)}: "
-    said += "this part of the loss has nothing to learn from, or its Inf is set to 0."
+    said += "no target reaches this part of the loss, or zero_infinity hides an Inf."
     causes = (
         Likely("No target reaches this part of the loss", "no-supervised-targets"),
         Likely("A target is longer than its input: the loss is Inf, and zero_infinity makes it 0", "ctc-infeasible"),
@@ -204,7 +204,7 @@ def _nothing_in(segment: Segment) -> Finding | None:
 
 
 def _unchanging(segment: Segment) -> Finding | None:
-    """Report parts that are all the same on every line, to the last digit, one of them 0."""
+    """Report parts of the loss that never change, at least one of which is 0."""
     loss = segment.track("loss")
     tracks = {segment.names.get("loss", "loss"): loss} if loss.count else {}
     tracks |= {name: track for name, track in segment.terms.items() if "loss" in name.lower()}
@@ -260,7 +260,7 @@ def _silent_player(segment: Segment) -> Finding | None:
             if loser == winner or not tail or min(tail) < LOST:
                 continue
             said = f"{winner} is at most {WON} from {since} on, {len(won) - at} of {len(won)} lines, while {loser} is "
-            said += f"{number(tail[-1])}: one network has won, and neither learns any longer."
+            said += f"{number(tail[-1])}: one network dominates, and training has stalled."
             causes = (
                 Likely("The learning rate of one network is too high for the other", "learning-rate-too-high"),
                 Likely("A sigmoid saturates, and its gradient is 0: use the loss that takes logits", "dead-units"),

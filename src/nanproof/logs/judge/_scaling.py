@@ -1,4 +1,4 @@
-"""Loss scale and skipped steps as a log states them: a scale that falls without end, steps that are skipped for ever."""
+"""Loss scale and skipped steps as a log states them: a scale that falls without end, steps that are all skipped."""
 
 from __future__ import annotations
 

@@ -297,7 +297,5 @@ def in_words(moved: Skipping) -> str:
     few = ", ".join(map(str, at)) + (", ..." if len(moved.stretches) > 6 else "")
     said += f"and the schedule had moved {few} steps at the logged lines."
     if moved.each is not None:
-        said += (
-            f" (Read with a line every {moved.each} steps and {number(moved.epochs or 0)} epochs, which the log does not say.)"
-        )
+        said += f" (Assumes a line every {moved.each} steps and {number(moved.epochs or 0)} epochs; the log states neither.)"
     return said

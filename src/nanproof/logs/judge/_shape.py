@@ -1,7 +1,7 @@
 """The shape of finite curves: a loss that diverges or spikes, an evaluation that turns, a gradient that explodes.
 
 All thresholds are relative to what the run itself has learned and to its own noise, so that a loss in other units is judged
-alike. Losses of reinforcement learning hover about 0 and have no direction: of them only an explosion is said.
+alike. Losses of reinforcement learning hover about 0 and have no direction: of those, only explosions are reported.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
 
 
 def _swings(f: Form, rise: float) -> bool:
-    """Whether the loss was as high as at its end before, after having been low, and came back, as two players do it."""
+    """Return whether the loss oscillates, as in a GAN: it was as high as at its end before, and came back."""
     low, high = f.best + 0.35 * rise, f.best + 0.85 * rise
     was_low, turns = False, 0
     for value in f.smoothed:
@@ -169,7 +169,7 @@ def _explosion_of_few(segment: Segment) -> Finding | None:
     if len(values) < 2 or min(values) <= 0 or is_sum(values) or (len(values) >= ENOUGH and fills(values)):
         return None
     policy = bool(segment.settings.get("rewards"))
-    at = (None if policy else _out_of_bounds(values)) or _climb(values, policy)
+    at = (None if policy else _out_of_bounds(values) or _stays_up(values)) or _climb(values, policy)
     if at is None:
         return None
     place = buckets[at].place
@@ -190,6 +190,12 @@ def _out_of_bounds(values: Sequence[float]) -> int | None:
     if values[-1] < (100 if len(values) > 2 else 1e4) * max(values[0], 0.1) or min(last) < far:
         return None
     return next(i for i, value in enumerate(values) if value >= far)
+
+
+def _stays_up(values: Sequence[float]) -> int | None:
+    """Return the second line, where all from there on are far above the first, and do not fall."""
+    after = values[1:]
+    return 1 if len(after) >= RISES and min(after) >= OUT * values[0] and after[-1] >= after[0] else None
 
 
 def _climb(values: Sequence[float], policy: bool) -> int | None:
@@ -308,9 +314,9 @@ def _overfit(segment: Segment) -> Finding | None:
         return None
     said = (
         f"The evaluation loss is lowest at {turn} ({number(values[low])}) and rises to {number(values[-1])}, while the training "
-        f"loss falls from {number(then)} to {number(now)}. The checkpoint of that moment is the best."
+        f"loss falls from {number(then)} to {number(now)}. Use the checkpoint of that step."
     )
-    causes = (Likely("The model learns the training samples by heart: too few of them, or too many epochs"),)
+    causes = (Likely("The model memorises the training set: too little data, or too many epochs"),)
     return Finding(
         kind="overfit",
         severity="warning",

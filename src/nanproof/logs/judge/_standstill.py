@@ -40,7 +40,7 @@ REWARDS = "print(rewards.view(-1, num_generations).std(1))    # 0: all rewards o
 
 
 def standstill(segment: Segment) -> Iterator[Finding]:
-    """At most one: the first that explains the others."""
+    """Yield at most one finding: the first that matches explains the others."""
     found = _no_targets(segment) or _rate_zero(segment) or _gradient_zero(segment) or _vanished(segment) or _worst(segment)
     if found is not None:
         yield found
@@ -88,8 +88,8 @@ def _vanished(segment: Segment) -> Finding | None:
             continue  # so much can be learned in many steps
         said = (
             f"At {place} the loss drops from {number(losses[i - 1].last)} to {number(losses[i].last)}, and the gradient norm "
-            f"from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned between two lines: what is left "
-            "to predict is trivial."
+            f"from {number(norms[i - 1].last)} to {number(norms[i].last)}. No task is learned in one step: check the "
+            "labels."
         )
         causes = (
             Likely("Every target that counts is the same token, or all others are ignored", "no-supervised-targets"),
@@ -129,7 +129,7 @@ def _worst(segment: Segment) -> Finding | None:
 
 
 def plateau(segment: Segment) -> Iterator[Finding]:
-    """Report a loss that has not moved. At most one finding, which the other judges may explain better."""
+    """Report a loss that has not moved: at most one finding, where nothing else matched."""
     found = (
         _flat(segment, form(segment))
         or _same_again(segment)
@@ -147,13 +147,13 @@ def _unmoved(place: Place, said: str, about: str = "") -> Finding:
         Likely("The path from the loss to the parameters is cut (detach, no_grad), or they are frozen", "no-gradient-path"),
         Likely("The optimizer holds other tensors than the model", "optimizer-foreign-parameters"),
         Likely("Updates round away in half-precision weights", "bf16-update-rounding"),
-        Likely("Every unit of a ReLU is off", "dead-units"),
+        Likely("All units of a ReLU are dead", "dead-units"),
     )
     return Finding(kind="plateau", severity="warning", place=place, said=said, about=about, causes=causes, commands=(CHECK,))
 
 
 def _flat(segment: Segment, f: Form | None) -> Finding | None:
-    """Report a loss that is as high as at the start, where that can be said to within a percent."""
+    """Report a loss that is as high as at the start, where its noise is below one percent."""
     if f is None or f.directionless:
         return None
     low, high = min(f.values), max(f.values)
@@ -215,7 +215,7 @@ def _frozen(segment: Segment) -> Finding | None:
     same = list(takewhile(lambda b: b.low == b.high == buckets[-1].last, reversed(buckets)))
     if len(buckets) > len(same) >= FROZEN and same[0].last >= buckets[0].mean > 0 and _digits(same[0].last) >= DIGITS:
         place, value = same[-1].place, number(same[0].last)
-        return _unmoved(place, f"The loss moves until {place}, and is {value} from there on: no output changes any longer.")
+        return _unmoved(place, f"The loss moves until {place}, and is {value} from there on: the outputs no longer change.")
     return None
 
 
@@ -251,8 +251,8 @@ def _same_evaluation(segment: Segment) -> Finding | None:
     if _digits(evaluated.low) < DIGITS or (repeated and len(epochs) < 3 * EVALUATIONS):
         return None
     name = segment.names.get("eval_loss", "the evaluation loss")
-    said = f"{name} is {number(evaluated.low)} at each of {evaluated.count} evaluations, to the last digit: nothing that it "
-    said += "computes changes, neither the weights nor the outputs."
+    said = f"{name} is {number(evaluated.low)} at each of {evaluated.count} evaluations, to the last digit: the "
+    said += "output of the model does not change between evaluations."
     return _unmoved(places[0], said, name)
 
 
@@ -263,7 +263,7 @@ def _same_score(segment: Segment) -> Finding | None:
             continue
         if _digits(track.low) < LONG or _of_few(track.low):
             continue
-        said = f"{name} is {number(track.low)} on all {track.count} lines, to the last digit: every answer is the same each time."
+        said = f"{name} is {number(track.low)} on all {track.count} lines, to the last digit: the predictions do not change."
         return _unmoved(track.curve.buckets[0].place, said, name)
     return None
 
@@ -284,7 +284,7 @@ def _rate_zero(segment: Segment) -> Finding | None:
     if any(b.high > 0 for b in tail):
         name = segment.names.get("lr", "The learning rate")
         value, began = max(b.high for b in tail), tail[-1].place
-        said = f"{name} is {number(value)} or less from {began} on: no weight that it applies to moves."
+        said = f"{name} is {number(value)} or less from {began} on: the weights in this group do not change."
         return Finding(kind="learning-rate-zero", severity="failure", place=began, said=said, causes=SCHEDULE, commands=SCHEDULED)
     if lr.count < 3 or not lr.zero.count or lr.zero.first is None:
         return None
@@ -295,7 +295,7 @@ def _rate_zero(segment: Segment) -> Finding | None:
     place = lr.zero.first if all_zero else lr.zero.since
     assert place is not None
     said = (
-        f"The learning rate is 0 on all {lr.count} lines: no weight moves."
+        f"The learning rate is 0 on all {lr.count} lines: the weights are not updated."
         if all_zero
         else f"The learning rate is 0 from {place} to the end, {lr.zero.unbroken} of {lr.count} lines: nothing is learned there."
     )
@@ -332,14 +332,14 @@ def _gradient_zero(segment: Segment) -> Finding | None:
         Likely(
             "The path from the loss to the parameters is cut (detach, no_grad, argmax), or they are frozen", "no-gradient-path"
         ),
-        Likely("Every unit of a ReLU is off: nothing behind it gets a gradient", "dead-units"),
+        Likely("All units of a ReLU are dead: nothing behind it gets a gradient", "dead-units"),
         Likely("All rewards of a group are equal, so every advantage is 0", "zero-advantage"),
     )
     return Finding(
         kind="zero-gradient",
         severity="failure",
         place=place,
-        said=said + ": no weight moves.",
+        said=said + ": the weights are not updated.",
         causes=causes,
         commands=(CHECK,),
     )

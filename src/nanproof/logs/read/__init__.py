@@ -3,5 +3,5 @@
 - `_sources` finds the logs that the user named and picks a reader; `_files` reads their bytes in bounded pieces.
 - `_documents` (JSON), `_tables` (JSON lines, CSV), `_tensorboard`, `_wandb`; `_wire` decodes protocol buffers.
 
-Plain text has a room of its own, `text/`.
+Plain text is in `text/`.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from nanproof.logs._points import worst_score
 from nanproof.logs.text._names import COARSE, TERM, Found, meaning
 from nanproof.logs.text._values import ANY, parse
 
@@ -12,6 +13,7 @@ Pairs = list[tuple[Found, float]]
 
 STEP, EPOCH = Found("step", COARSE), Found("epoch", 0)
 LOSS, EVALUATION = Found("loss", 0, "loss"), Found("eval_loss", 0, "loss")
+NORM = Found("grad_norm", 0, "Grad Norm")
 
 _PIPES = rb"ner|tagger|parser|textcat(?:_multilabel)?|tok2vec|transformer|spancat|senter|morphologizer|entity_linker"
 _SPACY = re.compile(
@@ -36,6 +38,10 @@ _PIX2PIX = re.compile(
     re.I,
 )
 _DL4J = re.compile(rb"\bScore at iteration (\d{1,12}) is (" + ANY + rb")(?=\s|$)")
+_TACOTRON = re.compile(rb"\W{0,6}train loss (\d{1,9}) (" + ANY + rb")\*{0,3} grad norm (" + ANY + rb")(?= |$)", re.I)
+_LOSSES = re.compile(rb".{0,40}\[epoch (\d{1,9})/\d{1,9}, batch (\d{1,9})/\d{1,9}\] \[losses: ([^][]{3,400})\]\s*", re.I)
+_WORD = re.compile(rb"([A-Za-z]\w{0,30}) (" + ANY + rb")(?=,|$)")
+_COLUMN = re.compile(rb"(?:^|\n)\s{0,9}(\d{1,9})[:,]?[ \t]{1,3}(" + ANY + rb")\s*$")
 _NAMED = re.compile(rb"(\w+): (\S+)")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
@@ -128,6 +134,33 @@ def _pix2pix(text: bytes) -> Pairs | None:
     return [(EPOCH, float(match[1])), (Found("step", 2 * COARSE + 1), float(match[2])), *parts]
 
 
+def _tacotron(text: bytes) -> Pairs | None:
+    """`Train loss 20 1.93 Grad Norm 0.81`: the first number is the step."""
+    match = _TACOTRON.match(text)
+    if match is None:
+        return None
+    return [(STEP, float(match[1])), (LOSS._replace(name="Train loss"), parse(match[2])), (NORM, parse(match[3]))]
+
+
+def _losses(text: bytes) -> Pairs | None:
+    """`[Epoch 0/30, Batch 3/13] [Losses: x 0.1, conf 0.7, total 1.9]`: parts by their names, and their total."""
+    match = _LOSSES.fullmatch(text)
+    if match is None:
+        return None
+    items = [(name.decode("ascii"), parse(value)) for name, value in _WORD.findall(match[3])]
+    parts = [(Found(TERM + f"{name} loss", 0, f"{name} loss"), value) for name, value in items if name != "total"]
+    total = [(Found("loss", 1, "total"), value) for name, value in items if name == "total"]
+    return [(EPOCH, float(match[1])), (STEP, float(match[2])), *total, *parts]
+
+
+def second_column(text: bytes, before: bytes) -> Pairs | None:
+    """`76980 nan` below `76970 2.54`: a step and its loss, as `print(step, loss.item())` writes them."""
+    match, above = _COLUMN.fullmatch(text), _COLUMN.search(before)
+    if match is None or above is None or int(above[1]) >= int(match[1]) or parse(match[2]) == parse(match[2]):
+        return None
+    return [(STEP, float(match[1])), (LOSS._replace(name="the second column"), parse(match[2]))]
+
+
 def _dl4j(text: bytes) -> Pairs | None:
     """`ScoreIterationListener - Score at iteration 20 is 1.93`."""
     match = _DL4J.search(text)
@@ -157,6 +190,7 @@ def _boosting(text: bytes) -> Pairs | None:
     for data, measure, value in _ON_DATA.findall(text.replace(b"#011", b"\t"), match.end() - 1):
         name = f"{data.decode('ascii', 'replace').strip()} {measure.decode('ascii', 'replace')}"
         found = meaning(name) or _named(meaning(f"train {measure.decode('ascii', 'replace')}"), name)
+        found = found or (Found(TERM + name, 0, name) if worst_score(name) is None else None)
         pairs += [(found, parse(value))] if found is not None else []
     return [(STEP, float(match[1])), *pairs] if pairs else None
 
@@ -169,6 +203,8 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b"% (", _tutorial),
     (b"%) ", _tutorial),
     (b"tensor(", _tensor),
+    (b"grad norm", _tacotron),
+    (b"[losses: ", _losses),
     (b"loss ", _tagged),
     (b"loss", _spacy),
     (b"'ner'", _spacy),

@@ -262,7 +262,7 @@ class Collector:
         """By metric, the name that counts."""
         known = self._names.get(found)
         if known is None:
-            self._names = {} if len(self._names) > 1024 else self._names
+            self._names = {} if len(self._names) > 64 else self._names
             chosen = self.chosen(found)
             known = {role: found[i].name for role, i in chosen.items() if role in METRICS}
             if len(found) <= 1000:

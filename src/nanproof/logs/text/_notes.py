@@ -106,8 +106,8 @@ _KNOWN = (
 _RESUMED = re.compile(
     rb"resum(?:ing|ed) (?:training |run )?(?:from|at)\b|continuing training from global step"
     rb"|restored all states from the checkpoint"
-    rb"|successfully loaded checkpoint .* at iteration [1-9]"
-    rb"|loaded checkpoint .* @ [1-9]\d* updates|loading the checkpoint at step [1-9]",
+    rb"|successfully loaded checkpoint .{1,300} at iteration [1-9]"
+    rb"|loaded checkpoint .{1,300} @ [1-9]\d{0,12} updates|loading the checkpoint at step [1-9]",
     re.I,
 )
 _NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|infinity|non-?finite|not finite)(?![\w(])", re.I)

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 
 from nanproof.logs._points import Batch, Item, Note, Point, Sign
 from nanproof.logs.text._columns import Columns
-from nanproof.logs.text._forms import nameless
+from nanproof.logs.text._forms import nameless, second_column
 from nanproof.logs.text._layouts import MOST, TRIES, Layout, Span, rounded_away
 from nanproof.logs.text._names import COARSE, TERM, Collector, Found, is_step, meaning
 from nanproof.logs.text._notes import Notes, clean, without_prefix
@@ -46,7 +46,9 @@ NEAR = 800
 _PAIR = re.compile(
     rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}"
     rb"(\s{0,12}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
-    rb"[\"'\[(]{0,2}\s{0,4}(" + ANY + rb")(?:(?<=[nNfF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?:(?!\w|\.\w|-\d)|(?=[A-Z][a-z]{3}))"
+    rb"[\"'\[(]{0,2}\s{0,4}("
+    + ANY
+    + rb")(?:(?<=[nN])\.?\d{1,8}|(?<=[fF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?:(?!\w|\.\w|-\d)|(?=[A-Z][a-z]{3}))"
 )
 _SENTENCE = re.compile(rb"(?:^|[.\]}] )$")
 """What stands before a sentence that a program writes: "... Loss is 6.91. Current learning rate is ..."."""
@@ -114,6 +116,8 @@ class TextReader:
         self._columns: Columns | None = None
         """Of a table whose rows are being read."""
         self._table_end = 0
+        self._column = b""
+        """The last line with a step and a NaN and nothing else."""
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Item]:
         rest = b""
@@ -293,7 +297,7 @@ class TextReader:
         self._table_end = min(at, len(data))
 
     def _pass_over(self, data: bytes, start: int, end: int) -> None:
-        """Keeps both ends of what says nothing: bars stand there."""
+        """Keep the text around points: progress bars appear there."""
         if len(self._after) < NEAR:
             self._after += data[start : min(end, start + NEAR)]
         self._before = (self._before + data[max(start, end - NEAR) : end])[-NEAR:]
@@ -358,6 +362,10 @@ class TextReader:
         """What the line says, None if that is nothing."""
         self._matches = []
         self._is_drawn = False
+        above = (self._before[-80:], self._column) if b"nan" in low else ()
+        if pairs := next(filter(None, (second_column(text, row) for row in above)), None):
+            self._column = text
+            return self._names.point(pairs, self._line)
         if (found := nameless(text, low)) is not None:
             if b"best iteration" in self._before[-60:].lower():
                 return None  # said once more
@@ -444,7 +452,7 @@ class TextReader:
         return pairs, settings, strong
 
     def _learn(self, raw: bytes, text: bytes, point: Point) -> None:
-        """Makes a layout of a line that was understood from its names alone."""
+        """Build a layout from a line that was parsed by its names alone."""
         if self._known != self._names.best:
             self._known = dict(self._names.best)
             self._layouts.clear()
