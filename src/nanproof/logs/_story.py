@@ -33,6 +33,7 @@ class Streak:
     since: Place | None = None
     """Begin of the stretch that reaches to the last point looked at; None if the last point was not so."""
     unbroken: int = 0
+    longest: int = 0
     looked: int = 0
     """Points that could have been so."""
     before: int = 0
@@ -47,6 +48,7 @@ class Streak:
             self.before = self.looked - 1
         self.count += 1
         self.unbroken += 1
+        self.longest = max(self.longest, self.unbroken)
         self.first = self.first or place
         self.since = self.since or place
         self.last = place

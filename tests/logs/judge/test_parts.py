@@ -1,5 +1,7 @@
 """Values of training beside the loss, levels that are absurd by themselves, advice that fits the log: from text to finding."""
 
+# ruff: noqa: E501  # lines of logs are long
+
 from __future__ import annotations
 
 import math
@@ -286,3 +288,59 @@ def test_boosting_overfits_by_its_rounds():
     (finding,) = found(text)
     assert finding.kind == "overfit" and "early stopping" in finding.commands[0]
     assert not any("learning rate" in cause.reason for cause in finding.causes)
+
+
+FAILING = {
+    "a language model that loses a third of what it learned": (
+        lines(400, lambda i: f"iter {i * 50}: loss {3 + 7.9 * math.exp(-i / 25) + (2.0 if i >= 300 else 0) + 0.02 * math.sin(i * i):.4f}"),
+        ("divergence", "failure", 301),
+    ),
+    "null where a loss is NaN": (
+        lines(40, lambda i: f'{{"step": {i}, "loss": {"null" if i > 29 else round(fall(i), 4)}, "lr": 0.0001, "grad_norm": 0.8}}'),
+        ("nan", "failure", 31),
+    ),
+    "an empty cell where a loss is NaN": (
+        "step,loss,lr\n" + lines(40, lambda i: f"{i},{'' if i > 29 else round(fall(i), 4)},0.0001"),
+        ("nan", "failure", 32),
+    ),
+    "gradients that stay NaN, beside a loss that once rounds to 0": (
+        lines(50, lambda i: f"step:{i} - actor/pg_loss:{0.0 if i == 43 else -0.006} - actor/grad_norm:{'nan' if i > 37 else 0.4}"),
+        ("nan-gradient", "failure", 39),
+    ),
+    "a part among other parts": (
+        lines(40, lambda i: f"step {i}: loss_cls 0.5 loss_mask {'nan' if i > 29 else 0.4} total_loss {fall(i):.4f}"),
+        ("nan", "failure", 31),
+    ),
+    "NumPy's numbers": (
+        lines(40, lambda i: f"step {i}: loss: np.float64({'nan' if i > 29 else round(fall(i), 4)})"),
+        ("nan", "failure", 31),
+    ),
+    "only a squared error": (
+        lines(40, lambda i: f"epoch {i} train mse {0.4 if i < 5 else 0.4 * 2.0 ** (i - 5):.4g}"),
+        ("divergence", "failure", 7),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_failures_that_a_tester_showed_to_be_missed(tmp_path, name):
+    """Found from outside, without sight of the code."""
+    from nanproof.logs.read._sources import find, read
+
+    text, expected = FAILING[name]
+    (tmp_path / "train.log").write_text(text)
+    story = Story()
+    for item in read(find([tmp_path / "train.log"])[0]):
+        story.add(item)
+    finding = judge(story)[0]
+    assert (finding.kind, finding.severity) == expected[:2] and abs(finding.place.line - expected[2]) <= 2, finding
+
+
+def test_a_part_that_is_nan_now_and_then_and_a_scaler_that_says_so():
+    absent = lines(60, lambda i: f"step {i}: loss {fall(i):.4f} logps/chosen {'nan' if i % 6 == 0 else -12.5}")
+    assert [severity for _, severity, _ in kinds(absent)] == ["note"]
+    skip = "WARNING: The grad norm is nan. Skipping updating the model.\n"
+    steps = [f"step {i}: loss {fall(i):.4f}\n" for i in range(60)]
+    assert [severity for _, severity, _ in kinds("".join([*steps[:20], skip, *steps[20:]]))] == ["note"]
+    lost = skip.replace("grad norm", "loss")
+    assert [severity for _, severity, _ in kinds("".join([*steps[:20], lost, *steps[20:]]))] == ["warning"]

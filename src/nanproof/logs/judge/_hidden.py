@@ -22,6 +22,8 @@ def hidden(segment: Segment) -> Finding | None:
     if not streak.count:
         return _vanished(segment) or _always_zero(segment) or _lone_zeros(segment)
     lasting = streak.since is not None
+    if norm.bad.since is not None and 2 * streak.count < norm.bad.unbroken:
+        return None  # the loss is a number on most of these lines, and rounds to 0 on the others
     if segment.settings.get("rewards") and not lasting and streak.last is not None and streak.last.order < START:
         return None  # a policy's loss begins at 0, and a scaler's search for its scale at Inf
     first = (norm.bad.since if lasting else None) or streak.since or streak.first

@@ -30,6 +30,8 @@ _ENDS = re.compile(
 """Matches warnings that say that training stopped."""
 _SKIPS = re.compile(r"skip|not updat|do not update|ignor|discard", re.I)
 """A warning that says that the step was skipped."""
+_GRADIENT = re.compile(r"^(?!.*\bloss).*\bgrad", re.I)
+"""A warning about gradients, as a loss scaler that skips a step has them now and then."""
 _ZEROES = re.compile(r"grad\w*\W.{0,40}\b(?:zero|replac|mask)|(?:zero|replac|mask)\w*\W.{0,40}\bgrad|nan_to_num", re.I)
 """A warning that says that NaN in gradients was replaced."""
 
@@ -149,11 +151,10 @@ def missing(segment: Segment) -> Finding | None:
     if absent.count - absent.unbroken > RARE * (absent.looked - absent.unbroken):
         return None  # it is not logged on every line
     name = segment.names.get("loss", "the loss")
-    count = segment.missing.unbroken
-    lines = "the last line" if count == 1 else f"the last {count} lines"
+    lines = "the last line" if absent.unbroken == 1 else f"the last {absent.unbroken} lines"
     said = (
         f"From {first} on, the log no longer contains {name} ({lines}). It was {number(loss.last_finite[1])} at "
-        f"{loss.last_finite[0]}. Some programs, such as Megatron, do not print a loss that is NaN."
+        f"{loss.last_finite[0]}. Some programs leave out a loss that is NaN: Megatron, pandas, JSON writers."
     )
     norm = segment.track("grad_norm")
     if norm.bad.since is not None:
@@ -307,9 +308,11 @@ def _warnings(segment: Segment) -> Finding:
         Likely("A batch with NaN or Inf, or a term of the loss that is 0/0 for it", "nonfinite-batch"),
         Likely("Something overflows, such as exp of a large number", "exp-overflow"),
     )
+    scaler = all(skips) and all(_GRADIENT.search(note.text) for note in noted.first)
+    rare = after and scaler and noted.count <= FEW * loss.count
     return Finding(
         kind="nan-warnings",
-        severity="failure" if lasting else "warning",
+        severity="failure" if lasting else "note" if rare else "warning",
         place=where,
         said=said,
         causes=causes,

@@ -67,7 +67,11 @@ def _bad(segment: Segment) -> Finding | None:
     loss = segment.track("loss")
     if severity == "failure" and track.count > 10 and track.bad.unbroken < FEW and loss.count and not loss.bad.count:
         severity = "note" if track.bad.scattered or learns(loss.curve.finite()) else "warning"  # some lines have none of it
-    elif severity != "failure" and track.bad.count <= ALONE * track.count:
+    elif (
+        severity != "failure"
+        and track.bad.longest < ENOUGH
+        and (track.bad.count <= ALONE * track.count or (not loss.bad.count and learns(loss.curve.finite())))
+    ):
         severity = "note"
     kind = "nan" if math.isnan(track.lost) else "inf"
     said = f"{name} is {number(track.lost)} at {first}, {much}."

@@ -31,6 +31,8 @@ OUT = 10.0
 """Times the first loss: what is above it has left the range of a run that learns."""
 REGAINED = 0.35
 """The share of what was learned that a run which diverges loses again."""
+WORSE = 1.4
+"""Times the best loss: what ends above it, far outside of the noise, has diverged, however much was learned before."""
 RISES = 5
 """Lines that all rise one after another are not noise."""
 
@@ -60,6 +62,12 @@ class Form:
         return self.policy or min(b.low for b in self.buckets) < 0 or self.buckets[0].low == 0
 
 
+def _calm(values: list[float], start: float) -> list[float]:
+    """Return the values before an explosion that begins at once; all of them if there is none."""
+    calm = [value for value in values if value <= OUT / 3 * start]
+    return calm if start > 0 and 4 <= len(calm) < len(values) else values
+
+
 def form(segment: Segment) -> Form | None:
     buckets = segment.track("loss").curve.finite()
     if segment.together["hidden"].count or segment.together["nothing"].count:
@@ -72,12 +80,13 @@ def form(segment: Segment) -> Form | None:
     edge = max(2, min(len(values) // 10, 50))
     best = min(smoothed)
     best_at = smoothed.index(best)
+    start = level(values[: max(edge // 2, 2)])
     return Form(
         buckets=buckets,
         values=values,
         smoothed=smoothed,
-        sigma=noise(values[: best_at + 1] if best_at >= 10 else values),
-        start=level(values[: max(edge // 2, 2)]),
+        sigma=noise(values[: best_at + 1] if best_at >= 10 else _calm(values, start)),
+        start=start,
         best=best,
         best_at=best_at,
         end=level(values[-max(edge, 3) :]),
@@ -116,7 +125,8 @@ def _divergence(segment: Segment, f: Form) -> Finding | None:
         size = median(abs(v) for v in f.values[: max(len(f.values) // 2, 4)])
         diverged = f.end > 100 * max(size, SMALL) and f.end > OUT and _lasts(f.values, f.best, f.best_at)
     elif f.learned > 2 * f.sigma and f.learned > 0.02 * abs(f.start):
-        diverged = rise > REGAINED * f.learned and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
+        much = rise > REGAINED * f.learned or (f.end > WORSE * f.best > 0 and rise > max(0.12 * f.learned, 20 * f.sigma))
+        diverged = much and rise > 0.1 * abs(f.best) and _beyond_noise(f, f.best)
     else:
         diverged = f.end > 1.3 * f.start and _beyond_noise(f, f.start)
     if not diverged or f.best_at >= len(f.values) - max(4, len(f.values) // 10) or _swings(f, rise):

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanproof.logs._points import METRICS, Item, Point
 from nanproof.logs.text._layouts import TRIES, Layout, Span
-from nanproof.logs.text._names import Collector, Found, is_reward, meaning, number
+from nanproof.logs.text._names import Collector, Found, is_reward, lacks_loss, meaning, number
 from nanproof.logs.text._text import TextReader
 from nanproof.logs.text._values import ANY
 
@@ -66,7 +66,7 @@ def json_lines(blocks: Iterable[bytes]) -> Iterator[Item]:
 
 def _layout(text: bytes, record: dict[str, Any], names: Collector, point: Point) -> Layout | None:
     """The pattern of a flat record: all keys as they are, and a number for each value that counts."""
-    if len(text) > 4000 or any(isinstance(value, (dict, list)) for value in record.values()):
+    if point.loss_missing or len(text) > 4000 or any(isinstance(value, (dict, list)) for value in record.values()):
         return None
     fixed = [match.span() for match in _KEY.finditer(text)]
     spans = []
@@ -103,7 +103,9 @@ def merged(points: Iterable[Point]) -> Iterator[Point]:
         if last is not None and point.step is not None and point.step == last.step and _apart(point, last):
             epoch = last.epoch if point.epoch is None else point.epoch
             terms, names = {**last.terms, **point.terms}, {**last.names, **point.names}
-            last = replace(last, values={**last.values, **point.values}, epoch=epoch, terms=terms, names=names)
+            values = {**last.values, **point.values}
+            missing = last.loss_missing and not {"loss", "eval_loss"} & values.keys()
+            last = replace(last, values=values, epoch=epoch, terms=terms, names=names, loss_missing=missing)
             continue
         if last is not None:
             yield last
@@ -136,8 +138,11 @@ def _rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Point]:
         count = len(cells)
         pairs = [(found, value) for i, found in columns if i < count and cells[i] and (value := number(cells[i])) is not None]
         point = names.point(pairs, line)
-        if point is not None:
-            yield replace(point, settings=settings) if settings else point
+        if point is None:
+            continue
+        if lacks_loss(point) and any(found.role == "loss" for _, found in columns):
+            point = replace(point, loss_missing=True)  # pandas writes NaN as an empty cell
+        yield replace(point, settings=settings) if settings else point
 
 
 def _cells(text: bytes, delimiter: str) -> list[str]:

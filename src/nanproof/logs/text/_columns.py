@@ -71,6 +71,8 @@ class Columns:
                 continue
             counted = _COUNTED.fullmatch(cell)
             value = number(counted[1] if counted is not None else cell.strip(b":[],"))
+            if value is None and name.role == "epoch":
+                return [] if sum(number(other) is not None for other in cells) > 2 else None  # YOLO's row of all classes
             if value is None and name.role in METRICS and cell not in (b"", b"-", b"No", b"None"):
                 return None
             pairs += [(name, value)] if value is not None else []

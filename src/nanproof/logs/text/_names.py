@@ -82,9 +82,7 @@ _MEASURES = frozenset("logloss mlogloss rmse rmsle mse mae mape merror deviance"
 """What boosting minimises. Of `l1`, `l2` and `error` the name has to say on which data."""
 _TERMS = frozenset("loss kl kld approxkl entropy logps logits advantage advantages elbo objf smoothl1 err nll bce div".split())
 """A name with one of these is a value of training that must be finite, whatever else it is."""
-_SETTING = frozenset(
-    "coef coeff coefficient weight weights type fn py mask at window tokens target beta scale scaler ratio".split()
-)
+_SETTING = frozenset("coef coeff coefficient weight weights type fn py at window tokens target beta scale scaler ratio".split())
 TERM = "term:"
 """Prefix of the roles of other values of training, which are checked only for NaN, Inf, 0 and explosions."""
 
@@ -121,7 +119,7 @@ def _meaning(name: str) -> Found | None:
     placed = evaluation or any(word in _TRAINING for word in words)
     twice = words.count("train") > 1  # transformers' mean over the run is train/train_loss
     words = [word for word in words if word not in _TRAINING and word not in _EVALUATION]
-    words = words[1:] if len(words) > 1 and words[0] == "losses" else words
+    words = words[1:] if len(words) > 1 and (words[0] == "losses" or words[0] == words[-1] == "loss") else words
     words = words[:-2] if len(words) > 2 and words[-2] == "per" and words[-1] in _UNITS else words
     if not (words and ("".join(words) in _TABLE or words[-1] in _MEASURES)):  # "aeloss_step"
         words = [part for word in words for part in ((word[:-4], "loss") if _ENDS_IN_LOSS.fullmatch(word) else (word,))]
@@ -232,7 +230,9 @@ class Collector:
                 self._chosen.clear()
                 self._names.clear()
             elif name != self._part[1]:
-                found[TERM + name] = found.pop("loss")
+                part = found[TERM + name] = found.pop("loss")
+                others = (i for i, other in enumerate(names) if other.role == "loss" and other.rank < MEASURED and i != part)
+                found |= {TERM + names[i].name: i for i in others}
         if "loss" in found:  # of a line that has several, the others must be finite too
             others = (i for i, name in enumerate(names) if name.role == "loss" and name.rank < MEASURED and i != found["loss"])
             found |= {TERM + names[i].name: i for i in others if names[i].name != names[found["loss"]].name}
@@ -285,6 +285,8 @@ class Collector:
         point = self.point(pairs, line) if pairs else None
         if point is None or not is_step(point):
             return None
+        if lacks_loss(point) and any(found.role == "loss" and number(data[key]) is None for key, found in plan):
+            point = replace(point, loss_missing=True)  # JSON has no NaN: null is written for it
         if keys not in self._rewarded:
             self._rewarded = {} if len(self._rewarded) > 64 else self._rewarded
             self._rewarded[keys] = any(is_reward(str(key)) for key in keys[:1000])
@@ -294,6 +296,12 @@ class Collector:
         """By role, the key of a flat dictionary whose value counts."""
         plan = [(key, found) for key, found in self._plans.get(tuple(data), []) if number(data[key]) is not None]
         return {role: plan[index][0] for role, index in self.chosen(tuple(found for _, found in plan)).items()}
+
+
+def lacks_loss(point: Point) -> bool:
+    """Whether a point is of a training step, and has no loss."""
+    values = point.values.keys()
+    return not {"loss", "eval_loss"} & values and bool({"lr", "grad_norm", "scale"} & values)
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ WORDS = tuple(
 )
 """A line without one of these, in any case, is not looked at."""
 RARE_WORDS = tuple(
-    b"xent|entropy|ppl|perplex|rmse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat| net output #| : cost |(epoch: "
+    b"xent|entropy|ppl|perplex|mse| avg|g  |'s |-auc:|learn: |% (|tensor(|'ner'|'textcat| net output #| : cost |(epoch: "
     b"|score at iteration".split(b"|")
 )
 """The same, of logs whose lines with values have none of those. Not searched for once `SURE` points were read without them."""
@@ -43,9 +43,10 @@ LOOKS = 200
 NEAR = 800
 """How far from a line a progress bar may stand that belongs to it."""
 
+_BOXED = rb"(?:(?:tf\.)?[tT]ensor|[aA]rray|np\.float\d\d)\("
 _PAIR = re.compile(
     rb"(?<![\w./@-])([A-Za-z_][\w./@-]*)(?:\s?\([^()]{0,24}\))?[\"'\]]{0,2}"
-    rb"(\s{0,12}[:=]\s{0,12}(?:(?:tensor|array)\()?| (?:tensor|array)\(| is |\s{1,12})"
+    rb"(\s{0,12}[:=]\s{0,12}(?:" + _BOXED + rb")?| " + _BOXED + rb"| is |\s{1,12})"
     rb"[\"'\[(]{0,2}\s{0,4}("
     + ANY
     + rb")(?:(?<=[nN])\.?\d{1,8}|(?<=[fF])\.0)?(?:\s{0,8}/\s{0,8}(\d{1,15}))?(?:(?!\w|\.\w|-\d)|(?=[A-Z][a-z]{3}))"
@@ -66,7 +67,7 @@ _BEFORE_ALONE = re.compile(
 )
 _TITLE = re.compile(rb"\s*(?!(?:the|a|an|my|our|this|that|with|and|expected)\b)[A-Za-z][\w-]{0,20} ", re.I)
 """A word before the name of a value that has a line for itself: "TD loss: 4.7"."""
-_METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"rmse", b"entropy", b"si-snr", b"err_", b"nan")
+_METRIC = (b"loss", b"grad", b"gnorm", b"xent", b"step=", b"ppl", b"perplex", b"mse", b"entropy", b"si-snr", b"err_", b"nan")
 _REWARDS = re.compile(rb"\breward(?!s/)|advantage|policy[ _]loss|rollout|completion_len|ep_rew|episod|\breturns?\b")
 _SETTINGS = frozenset(b"best min max clip initial target minimum maximum total last lowest episode".split())
 _LAST_WORDS = frozenset(
