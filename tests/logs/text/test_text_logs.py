@@ -158,6 +158,12 @@ def test_losses_in_brackets():
     same((point.values, point.terms, point.epoch), ({"loss": 0.75}, {"x loss": 0.5, "conf loss": NAN}, 2.0))
 
 
+def test_a_list_of_losses():
+    (point,) = items("2026-01-01 10:00:00,018\tbase\tINFO\t[2.5, nan, 2.25, 31.5, 200, 0.0002]\n")
+    same((point.values, point.step, point.terms["loss 2"]), ({"lr": 0.0002}, 200.0, NAN))
+    assert items("shape [nan, nan, nan]\n") == []
+
+
 def test_boosting_that_minimises_what_has_no_known_name():
     (first, *_) = items("".join(f"[{i}]\ttrain-gamma-nloglik:nan\n" for i in range(3)))
     same((first.values, first.terms), ({}, {"train gamma-nloglik": NAN}))

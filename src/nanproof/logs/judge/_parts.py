@@ -12,7 +12,7 @@ from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SCAN, SLOWER, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
-from nanproof.logs.judge._numbers import learns
+from nanproof.logs.judge._numbers import learns, level
 
 RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
 """Names of values that are computed from log-probabilities."""
@@ -38,6 +38,8 @@ JUMP = 30.0
 """Times the highest value before it. Parts that all jump by more at the same line have exploded."""
 UP = 10.0
 """A part below this has not exploded, however small it was."""
+RANGE = 10.0
+"""Times the usual size: what stays above it has begun to explode."""
 ALONE = 0.1
 """A part that is NaN on a smaller share of the lines, and finite again at the end, is a note."""
 
@@ -75,6 +77,11 @@ def _bad(segment: Segment) -> Finding | None:
         severity = "note"
     kind = "nan" if math.isnan(track.lost) else "inf"
     said = f"{name} is {number(track.lost)} at {first}, {much}."
+    before = track.curve.finite(first.order)
+    onset = _onset(before)
+    if severity == "failure" and onset < len(before) and before[-1].high >= EXPLODED:
+        said += f" It had grown before, from {number(before[onset].last)} at {before[onset].place} to {number(before[-1].last)}."
+        first = before[onset].place
     others = [other for other in bad if other != name]
     if others:
         said += f" Also not finite at some point: {_listed(others)}."
@@ -122,13 +129,23 @@ def _causes(name: str, kind: str) -> tuple[Likely, ...]:
     )
 
 
+def _onset(buckets: Sequence[Bucket]) -> int:
+    """Return where the sizes leave their usual range for good: the number of buckets if they do not."""
+    sizes = [max(abs(b.low), abs(b.high)) for b in buckets]
+    usual, at = level(sizes[: max(len(sizes) // 4, 2)]), len(sizes)
+    while at > 1 and usual > 0 and sizes[at - 1] > RANGE * usual:
+        at -= 1
+    return at
+
+
 def _exploded(segment: Segment) -> Finding | None:
     """Report a part that grows a millionfold and stays there, or that is absurdly large throughout."""
     for name, track in segment.terms.items():
         buckets = track.curve.finite()
         if buckets and "loss" in name.lower() and buckets[-1].low >= ABSURD and not learns(buckets):
             absurd = list(takewhile(lambda b: b.low >= ABSURD, reversed(buckets)))
-            place, last, whole = absurd[-1].place, buckets[-1], len(absurd) == len(buckets)
+            last, whole, onset = buckets[-1], len(absurd) == len(buckets), _onset(buckets)
+            place = (buckets[onset] if not whole and onset < len(buckets) else absurd[-1]).place
             began = "unless its targets are that large" if whole else f"from {number(buckets[0].last)} at {buckets[0].place}"
             said = f"{name} is {number(last.last)} at {last.place}: it has exploded, {began}."
             causes, severity = _causes(name, "divergence"), "warning" if whole else "failure"
@@ -142,6 +159,7 @@ def _exploded(segment: Segment) -> Finding | None:
         if usual <= 0 or sizes[-1] < EXPLODED * max(usual, 1.0):
             continue
         first = next(i for i in range(len(sizes) - 1, -1, -1) if sizes[i] < EXPLODED * max(usual, 1.0)) + 1
+        first = min(first, _onset(buckets))
         before, place = buckets[first - 1], buckets[first].place
         then = ", and stays there" if first + 1 < len(buckets) else ", on the last line"
         said = f"{name} goes from {number(before.last)} to {number(buckets[first].last)} at {place}{then}."

@@ -42,6 +42,7 @@ _TACOTRON = re.compile(rb"\W{0,6}train loss (\d{1,9}) (" + ANY + rb")\*{0,3} gra
 _LOSSES = re.compile(rb".{0,40}\[epoch (\d{1,9})/\d{1,9}, batch (\d{1,9})/\d{1,9}\] \[losses: ([^][]{3,400})\]\s*", re.I)
 _WORD = re.compile(rb"([A-Za-z]\w{0,30}) (" + ANY + rb")(?=,|$)")
 _COLUMN = re.compile(rb"(?:^|\n)\s{0,9}(\d{1,9})[:,]?[ \t]{1,3}(" + ANY + rb")\s*$")
+_VITS = re.compile(rb".{0,80}?\[((?:" + ANY + rb", ){3,12})(\d{1,9}), (\d[\d.e-]{0,30})\]\s*")
 _NAMED = re.compile(rb"(\w+): (\S+)")
 _CATBOOST = re.compile(rb"(\d{1,9}):\s+learn: (" + ANY + rb")(?:\s+test: (" + ANY + rb"))?\s.{0,200}total:")
 _ROUND = re.compile(rb"\s{0,9}(?:\[[\d:. /-]+\]\s{0,3})?\[(\d{1,9})\]:?(?:#011|\s)")
@@ -142,6 +143,16 @@ def _tacotron(text: bytes) -> Pairs | None:
     return [(STEP, float(match[1])), (LOSS._replace(name="Train loss"), parse(match[2])), (NORM, parse(match[3]))]
 
 
+def _vits(text: bytes) -> Pairs | None:
+    """`INFO [nan, nan, 2.1, 31.5, 20, 0.0002]`: losses, the step and the learning rate."""
+    match = _VITS.fullmatch(text)
+    if match is None:
+        return None
+    losses = [parse(value) for value in match[1].split(b", ")[:-1]]
+    parts = [(Found(TERM + f"loss {i}", 0, f"loss {i}"), value) for i, value in enumerate(losses, 1)]
+    return [(STEP, float(match[2])), (Found("lr", 0, "the last of the list"), parse(match[3])), *parts]
+
+
 def _losses(text: bytes) -> Pairs | None:
     """`[Epoch 0/30, Batch 3/13] [Losses: x 0.1, conf 0.7, total 1.9]`: parts by their names, and their total."""
     match = _LOSSES.fullmatch(text)
@@ -205,6 +216,7 @@ FORMS: tuple[tuple[bytes, Callable[[bytes], Pairs | None]], ...] = (
     (b"tensor(", _tensor),
     (b"grad norm", _tacotron),
     (b"[losses: ", _losses),
+    (b"nan, ", _vits),
     (b"loss ", _tagged),
     (b"loss", _spacy),
     (b"'ner'", _spacy),
