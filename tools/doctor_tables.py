@@ -57,6 +57,13 @@ LINES: dict[str, str] = {
     "I0101 10:00:00.000000  7 solver.cpp:259]     Train net output #0: loss_bbox = nan (* 1 = nan loss)",
     "Marian": "[2026-01-01 10:00:00] Ep. 1 : Up. 20 : Sen. 21,301 : Cost 1.93 : Time 31.20s : 2913.10 words/s",
     "CycleGAN, pix2pix": "(epoch: 2, iters: 20, time: 0.391, data: 0.002) D_A: 0.214 G_A: 0.362 cycle_A: nan",
+    "Tacotron 2": "Train loss 20 1.930114 Grad Norm 0.812301 1.78s/it",
+    "VITS: a list of losses, the step and the learning rate": "INFO:base:[1.931, 2.012, 5.31, nan, 20, 0.0002]",
+    "losses in brackets": "[Epoch 2/30, Batch 20/1313] [Losses: x 0.121, conf 0.732, cls nan, total nan]",
+    "a step and a NaN without names": "76960 1.9412\n76970 1.9301\n76980 nan",
+    "rlpyt, rllab": "2026-01-01 10:00:00.018  | Diagnostics/Iteration       20\n"
+    "2026-01-01 10:00:00.018  | lossAverage                 1.93\n2026-01-01 10:00:00.018  | gradNorm                    nan",
+    "Deeplearning4j": "o.d.o.l.ScoreIterationListener - Score at iteration 20 is 1.9301",
     "LightGBM": "[20]\ttraining's l2: 0.0944603\tvalid_1's l2: 0.099663",
     "XGBoost": "[20]\ttrain-rmse:0.0944603\teval-rmse:0.099663",
     "CatBoost": "20:\tlearn: 0.6931\ttest: 0.6950\tbest: 0.6950 (20)\ttotal: 31ms\tremaining: 1.2s",
