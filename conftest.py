@@ -1,5 +1,6 @@
 """What all tests share: every test starts from the same random numbers on one thread; a browser for those that need one."""
 
+import gc
 import random
 import shutil
 
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Leave what exists before the first test (torch, thousands of tests) out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
