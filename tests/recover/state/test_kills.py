@@ -23,9 +23,9 @@ def test_no_kill_loses_a_good_checkpoint_and_no_damaged_one_is_loaded(tmp_path):
         "-m",
         "zoo.kills",
         "--kills",
-        "12",
+        "8",
         "--damaged",
-        "10",
+        "6",
         "--ranks",
         "0",
         "--no-disks",
@@ -35,8 +35,8 @@ def test_no_kill_loses_a_good_checkpoint_and_no_damaged_one_is_loaded(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     killed, damaged = json.loads(found.read_text()).values()
-    assert killed["trials"] == 12 and killed["ends"] == killed["identical"] >= 1
-    assert damaged["trials"] == damaged["resumed_good"] == damaged["identical"] == 10
+    assert killed["trials"] == 8 and killed["ends"] == killed["identical"] >= 1
+    assert damaged["trials"] == damaged["resumed_good"] == damaged["identical"] == 6
     for part in (killed, damaged):
         assert part["resumed_good"] == part["resumes"] >= 1
         assert (part["lost"], part["bad_loads"], part["problems"]) == (0, 0, [])
