@@ -42,7 +42,7 @@ def hidden(segment: Segment) -> Finding | None:
             said += f" The learning rate has not changed since {first}: with a schedule, that means every step is skipped."
         else:
             said += f" Since {first} the weights are probably NaN.{_line_before(norm.curve, first)}"
-        if len(set(rates)) > 1:
+        if len(rates) > 1 and rates[-1] != rates[-2]:
             said += " The learning rate moves on, so those steps were most likely taken."
     else:
         said += " Later lines are finite again: those steps were skipped."
