@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -62,6 +63,34 @@ def test_many_logs_are_a_table_and_only_the_unhealthy_ones_in_full():
     assert head[0].split() == ["log", "format", "points", "found"]
     assert "healthy" in head[1] and "failure: nan, step 37" in head[2] and "warning: overfit" in head[3]
     assert "no sign of trouble" not in text and "First seen: step 37" in text
+
+
+def test_a_table_says_where_there_is_too_little_to_judge(tmp_path):
+    (tmp_path / "short.log").write_text("step 10 loss 2.5\nstep 20 loss 2.4\n")
+    (row,) = [line for line in run(HEALTHY, tmp_path / "short.log").stdout.splitlines() if "short.log" in line]
+    assert row.endswith("too few to judge")
+
+
+def test_json_of_what_does_not_exist_is_an_object_too(tmp_path):
+    done = run(tmp_path / "nothing.log", "--json")
+    (log,) = json.loads(done.stdout)["logs"]
+    assert done.exit_code == 2 and log["status"] == "unreadable" and "does not exist" in log["error"]
+
+
+def test_an_empty_file_is_called_empty(tmp_path):
+    (tmp_path / "empty.log").touch()
+    assert "the file is empty" in run(tmp_path / "empty.log").stdout
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_state_of_a_trainer_is_told_to_protect_it(tmp_path, monkeypatch, small):
+    from nanproof.logs.read import _documents
+
+    if not small:
+        monkeypatch.setattr(_documents, "SMALL", 200)  # read piece by piece
+    history = [{"step": i, "loss": 2.5 if i < 20 else math.nan, "grad_norm": 0.5, "epoch": i / 10} for i in range(30)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"best_metric": None, "log_history": history}, indent=2))
+    assert "protect(trainer)" in run(tmp_path / "trainer_state.json").stdout
 
 
 def test_json_is_one_object_on_standard_output():

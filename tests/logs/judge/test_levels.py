@@ -199,6 +199,12 @@ def test_a_loss_that_is_the_same_up_to_its_last_digits():
     assert kinds(log([round(0.6935 - 0.0001 * i, 6) for i in range(10)])) == []  # slow, but it falls
 
 
+def test_a_loss_that_freezes_at_chance():
+    moving = [0.657, 2.3849, 5.1752, 0.9927, 10.3694, 1.9302, 3.4642]
+    assert ("plateau", "warning", 8) in kinds(log([*moving, *[0.6931] * 14]))
+    assert "plateau" not in [kind for kind, *_ in kinds(log([2.657, *moving[1:], *[0.6931] * 14]))]  # better than at the start
+
+
 def test_a_gradient_that_is_0_wherever_it_is_finite():
     line = "step {i}: loss 1.2{i}, grad_norm {value}"
     assert kinds(log(["nan", 0.0, 0.0, 0.0], line))[0] == ("zero-gradient", "failure", 2)

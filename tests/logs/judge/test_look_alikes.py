@@ -112,6 +112,8 @@ HEALTHY = {
     "a validation that is not run at each step": lines(
         range(1, 30), lambda i: f"epoch {i} loss {2 / (i + 1):.3f} val_loss {'nan' if i % 5 else 0.5}"
     ),
+    "rows of training and rows of evaluation": "step,train_loss,val_loss\n"
+    + lines(range(1, 30), lambda i: f"{i},nan,{0.5 / i}" if i % 2 == 0 else f"{i},{2 / (i + 1):.3f},nan"),
     "the first lines of preference training": listed([0.6931] * 3, "step {i} loss {v} aux_loss 0.0000"),
     "what a loss was before": listed(["inf", 0.9, 0.8], "step {i} loss 0.{i} prev_loss {v} old_loss {v}"),
     "the lowest so far": listed(["inf"], "step {i} loss 0.5 lowest_loss: {v}"),
@@ -142,6 +144,7 @@ HEALTHY = {
 
 
 def findings(tmp_path, text, name="train.log"):
+    name = "train.csv" if text.startswith("step,") else name
     (tmp_path / name).write_text(text, encoding="utf-8")
     story = Story()
     for item in read(find([tmp_path / name])[0]):
@@ -177,6 +180,23 @@ def test_words_about_nan_that_warn_of_none(tmp_path, line):
     steps = lines(range(12), lambda i: f"step {i} loss {2 / (i + 1) + 0.3:.4f}")
     later = lines(range(12, 24), lambda i: f"step {i} loss {2 / (i + 1) + 0.3:.4f}")
     assert loud(findings(tmp_path, f"{steps}{line}\n{later}")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING: NaN loss detected on rank 0",
+        "WARNING: rank 0: loss is NaN",
+        "WARNING step 0: gradients are nan",
+        "WARNING: GPU 0 nan in the gradients",
+        "WARNING: best model restored, the loss is nan",
+        "WARNING: the loss was inf at step 12",
+        "WARNING: the gradient norm became inf in batch 12",
+    ],
+)
+def test_words_about_nan_that_do_warn(tmp_path, line):
+    steps = lines(range(12), lambda i: f"step {i} loss {2 / (i + 1) + 0.3:.4f}")
+    assert [kind for kind, *_ in loud(findings(tmp_path, f"{steps}{line}\n"))] == ["nan-warnings"]
 
 
 def test_a_history_on_one_line_is_read_whole(tmp_path):

@@ -56,6 +56,7 @@ KNOWN = [
     ("error", "Fatal Python error: Segmentation fault", None, None),
     ("error", "slurmstepd: error: *** STEP 12.0 ON node7 CANCELLED AT 2024-05-01T10:00:00 DUE TO TIME LIMIT ***", None, None),
     ("nan-warning", "Loss in not finite. Skip this training step.", None, None),
+    ("nan-warning", "tensorflow.python.framework.errors_impl.InvalidArgumentError: Found Inf or NaN in the gradient. : Tensor had NaN values", None, None),
     ("resumed", "Resuming training from out", None, None),
     ("resumed", "INFO:trainer:  Continuing training from global step 500", 500.0, None),
     ("resumed", "  successfully loaded checkpoint from ckpts [ t 0, p 0 ] at iteration 2000", 2000.0, None),

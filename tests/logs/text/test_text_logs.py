@@ -158,6 +158,14 @@ def test_losses_in_brackets():
     same((point.values, point.terms, point.epoch), ({"loss": 0.75}, {"x loss": 0.5, "conf loss": NAN}, 2.0))
 
 
+def test_a_row_of_all_classes_below_a_row_of_yolo():
+    head = "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size\n"
+    row = "      {i}/100      5.49G     1.9301     0.1814     0.9120        254        640: 100%|##########| 8/8\n"
+    classes = "                   all        412       1812      0.712      0.633      0.681      0.455\n"
+    read = [point.values["loss"] for point in items(head + "".join(row.format(i=i) + classes for i in range(3)))]
+    assert read == [1.9301] * 3
+
+
 def test_a_list_of_losses():
     (point,) = items("2026-01-01 10:00:00,018\tbase\tINFO\t[2.5, nan, 2.25, 31.5, 200, 0.0002]\n")
     same((point.values, point.step, point.terms["loss 2"]), ({"lr": 0.0002}, 200.0, NAN))

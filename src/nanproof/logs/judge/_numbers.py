@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from nanproof.logs._curve import Bucket
+from nanproof.logs._story import Segment
 
 NEAR = 8
 """How many of the last points may belong to the end of a run."""
@@ -37,13 +38,18 @@ def level(values: Sequence[float]) -> float:
 
 
 def learns(buckets: Sequence[Bucket]) -> bool:
-    """Whether a loss falls by more than its noise. Of a few lines, the last has to be the lowest."""
+    """Whether values fall by more than their noise. Of a few lines, the last has to be the lowest."""
     values = [b.mean for b in buckets]
     third = len(values) // 3
     if third < 2:
         return len(values) > 1 and values[-1] == min(values) < values[0] - 0.05 * abs(values[0])
     spread = max(values[-third:]) - min(values[-third:])
     return level(values[:third]) - level(values[-third:]) > max(0.02 * abs(level(values[:third])), 0.5 * spread)
+
+
+def loss_falls(segment: Segment) -> bool:
+    """Whether the training loss falls: then what looks odd beside it does no harm."""
+    return learns(segment.track("loss").curve.finite())
 
 
 def is_sum(values: Sequence[float]) -> bool:

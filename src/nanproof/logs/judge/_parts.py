@@ -12,7 +12,7 @@ from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, OBSERVE, RUN, SCAN, SLOWER, Finding, Likely
 from nanproof.logs.judge._nonfinite import extent
-from nanproof.logs.judge._numbers import learns, level
+from nanproof.logs.judge._numbers import learns, level, loss_falls
 
 RATIO = re.compile(r"kl|ratio|logp|entropy", re.I)
 """Names of values that are computed from log-probabilities."""
@@ -68,11 +68,11 @@ def _bad(segment: Segment) -> Finding | None:
     first, severity, much = extent(track.bad)
     loss = segment.track("loss")
     if severity == "failure" and track.count > 10 and track.bad.unbroken < FEW and loss.count and not loss.bad.count:
-        severity = "note" if track.bad.scattered or learns(loss.curve.finite()) else "warning"  # some lines have none of it
+        severity = "note" if track.bad.scattered or loss_falls(segment) else "warning"  # some lines have none of it
     elif (
         severity != "failure"
         and track.bad.longest < ENOUGH
-        and (track.bad.count <= ALONE * track.count or (not loss.bad.count and learns(loss.curve.finite())))
+        and (track.bad.count <= ALONE * track.count or (not loss.bad.count and loss_falls(segment)))
     ):
         severity = "note"
     kind = "nan" if math.isnan(track.lost) else "inf"
@@ -176,7 +176,7 @@ def _exploded(segment: Segment) -> Finding | None:
 
 def _jumped(segment: Segment) -> Finding | None:
     """Report parts that all jump at the same line, to many times the highest value before it, and stay up."""
-    if segment.settings.get("rewards") or learns(segment.track("loss").curve.finite()):
+    if segment.settings.get("rewards") or loss_falls(segment):
         return None
     curves = {name: track.curve.finite() for name, track in segment.terms.items() if worst_score(name) is None}
     jumps = {name: at for name, buckets in curves.items() if (at := _jump(buckets)) is not None}
@@ -210,7 +210,7 @@ def _nothing_in(segment: Segment) -> Finding | None:
     """Report a part of the loss that is exactly 0 on every line, where a score is at its worst on every line."""
     worst = [name for name, track in segment.terms.items() if track.count >= FEW and track.low == track.high == worst_score(name)]
     zero = [name for name, t in segment.terms.items() if "loss" in name.lower() and t.count >= FEW and t.low == t.high == 0]
-    if learns(segment.track("loss").curve.finite()):
+    if loss_falls(segment):
         zero = [name for name in zero if "ctc" in name.lower()]  # other parts may start later
     if not worst or not zero:
         return None

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from nanproof.logs._curve import Bucket, number
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, PROTECT, SCAN, Finding, Likely
-from nanproof.logs.judge._numbers import learns
+from nanproof.logs.judge._numbers import loss_falls
 
 FORWARD = (
     Likely("An output passes 65504 in fp16: the forward is Inf at any loss scale", "fp16-activation-overflow"),
@@ -85,7 +85,7 @@ def _sunk(segment: Segment) -> Finding | None:
         return None  # a run without a scaler may log 0
     last, first = scale.last_finite[1], scale.first_finite[1]
     steady = scale.low == scale.high and "overflow" not in segment.notes
-    if steady and learns(segment.track("loss").curve.finite()):
+    if steady and loss_falls(segment):
         return None
     buckets = scale.curve.finite()
     if last >= SUNK and any(b.last > a.last for a, b in pairwise(buckets)):

@@ -9,7 +9,7 @@ from nanproof.logs._curve import Place, number
 from nanproof.logs._points import worst_score
 from nanproof.logs._story import Segment
 from nanproof.logs.judge._finding import CHECK, Finding, Likely
-from nanproof.logs.judge._numbers import learns, level
+from nanproof.logs.judge._numbers import level, loss_falls
 from nanproof.logs.judge._shape import Form, form
 
 VANISHED = 1e-3
@@ -290,7 +290,7 @@ def _rate_zero(segment: Segment) -> Finding | None:
         return None
     all_zero = lr.zero.count == lr.count
     ended = lr.zero.since is not None and lr.zero.unbroken >= max(5, 0.1 * lr.count)
-    if not (all_zero or ended) or (learns(segment.track("loss").curve.finite()) and all_zero):
+    if not (all_zero or ended) or (loss_falls(segment) and all_zero):
         return None
     place = lr.zero.first if all_zero else lr.zero.since
     assert place is not None
@@ -322,7 +322,7 @@ def _gradient_zero(segment: Segment) -> Finding | None:
         return None
     if not whole and (still.unbroken < 5 or still.unbroken < 0.1 * still.looked):
         return None
-    if learns(segment.track("loss").curve.finite()) and whole:
+    if loss_falls(segment) and whole:
         return None
     place, count = (still.first, still.count) if whole else (still.since, still.unbroken)
     loss = segment.track("loss")

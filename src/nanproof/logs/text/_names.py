@@ -68,8 +68,10 @@ _BASE: dict[str, dict[str, int]] = {
 _TABLE = {name: (role, rank) for role, names in _BASE.items() for name, rank in names.items()}
 _TRAINING = {"train", "trn", "training", "trainer", "tr", "optim", "optimizer", "metrics", "actor", "curr", "current"}
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
-_OTHER = {"best", "min", "max", "clip", "clipped", "clipping", "init", "initial", "target", "threshold", "final", "last", "per"}
-_OTHER |= {"prev", "previous", "old", "lowest", "delta", "diff", "change", "std"}
+_OTHER = frozenset(
+    "best lowest min max clip clipped clipping init initial target threshold final last prev previous old delta diff change std"
+    " per".split()
+)
 """What a setting or a summary is called, not a step."""
 _UNITS = frozenset("sample token word char frame".split())
 """What a loss is a mean over: "loss per token"."""

@@ -112,8 +112,9 @@ _RESUMED = re.compile(
 )
 _NOT_FINITE = re.compile(rb"(?<![\w-])(?:nans?|infs?|infinite|infinity|non-?finite|not finite)(?![\w(])", re.I)
 _HARMLESS = re.compile(
-    rb"\b(?:no|0|zero|without|best|lowest|initial)\b[\w :=/-]{0,20}?\b(?:nan|inf)s?\b(?:/(?:nan|inf))?"
-    rb"|\b(?:from|was|is initially) -?inf(?:inity)?\b|\b(?:\w*norm|clip\w*|best\w*|min\w*)[ =:]{1,3}-?inf\b|-?inf -{1,2}>"
+    rb"\b(?:no|without)(?: any)? (?:nan|inf)s?\b(?:/(?:nan|inf))?|(?:^|[:,\]] ?)0 nan\b"
+    rb"|\b(?:best|lowest|initial)\b[\w :=/-]{0,20}?\binf\b|\b(?:from|is initially) -?inf(?:inity)?\b|\(was -?inf\)"
+    rb"|\b(?:max_\w*norm|clip\w*|best\w*|min\w*)[ =:]{1,3}-?inf\b|-?inf -{1,2}>"
     rb"|\b(?:nan|inf)s?(?:_count)?\s?[:=]\s?0\b|\bnan (?:targets?|labels?)\b",
     re.I,
 )
