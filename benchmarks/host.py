@@ -3,8 +3,8 @@
 python -m benchmarks.host            # one minute; writes benchmarks/results/host_cpu.json or host_gpu.json
 
 Each round times every variant once, in a new random order, on parameters and gradients of its own. The figure is the median over
-rounds of a variant's time over the plain time of the same round. On CUDA the device is idle when a call begins, and what counts is
-when the call returns.
+rounds of a variant's time over the plain time of the same round. On CUDA the device is idle when a call begins, and the time is
+that until the call returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import nanproof
 from tools.results import RESULTS, cpu_name, save
@@ -86,7 +86,7 @@ def measure(count: int, size: int, device: str, rounds: int) -> dict[str, dict[s
     with ExitStack() as stack:
         steps = variants(count, size, device, stack)
         times: dict[str, list[float]] = {name: [] for name in steps}
-        for name, step in steps.items():
+        for step in steps.values():
             for _ in range(10):
                 step()
         gc.collect()

@@ -30,6 +30,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -283,7 +285,8 @@ class SilentWatch:
     def _dead_ones(self, record: StepRecord) -> Signal | None:
         if record.grad_norm == 0:
             return None
-        self._dead = {i: self._dead.get(i, 0) + 1 for i, n in enumerate(record.norms) if n == 0}
+        at_zero = compress(range(len(record.norms)), map(not_, record.norms))
+        self._dead = {i: self._dead.get(i, 0) + 1 for i in at_zero}
         dead = [self._parameters.names[i] for i, steps in self._dead.items() if steps >= DEAD and i < len(self._parameters.names)]
         if not dead:
             return None

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,8 @@ from nanproof.core.judge._terms import Terms, terms_of
 from nanproof.core.judge._verdict import Reading
 from nanproof.core.support._environment import about
 from nanproof.core.support._ranks import Ranks
+
+_version = attrgetter("_version")
 
 MaxNorm: TypeAlias = "float | str | Mapping[Any, float | None] | None"
 """What gradients are clipped to: a norm, "auto", nothing, or of several optimizers each to its own."""
@@ -62,7 +65,7 @@ class Norms:
     values: Tensor
     """Of each gradient that is there, in the order of the parameters, before any clipping."""
     gradients: Sequence[Tensor]
-    versions: Sequence[int]
+    versions: list[int]
     """How often each gradient had been written by then."""
     clipped: bool = False
     """The loop has clipped since: the step does not clip again."""
@@ -72,14 +75,13 @@ class Norms:
     @classmethod
     def of(cls, values: Tensor, gradients: Sequence[Tensor], **clipping: Any) -> Norms:
         """The norms of gradients as they are now."""
-        return cls(values, gradients, [g._version for g in gradients], **clipping)
+        return cls(values, gradients, list(map(_version, gradients)), **clipping)
 
     def hold_for(self, gradients: Sequence[Tensor]) -> bool:
         """Whether these are the same gradients, and nobody has written into them since."""
         if len(gradients) != len(self.gradients):
             return False
-        known = zip(gradients, self.gradients, self.versions, strict=True)
-        return all(g is k and g._version == version for g, k, version in known)
+        return all(map(is_, gradients, self.gradients)) and list(map(_version, gradients)) == self.versions
 
     def rewritten(self, norms: Sequence[float]) -> bool:
         """Whether gradients with these norms are others. Norms that are all off by one power of two are not: a loss scale, or a

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nanproof._errors import UsageError
-from nanproof.core.judge._parameters import Parameters, is_dtensor, is_plain, unwrap
+from nanproof.core.judge._fused import FusedStep
+from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, unwrap
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
 BARE = frozenset(vars(SGD([torch.zeros(1, requires_grad=True)])))
@@ -199,10 +200,21 @@ class DevicePath:
         self.note = note
         self.description = f"device: {note}" if note else "device"
         self._was = [(group, group["fused"], group["foreach"]) for group in (*optimizer.param_groups, optimizer.defaults)]
+        self._fused: FusedStep | None = None
         self._prepare()
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
+        self.own_hooks: set[int] = set()
+        """Ids of hooks before the optimizer's step that need not see a step of this path."""
 
-    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> None:
+    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor], present: Present) -> None:
+        fused = self._fused
+        if fused is not None and fused.present is present and fused.take(skip, divisor, gradients):
+            return
+        self._own_step(skip, divisor)
+        if fused is None or fused.present is not present or fused.outdated:
+            self._fused = FusedStep(self.optimizer, present, gradients, self.own_hooks)
+
+    def _own_step(self, skip: Tensor, divisor: Tensor | None) -> None:
         optimizer: Any = self.optimizer
         self._prepare_momentum()
         optimizer.found_inf = skip
@@ -218,6 +230,7 @@ class DevicePath:
 
     def close(self) -> None:
         self._hook.remove()
+        self._fused = None
 
     def unswitch(self) -> None:
         """Give the optimizer the form that it had."""
@@ -227,6 +240,7 @@ class DevicePath:
     def _prepare(self) -> None:
         """Make flags and state fit the fused kernels; again after `load_state_dict`, which brings the flags of the checkpoint."""
         optimizer: Any = self.optimizer
+        self._fused = None
         for group in (*optimizer.param_groups, optimizer.defaults):
             group["fused"], group["foreach"] = True, False
         optimizer._step_supports_amp_scaling = True
@@ -259,7 +273,7 @@ class UndoPath:
         self.note = f"{type(optimizer).__name__} is put back on a bad step"
         self.description = f"device: {self.note}"
 
-    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> None:
+    def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor], present: Present) -> None:
         if divisor is not None:
             torch._foreach_div_(gradients, divisor.to(gradients[0].device, non_blocking=True))
         state = self.optimizer.state

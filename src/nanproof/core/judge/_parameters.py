@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, itemgetter, not_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+_grad, _dtype, _spec = attrgetter("grad"), attrgetter("dtype"), attrgetter("_spec")
+_stride = Tensor.stride
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -65,6 +69,39 @@ class NormKernels(Protocol):
     def norms(self, gradients: list[Tensor]) -> Tensor | None: ...
 
 
+class Present:
+    """Which parameters have a gradient, and of what kind the gradients are. `Parameters.found` returns the same object for as
+    long as none of that changes, so what follows from it is computed once and compared by identity."""
+
+    def __init__(self, parameters: Sequence[Tensor], absent: list[bool], gradients: list[Tensor]) -> None:
+        self.absent = absent
+        self.there = list(map(not_, absent))
+        self.indices = [i for i, there in enumerate(self.there) if there]
+        """Of the parameters that have a gradient."""
+        self.parameters = list(compress(parameters, self.there))
+        self.dtypes = frozenset(map(_dtype, self.parameters))
+        self._types = list(map(type, gradients))
+        self._dtypes = list(map(_dtype, gradients))
+        self._specs = _specs(gradients)
+        self.groups = Groups(gradients)
+
+    def holds_for(self, gradients: list[Tensor]) -> bool:
+        """Whether gradients are of the kinds that these were."""
+        if list(map(type, gradients)) != self._types or list(map(_dtype, gradients)) != self._dtypes:
+            return False
+        if self._specs is None:
+            return True
+        return bool(self._specs) and all(map(is_, map(_spec, gradients), self._specs))
+
+
+def _specs(gradients: list[Tensor]) -> list[Any] | None:
+    """How gradients are sharded; None where none is, empty where only some are: then they are grouped anew at every step."""
+    sharded = sum(map(is_dtensor, gradients))
+    if not sharded:
+        return None
+    return list(map(_spec, gradients)) if sharded == len(gradients) else []
+
+
 class Parameters:
     """The tensors an optimizer updates, in the optimizer's order, each once."""
 
@@ -98,6 +135,7 @@ class Parameters:
         self.dtype = torch.float64 if wide else torch.float32
         """What norms accumulate in."""
         self._dense = all(fills_its_memory(local(p)) for p in self.tensors)
+        self._present: Present | None = None
 
     def by_parameter(self, of_groups: Sequence[float]) -> list[float]:
         """Something that each parameter group has one of, for each parameter."""
@@ -110,40 +148,40 @@ class Parameters:
     def gradients(self, present: Iterable[int]) -> list[Tensor]:
         """Their gradients. A gradient laid out unlike its parameter is laid out like it first: the fused kernels read
         both with one index and would be silently wrong."""
-        return [self._gradient(self.tensors[i]) for i in present]
+        return [_like_its_parameter(self.tensors[i]) for i in present]
 
-    def present_gradients(self) -> tuple[list[int], list[Tensor]]:
-        """Both at once: asking a parameter for its gradient takes longer than all else here."""
-        found = [(i, g) for i, p in enumerate(self.tensors) if (g := p.grad) is not None]
-        return [i for i, _ in found], [self._gradient(self.tensors[i], g) for i, g in found]
+    def found(self) -> tuple[Present, list[Tensor]]:
+        """The gradients that are there, as `gradients` returns them, without a loop in Python: a step asks for them."""
+        gradients: list[Any] = list(map(_grad, self.tensors))
+        absent = list(map(is_, gradients, repeat(None)))
+        present = self._present
+        same = present is not None and absent == present.absent
+        there = present.there if same and present is not None else list(map(not_, absent))
+        if len(gradients) != sum(there):
+            gradients = list(compress(gradients, there))
+        tensors = present.parameters if same and present is not None else list(compress(self.tensors, there))
+        try:
+            laid_out = list(map(_stride, gradients)) == list(map(_stride, tensors))
+        except (RuntimeError, NotImplementedError):  # sparse ones have no strides
+            laid_out = False
+        if not laid_out:
+            gradients = list(map(_like_its_parameter, tensors))
+        if not same or present is None or not present.holds_for(gradients):
+            present = self._present = Present(self.tensors, absent, gradients)
+        return present, gradients
 
-    @staticmethod
-    def _gradient(p: Tensor, gradient: Tensor | None = None) -> Tensor:
-        g = p.grad if gradient is None else gradient
-        assert g is not None
-        if g.layout is torch.strided and g.stride() != p.stride():
-            g = torch.empty_like(p).copy_(g)
-            p.grad = g
-        return g
-
-    def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None) -> Tensor:
-        """The 2-norm of each gradient, whole across shards, as one vector on `self.device`.
+    def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None, present: Present | None = None) -> Tensor:
+        """The 2-norm of each gradient, whole across shards, as one vector on `self.device`. `present`: what is known of them.
 
         Sharded gradients cost the one all_reduce that `clip_grad_norm_` does; plain ones none.
         """
         if not gradients:
             return torch.zeros(0, device=self.device, dtype=self.dtype)
-        groups: dict[Any, list[int]] = {}
-        for i, g in enumerate(gradients):
-            groups.setdefault(_group_key(g), []).append(i)
-        if len(groups) == 1:
+        groups = Groups(gradients) if present is None else present.groups
+        if len(groups.places) == 1:
             return self._group_norms(gradients, kernels)
-        found: list[Tensor] = [None] * len(gradients)  # type: ignore[list-item]
-        for indices in groups.values():
-            norms = self._group_norms([gradients[i] for i in indices], kernels)
-            for i, norm in zip(indices, norms.unbind(), strict=True):
-                found[i] = norm
-        return torch.stack(found)
+        found = [self._group_norms(picked(gradients, places), kernels).unbind() for places in groups.places]
+        return torch.stack(picked(list(chain.from_iterable(found)), groups.order))
 
     def _group_norms(self, gradients: list[Tensor], kernels: NormKernels | None) -> Tensor:
         first = gradients[0]
@@ -170,6 +208,34 @@ def fills_its_memory(p: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _like_its_parameter(p: Tensor) -> Tensor:
+    """The gradient of a parameter, laid out like it."""
+    g = p.grad
+    assert g is not None
+    if g.layout is torch.strided and g.stride() != p.stride():
+        g = torch.empty_like(p).copy_(g)
+        p.grad = g
+    return g
+
+
+def picked(values: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The values at these places."""
+    return list(itemgetter(*places)(values)) if len(places) > 1 else [values[i] for i in places]
+
+
+class Groups:
+    """Gradients whose norms can be read together."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        groups: dict[Any, list[int]] = {}
+        for i, g in enumerate(gradients):
+            groups.setdefault(_group_key(g), []).append(i)
+        self.places = list(groups.values())
+        """Of the members of each group."""
+        self.order = sorted(range(len(gradients)), key=list(chain.from_iterable(self.places)).__getitem__)
+        """Where each gradient is, once the groups stand one behind the other."""
 
 
 def _group_key(gradient: Tensor) -> Any:

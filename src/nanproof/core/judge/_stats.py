@@ -13,6 +13,7 @@ step) or when they keep growing (divergence). A new level that stays is neither.
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -54,17 +55,20 @@ class RunningStats:
     def __init__(self, device: torch.device, dtype: torch.dtype, warmup: int, sensitivity: float) -> None:
         self.warmup = warmup
         self.sensitivity = sensitivity
-        self.state = torch.zeros(9, device=device, dtype=dtype)
+        self.numbers = array("d" if dtype == torch.float64 else "f", (0.0,) * 9)
+        """On a CPU, the memory of `state`: Python reads and writes it without an operation of torch."""
+        on_cpu = device.type == "cpu"
+        self.state = torch.frombuffer(self.numbers, dtype=dtype) if on_cpu else torch.zeros(9, device=device, dtype=dtype)
         """All of it end to end, as the kernel wants it; the rest are views."""
         self.count, self.streak, self.size = self.state[0], self.state[1], self.state[8]
         self.mean, self.spread, self.last = self.state[2:4], self.state[4:6], self.state[6:8]
         self._least_spike = torch.tensor(LEAST_SPIKE, device=device, dtype=dtype)
-        self._tiny = torch.finfo(dtype).tiny
-        self._nothing = math.log(self._tiny) + 0.01
+        self.tiny = torch.finfo(dtype).tiny
+        self._nothing = math.log(self.tiny) + 0.01
 
     def point(self, total: Tensor, loss: Tensor) -> Tensor:
         """The levels of this step. A norm of exactly 0 counts as the smallest number."""
-        log_norm = total.clamp(min=self._tiny).log()
+        log_norm = total.clamp(min=self.tiny).log()
         size = torch.where(self.count > 0, self.size, loss.abs()).clamp(min=SMALLEST_LOSS)
         return torch.stack((log_norm, torch.asinh(loss / size)))
 

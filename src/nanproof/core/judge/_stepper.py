@@ -44,7 +44,8 @@ from nanproof.core.judge._optimizers import (
     members_of,
     name_of,
 )
-from nanproof.core.judge._parameters import Parameters, is_dtensor
+from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, picked
+from nanproof.core.judge._scalars import Scalars
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._structure import Structure
@@ -53,7 +54,7 @@ from nanproof.core.judge._verdict import Learned, Reading, Verdict, judge
 from nanproof.core.support._context import learning_rates, rehearsal
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._inner import is_opaque, nonfinite
-from nanproof.core.support._members import bad_settings, has_bad_setting, tensor_settings
+from nanproof.core.support._members import Settings, bad_settings
 from nanproof.core.support._ranks import Ranks
 
 log = logging.getLogger("nanproof")
@@ -72,6 +73,7 @@ class _Acts:
     verdict: Verdict
     divisors: list[Tensor | None]
     """What the gradients of each are divided by."""
+    present: Present
     gradients: list[list[Tensor]]
     closure: Any
     limits: Mapping[Any, float | None] | None
@@ -124,6 +126,7 @@ class Stepper(Judge):
         self.stats = RunningStats(device, dtype, policy.warmup_steps, policy.spike_sensitivity)
         self.courier = Courier(device)
         """How reports get to the host."""
+        self._settings = Settings()
         self._latch = torch.zeros((), device=device)
         """1 after a bad step, until the host has dealt with it."""
         self._acting: Any = None
@@ -161,15 +164,25 @@ class Stepper(Judge):
         else:
             self._path = choose_path(self.model, self.optimizer, self.policy.switch_to_fused, aside)
         self._keep_copies()
-        self.kernels = Kernels.available(self.parameters.device, self.parameters.dtype) if self.on_device else None
+        self.kernels: Kernels | Scalars | None = None
+        """What makes a verdict faster than plain torch."""
+        if self._on_cpu:
+            self.kernels = Scalars()
+        elif self.on_device:
+            self.kernels = Kernels.available(self.parameters.device, self.parameters.dtype)
         members = members_of(self.optimizer)
         families = [{id(p) for h in (m, *inside_of(m)) for g in h.param_groups for p in g["params"]} for m in members]
         self._owner = [next((i for i, f in enumerate(families) if id(p) in f), 0) for p in self.parameters.tensors]
         """Of each parameter, the place of the optimizer that steps on it."""
+        self._shares: tuple[Present, list[list[int]]] | None = None
 
     def _watch_steps(self) -> list[Any]:
         watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
-        return [holder.register_step_pre_hook(Hook(self, self._before_a_step)) for holder in watched]
+        hooks = [holder.register_step_pre_hook(Hook(self, self._before_a_step)) for holder in watched]
+        for path in getattr(self._path, "paths", ()):
+            if isinstance(path, DevicePath):
+                path.own_hooks = {hook.id for hook in hooks}  # they look at steps that the guard does not take
+        return hooks
 
     def _before_a_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer that steps inside backward cannot be vetoed: what it writes is copied first, and judged with the loss."""
@@ -288,8 +301,8 @@ class Stepper(Judge):
 
     def norms(self) -> Norms:
         """Read the norms of the gradients now, for a loop that asks for them before its step."""
-        _, gradients = self.parameters.present_gradients()
-        return Norms.of(self.parameters.norms(gradients, self.kernels), gradients)
+        found, gradients = self.parameters.found()
+        return Norms.of(self.parameters.norms(gradients, self.kernels, found), gradients)
 
     def unscaled(self, norm: Tensor) -> Tensor:
         """Return a norm without the loss scale."""
@@ -313,7 +326,8 @@ class Stepper(Judge):
             terms = [terms_of(loss)]
         probes = list(self._probes)
         self._probes.clear()
-        present, gradients = parameters.present_gradients()
+        found, gradients = parameters.found()
+        present = found.indices
         if not present and not again and not parameters.foreign and not self._inside and self.policy.copy is not True:
             raise UsageError(
                 "guard.step(): no parameter of the optimizer has a gradient; call backward before it, and zero_grad only after. "
@@ -324,7 +338,7 @@ class Stepper(Judge):
                 "guard.step(): Guard(scaler=...) was given but the loss was not scaled: call guard.backward(loss), or "
                 "scaler.scale(loss).backward()"
             )
-        if self.scale is not None and any(parameters.tensors[i].dtype == torch.float16 for i in present):
+        if self.scale is not None and torch.float16 in found.dtypes:
             # What GradScaler.unscale_ says; going on would train fp16 weights without a master copy.
             raise ValueError("Attempting to unscale FP16 gradients.")
         inside, self._inside = self._inside, {}
@@ -334,17 +348,17 @@ class Stepper(Judge):
         if inside:
             present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
         lr = learning_rates(self.optimizer)
-        settings = tuple(map(str, bad_settings(self.optimizer))) if has_bad_setting(self.optimizer) else ()
+        has_bad, tensors = self._settings.look(self.optimizer)
+        settings = tuple(map(str, bad_settings(self.optimizer))) if has_bad else ()
         latching = again and self.lag > 0
         summed = self._sum(losses)
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
         known = norms if norms is not None and norms.hold_for(gradients) else None
         if inside:
-            found = [inside[id(parameters.tensors[i])].to(parameters.device, parameters.dtype) for i in present]
-            values = torch.stack(found)
+            values = torch.stack([inside[id(parameters.tensors[i])].to(parameters.device, parameters.dtype) for i in present])
         else:
-            values = parameters.norms(gradients, self.kernels) if known is None else known.values
+            values = parameters.norms(gradients, self.kernels, found) if known is None else known.values
         clipped = bool(inside) or (known is not None and known.clipped) or not self._path.clips
         limits = self.max_norm if isinstance(self.max_norm, Mapping) and not clipped else None
         max_norm = None if clipped or isinstance(self.max_norm, Mapping) else self.max_norm
@@ -358,7 +372,7 @@ class Stepper(Judge):
             bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
         latch = self._latch if latching else None
         alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
-        bad_setting = self._bad_setting(settings)
+        bad_setting = self._bad_setting(settings, tensors) if settings or tensors else None
         if self.kernels is not None and self.scale is None and self.weights is None and bad_setting is None and limits is None:
             verdict = self.kernels.judge(own, values, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
         else:
@@ -376,16 +390,14 @@ class Stepper(Judge):
                 bad_setting=bad_setting,
             )
         members = members_of(self.optimizer)
-        places: list[list[int]] = [[] for _ in members]
-        for k, i in enumerate(present if gradients or limits is not None else ()):
-            places[self._owner[i]].append(k)
+        places = self._places(found) if gradients or limits is not None else [[] for _ in members]
         divisors = [verdict.divisor] * len(members)
         if clipped:
             divisors = [None if self.scale is None else self.scale.value().float()] * len(members)
         elif limits is not None:
             divisors = self._own_divisors(limits, verdict, places)
-        shared = [[gradients[k] for k in own] for own in places] if len(members) > 1 else [gradients]
-        acts = _Acts(verdict, divisors, shared, closure, limits, clipped, places, refused=verdict.skip > 0)
+        shared = [picked(gradients, own) for own in places] if len(members) > 1 else [gradients]
+        acts = _Acts(verdict, divisors, found, shared, closure, limits, clipped, places, refused=verdict.skip > 0)
         if self._parted is not None:
             self._forget_copy()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
@@ -403,6 +415,15 @@ class Stepper(Judge):
         total = verdict.packed[Verdict.TOTAL]
         return Report(own, total, losses, probes, parameters.names, present, lr, read, terms, settings)
 
+    def _places(self, present: Present) -> list[list[int]]:
+        """Which of the gradients are whose, of several optimizers."""
+        if self._shares is None or self._shares[0] is not present:
+            places: list[list[int]] = [[] for _ in members_of(self.optimizer)]
+            for k, i in enumerate(present.indices):
+                places[self._owner[i]].append(k)
+            self._shares = present, places
+        return self._shares[1]
+
     def act(self, member: Any) -> None:
         """On the verdict that is already there. If it breaks a weight, the optimizers that have acted are put back too."""
         acts, i = self._parted, members_of(self.optimizer).index(member)
@@ -410,13 +431,13 @@ class Stepper(Judge):
         self._let(i, member, acts)
         self._look(acts)
 
-    def _bad_setting(self, settings: tuple[str, ...]) -> Tensor | None:
-        """Whether a setting is non-finite, on the device; None where the host knows that none is."""
+    def _bad_setting(self, settings: tuple[str, ...], tensors: list[Tensor]) -> Tensor:
+        """Whether a setting is non-finite, on the device."""
         device = self.parameters.device
         if settings:
             return torch.ones((), dtype=torch.bool, device=device)
-        tensors = [t.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for t in tensor_settings(self.optimizer)]
-        return ~torch.isfinite(torch.cat(tensors)).all() if tensors else None
+        vectors = [t.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for t in tensors]
+        return ~torch.isfinite(torch.cat(vectors)).all()
 
     def _own_divisors(self, limits: Mapping[Any, float | None], verdict: Verdict, places: list[list[int]]) -> list[Tensor | None]:
         """What each optimizer's gradients are divided by, where each is clipped to a norm of its own. The record has the
@@ -465,7 +486,7 @@ class Stepper(Judge):
                 self._step(member, acts)
             elif not isinstance(self._path, HostPath) and acts.gradients[i]:
                 skip = acts.refused.float() if acts.sent else acts.verdict.skip
-                self._path.paths[i].step(skip, acts.divisors[i], acts.gradients[i])
+                self._path.paths[i].step(skip, acts.divisors[i], acts.gradients[i], acts.present)
         finally:
             self._acting = before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
+from itertools import repeat
 from typing import ClassVar
 
 import torch
@@ -105,9 +106,9 @@ class Reading:
         return self.bad or self.weights_bad
 
     def record(self, step: int, names: tuple[str, ...], present: list[int], lr: tuple[float, ...], checked: bool) -> StepRecord:
-        norms = array("d", (ABSENT,)) * len(names)
-        for i, norm in zip(present, self.norms, strict=True):
-            norms[i] = norm
+        norms = array("d", self.norms)
+        if len(present) != len(names):
+            norms = array("d", map(dict(zip(present, self.norms, strict=True)).get, range(len(names)), repeat(ABSENT)))
         clipped = self.clip > 1
         return StepRecord(
             step=step,

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_training = attrgetter("training")
 
 
 class Rehearsal:
@@ -226,7 +229,7 @@ class Mode:
     @classmethod
     def now(cls, modules: list[nn.Module], device: torch.device) -> Mode:
         kind = device.type
-        return cls([m.training for m in modules], torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return cls(list(map(_training, modules)), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     @contextmanager
     def again(self, modules: list[nn.Module], device: torch.device) -> Iterator[None]:

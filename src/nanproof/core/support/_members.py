@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from nanproof.core.judge._optimizers import inside_of, is_optimizer, members_of
 from nanproof.core.judge._optimizers import name_of as all_of_them
 
+_values = methodcaller("values")
 _MUST_BE_FINITE = ("lr", "weight_decay", "betas", "momentum", "dampening", "eps", "alpha", "lr_decay", "rho", "lambd")
 """Settings that make every weight of their group non-finite if they are. Others may be infinite on purpose."""
 
@@ -103,17 +106,22 @@ def _first_bad(setting: Any) -> float | None:
     return next((x for x in values if not math.isfinite(x)), None)
 
 
-def has_bad_setting(optimizer: Any) -> bool:
-    """Whether a setting is non-finite, as far as the host knows. Asked at every step."""
-    for group in optimizer.param_groups:
-        for key in _MUST_BE_FINITE:
-            value = group.get(key)
-            for number in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(number, float) and not math.isfinite(number):
-                    return True
-    return False
+class Settings:
+    """The settings of parameter groups, looked at in every step. They are looked at again only if one of them was set."""
 
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._bad = False
+        self._tensors: list[Tensor] = []
 
-def tensor_settings(optimizer: Any) -> list[Tensor]:
-    """The settings that are tensors, which only the device can look at."""
-    return [value for group in optimizer.param_groups for key in _MUST_BE_FINITE if isinstance(value := group.get(key), Tensor)]
+    def look(self, optimizer: Any) -> tuple[bool, list[Tensor]]:
+        """Whether a setting is non-finite, as far as the host knows, and those that are tensors, which only the device can look
+        at."""
+        now = list(chain.from_iterable(map(_values, optimizer.param_groups)))
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+            values = [group.get(key) for group in optimizer.param_groups for key in _MUST_BE_FINITE]
+            self._seen = [] if any(isinstance(value, list) for value in values) else now  # a list can change unseen
+            numbers = chain.from_iterable(value if isinstance(value, (tuple, list)) else (value,) for value in values)
+            self._bad = any(isinstance(number, float) and not math.isfinite(number) for number in numbers)
+            self._tensors = [value for value in values if isinstance(value, Tensor)]
+        return self._bad, self._tensors

@@ -6,10 +6,13 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor
 
+_grad, _version = attrgetter("grad"), attrgetter("_version")
 log = logging.getLogger("nanproof")
 
 
@@ -133,4 +136,6 @@ def writes_to_batch(batch: Any) -> list[int]:
 def gradients_now(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
     """The gradients that are there: which, and how often they were written. What a callback writes into them after backward,
     running the step again would not."""
-    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+    gradients = list(map(_grad, parameters))
+    there = list(compress(gradients, map(is_not, gradients, repeat(None))))
+    return list(zip(map(id, there), map(_version, there), strict=True))

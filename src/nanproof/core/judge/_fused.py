@@ -1,0 +1,187 @@
+"""torch's fused kernels, called with lists that are made once.
+
+`optimizer.step()` collects parameters, gradients and state anew at every step, in Python, which is most of the host's time of a
+fused step. `FusedStep` keeps the lists, compares them by identity, and makes the calls that `optimizer.step()` would make. If it
+finds anything unknown (replaced state, a hook, a wrapped `step`, the profiler, an unusual setting), it returns False and the
+optimizer takes the step itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Set
+from operator import is_, itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torchs
+
+from nanproof.core.judge._parameters import Present, local, picked
+
+_TORCHS = str(Path(torchs.__file__).parent)
+
+
+class _Lists:
+    """The tensors of one parameter group that lie on one device and have one dtype."""
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor], places: list[int], state: Any, names: list[str]) -> None:
+        self.group, self.parameters, self.names = group, parameters, names
+        self.places = places
+        """Of their gradients, among those of the optimizer."""
+        self.device = parameters[0].device
+        self._states = [state.get(p, {}) for p in parameters]
+        self.kept: list[list[Any]] = [[found.get(name) for found in self._states] for name in names]
+        """What the state holds, by name, in the order of the parameters."""
+
+    @property
+    def whole(self) -> bool:
+        return all(isinstance(value, Tensor) for kept in self.kept for value in kept)
+
+    def hold(self) -> bool:
+        """Whether the state still holds the same tensors."""
+        return all(
+            all(map(is_, map(itemgetter(name), self._states), kept)) for name, kept in zip(self.names, self.kept, strict=True)
+        )
+
+
+class FusedStep:
+    """The step of a fused Adam, AdamW or SGD over gradients of one pattern."""
+
+    def __init__(self, optimizer: Optimizer, present: Present, gradients: list[Tensor], own_hooks: Set[int]) -> None:
+        """`gradients`: those of this optimizer. `own_hooks`: ids of the hooks before its step that may be passed over."""
+        self.present, self._optimizer, self._own_hooks = present, optimizer, own_hooks
+        self.outdated = False
+        """Its lists are not those of the optimizer any more."""
+        self._call = _sgd if type(optimizer) is SGD else _adam
+        self._groups = list(optimizer.param_groups)
+        self._states = list(optimizer.state.values())
+        self._lists: list[_Lists] = []
+        self._known = type(optimizer) in (Adam, AdamW, SGD) and self._collect(gradients)
+
+    def _collect(self, gradients: list[Tensor]) -> bool:
+        """Make the lists. False where a gradient is not among those of the step, or where state has yet to be made."""
+        place = {id(g): k for k, g in enumerate(gradients)}
+        for group in self._groups:
+            alike: dict[Any, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    if id(p.grad) not in place or p.grad.dtype != p.dtype:
+                        return False
+                    alike.setdefault((local(p).device, p.dtype), []).append(p)
+            for parameters in alike.values():
+                places = [place[id(p.grad)] for p in parameters]
+                self._lists.append(_Lists(group, parameters, places, self._optimizer.state, _names(group)))
+        return all(lists.whole for lists in self._lists) and sum(len(lists.places) for lists in self._lists) == len(gradients)
+
+    def take(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> bool:
+        """Take the step, or none where `skip` is 1. False, with nothing done, where `optimizer.step()` has to."""
+        if not (self._known and _is_plain(self._optimizer, self._own_hooks)):
+            return False
+        self.outdated = not self._hold()
+        settings = [] if self.outdated else [_settings(lists, isinstance(self._optimizer, AdamW)) for lists in self._lists]
+        if self.outdated or None in settings:
+            return False
+        with torch.no_grad():
+            if not (skip.device.type == "cpu" and skip):
+                for lists, found in zip(self._lists, settings, strict=True):
+                    mine = gradients if len(self._lists) == 1 else picked(gradients, lists.places)
+                    self._call(lists, found, mine, skip, divisor)
+        if "step" in vars(self._optimizer):
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as the wrapper of a schedule does
+        return True
+
+    def _hold(self) -> bool:
+        groups, states = self._optimizer.param_groups, self._optimizer.state
+        return (
+            len(groups) == len(self._groups)
+            and all(map(is_, groups, self._groups))
+            and len(states) == len(self._states)
+            and all(map(is_, states.values(), self._states))
+            and all(lists.hold() and lists.names == _names(lists.group) for lists in self._lists)
+        )
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    """What the kernel needs of the state."""
+    if "betas" not in group:
+        return ["momentum_buffer"] if group["momentum"] else []
+    return ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+
+
+def _settings(lists: _Lists, adamw: bool) -> dict[str, Any] | None:
+    """Return the settings of a group as the kernels take them; None where only `optimizer.step()` knows what they mean."""
+    group = lists.group
+    lr = group["lr"]
+    if group.get("differentiable") or not group["fused"]:
+        return None
+    if isinstance(lr, Tensor) and (lr.requires_grad or "betas" not in group or lr.device not in (lists.device, _CPU)):
+        return None
+    found = {"lr": lr, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+    if "betas" in group:
+        beta1, beta2 = group["betas"]
+        found["decoupled"] = group.get("decoupled_weight_decay", adamw)
+        found |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": group["amsgrad"]}
+    else:
+        found |= {"momentum": group["momentum"], "dampening": group["dampening"], "nesterov": group["nesterov"]}
+    return None if any(isinstance(value, Tensor) for name, value in found.items() if name != "lr") else found
+
+
+_CPU, _ONE = torch.device("cpu"), torch.ones(())
+
+
+def _adam(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], skip: Tensor, divisor: Tensor | None) -> None:
+    steps, first, second, *largest = lists.kept
+    # Counting what is accepted gives what torch gives by counting every step and taking the skipped ones back.
+    accepted = _ONE if skip.device == _CPU else torch.rsub(skip.to(lists.device, non_blocking=True), 1)
+    torch._foreach_add_(steps, [accepted] * len(steps))
+    kernel: Callable[..., None] = torch._fused_adamw_ if settings.pop("decoupled") else torch._fused_adam_
+    kernel(
+        lists.parameters,
+        gradients,
+        first,
+        second,
+        largest[0] if largest else [],
+        steps,
+        **settings,
+        **_flags(lists, skip, divisor),
+    )
+
+
+def _sgd(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], skip: Tensor, divisor: Tensor | None) -> None:
+    buffers = lists.kept[0] if lists.kept else []
+    kernel: Callable[..., None] = torch._fused_sgd_
+    kernel(lists.parameters, gradients, buffers, is_first_step=False, **settings, **_flags(lists, skip, divisor))
+
+
+def _flags(lists: _Lists, skip: Tensor, divisor: Tensor | None) -> dict[str, Tensor | None]:
+    scale = None if divisor is None else divisor.to(lists.device, non_blocking=True)
+    return {"grad_scale": scale, "found_inf": skip.to(lists.device, non_blocking=True)}
+
+
+def _is_plain(optimizer: Any, own_hooks: Set[int]) -> bool:
+    """Whether its `step()` would do nothing but call the kernels."""
+    own = vars(optimizer).get("step")
+    if own is not None and not (getattr(own, "_wrapped_by_lr_sched", False) and own.__wrapped__ is type(optimizer).step):
+        return False
+    return (
+        not torchs._global_optimizer_pre_hooks
+        and not torchs._global_optimizer_post_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and optimizer._optimizer_step_pre_hooks.keys() <= own_hooks
+        and _is_torchs(type(optimizer).step)
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+@functools.cache
+def _is_torchs(step: Callable[..., Any] | None) -> bool:
+    """Whether a method is torch's own, wrapped by nothing but torch."""
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCHS):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
