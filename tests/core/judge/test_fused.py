@@ -160,7 +160,12 @@ def test_state_that_was_replaced_is_noticed():
             state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
     pair.step(8)
     pair.step(9)
-    assert pair.taken == 5
+    pair.step(10)
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        optimizer.state[next(model.parameters())].clear()
+    pair.step(11)
+    pair.step(12)
+    assert pair.taken == 7
 
 
 def _ready():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Set
-from operator import is_, itemgetter
+from itertools import repeat
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,8 @@ class _Lists:
 
     def hold(self) -> bool:
         """Whether the state still holds the same tensors."""
-        return all(
-            all(map(is_, map(itemgetter(name), self._states), kept)) for name, kept in zip(self.names, self.kept, strict=True)
-        )
+        named = zip(self.names, self.kept, strict=True)
+        return all(all(map(is_, map(dict.get, self._states, repeat(name)), kept)) for name, kept in named)
 
 
 class FusedStep:
@@ -81,11 +81,12 @@ class FusedStep:
         if not (self._known and _is_plain(self._optimizer, self._own_hooks)):
             return False
         self.outdated = not self._hold()
-        settings = [] if self.outdated else [_settings(lists, isinstance(self._optimizer, AdamW)) for lists in self._lists]
-        if self.outdated or None in settings:
+        adamw = isinstance(self._optimizer, AdamW)
+        settings = [] if self.outdated else [found for lists in self._lists if (found := _settings(lists, adamw)) is not None]
+        if self.outdated or len(settings) != len(self._lists):
             return False
         with torch.no_grad():
-            if not (skip.device.type == "cpu" and skip):
+            if not (skip.device == _CPU and skip):
                 for lists, found in zip(self._lists, settings, strict=True):
                     mine = gradients if len(self._lists) == 1 else picked(gradients, lists.places)
                     self._call(lists, found, mine, skip, divisor)

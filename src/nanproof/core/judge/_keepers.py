@@ -13,13 +13,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._parameters import is_compiled, is_dtensor, local, unwrap
+from nanproof.core.judge._parameters import is_compiled, is_dtensor, is_plain, local, unwrap
 from nanproof.core.support._hooks import Hook
 
 Key: TypeAlias = tuple[nn.Module, str, str]
@@ -30,6 +32,11 @@ _MOST = 1 << 28
 """Bytes of untrained parameters that are copied to find out which of them a forward writes; of more, only sums are compared."""
 _CALM = 3
 """The step at which it is looked which buffers are written, and how many steps later the answer is read."""
+_PATIENT = 4
+"""Steps in a row in which buffers were others before they are looked at one by one at every step."""
+_values, _version = methodcaller("values"), attrgetter("_version")
+_data_ptr: Callable[[Any], int] = Tensor.data_ptr
+_kind = attrgetter("device", "dtype", "shape")
 _TORCHS = frozenset(nn.Module().__dict__)
 """What every module has."""
 
@@ -46,13 +53,64 @@ class _Flat:
     """The values after this step's forward."""
     meant: Tensor
     """Bool: infinite from the start, and so on purpose (a mask of -inf)."""
+    aliases: tuple[list[Tensor], list[Tensor]] | None = None
+    """The buffers, as they are and as vectors, for as long as none of them is another tensor or lies elsewhere."""
 
     def live(self) -> list[Tensor]:
-        return [_live(key) for key in self.keys]
+        """The buffers, detached."""
+        return [_live(key) for key in self.keys] if self.aliases is None else self.aliases[0]
+
+    def look(self) -> Tensor:
+        """Their values now, end to end, whatever was known of them."""
+        return _concatenate([_live(key) for key in self.keys])
+
+    def read(self) -> Tensor:
+        """Their values now, end to end."""
+        return self.look() if self.aliases is None else torch.cat(self.aliases[1])
 
     def write(self, values: Tensor) -> None:
+        """Write values into them that stand end to end."""
         parts = values.split([shape.numel() for shape in self.shapes])
-        torch._foreach_copy_(self.live(), [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)])
+        torch._foreach_copy_(self.live(), list(map(Tensor.view, parts, self.shapes)))
+
+    def note(self) -> None:
+        """Keep the buffers as they are now."""
+        live = [_live(key) for key in self.keys]
+        self.aliases = (live, [x.view(-1) for x in live]) if all(x.is_contiguous() for x in live) else None
+
+
+class _Seen:
+    """Every buffer as it was, compared with what is there now without a loop in Python."""
+
+    def __init__(
+        self, owners: list[nn.Module], kept: list[Key], untrained: list[Key], still: list[Tensor], quiet: list[Tensor]
+    ) -> None:
+        """`kept`: those whose values are kept. `still`: those that no forward writes. `quiet`: those of them whose address
+        counts."""
+        self._places = [m._buffers for m in owners]
+        self._all = list(chain.from_iterable(map(_values, self._places)))
+        self._untrained = untrained
+        held = [_held(key) for key in untrained]
+        self._lookup = [getattr(owner, where) for owner, where, _ in untrained], [name for *_, name in untrained], held
+        self._kept = [found for key in kept if (found := _held(key)) is not None]
+        self._kinds = list(map(_kind, self._kept))
+        self._lie = [*self._kept, *quiet]
+        self._addresses = list(map(_data_ptr, self._lie))
+        self._still, self._versions = still, list(map(_version, still))
+
+    def holds(self, untrained: list[Key]) -> bool:
+        """Whether all of them are the same tensors, lie where they lay, and those that nobody writes were not written."""
+        now = list(chain.from_iterable(map(_values, self._places)))
+        dicts, names, held = self._lookup
+        return (
+            untrained is self._untrained
+            and len(now) == len(self._all)
+            and all(map(is_, now, self._all))
+            and all(map(is_, map(dict.get, dicts, names), held))
+            and list(map(_version, self._still)) == self._versions
+            and list(map(_data_ptr, self._lie)) == self._addresses
+            and list(map(_kind, self._kept)) == self._kinds
+        )
 
 
 class BufferKeeper:
@@ -88,6 +146,10 @@ class BufferKeeper:
         self._asked: tuple[Callable[[], list[float]], list[Key], int] | None = None
         """Which buffers a step has written: on its way from the device, to be read at this step."""
         self._in_step = False
+        self._seen: _Seen | None = None
+        """How all of them were when they were last looked at one by one."""
+        self._misses = 0
+        """How many times in a row that did not hold."""
         self.refresh()
         self._hooks = [self._model.register_load_state_dict_post_hook(Hook(self, self._on_load))]
         if not is_compiled(model):
@@ -103,12 +165,13 @@ class BufferKeeper:
         self._find_owners()
         self._untouched = {key: (buffer, buffer._version) for key, buffer in self._all() if not _always_kept(key, buffer)}
         self._replaced, self._quiet, self._begins, self._asked = {}, {}, 0, None
+        self._misses = 0
         self._rebuild({})
         self._known = {*(key for key, _ in self._layout), *self._untouched, *self._quiet}
 
     def follow(self, trained: Sequence[Tensor]) -> None:
         """The model is made of other modules, or other parameters are trained. What is kept stays kept."""
-        self._trained = trained
+        self._trained, self._misses = trained, 0
         kept = {key: part for flat in self._flats for key, part in _parts(flat)}
         self._find_owners()
         known = {key for key, _ in self._layout} | self._untouched.keys()
@@ -132,15 +195,43 @@ class BufferKeeper:
         """A step begins: keep what a forward writes, as it is now."""
         self._in_step = True
         self._begins += 1
-        self._find_written()
-        self._find_quiet()
+        became_quiet = self._find_quiet()
         self._untrained.begin()
         self.attributes.save()
-        if self._layout != self._current_layout():
-            self._rebuild({})
-        self._known = {*(key for key, _ in self._layout), *self._untouched, *self._quiet}
+        if became_quiet or not self._unchanged():
+            self._find_written()
+            if self._layout != self._current_layout():
+                self._rebuild({})
+            self._known = {*(key for key, _ in self._layout), *self._untouched, *self._quiet}
+            self._note_all()
         for flat in self._flats:
-            flat.was = _concatenate(flat.live())
+            flat.was = flat.read()
+
+    def _unchanged(self) -> bool:
+        """Whether all buffers are the tensors they were, and those that nobody writes still have not been written."""
+        held = self._seen is not None and self._seen.holds(self._untrained.kept)
+        self._misses = 0 if held else self._misses + 1
+        if not held:
+            self._seen = None
+            for flat in self._flats:
+                flat.aliases = None
+        return held
+
+    def _note_all(self) -> None:
+        """Look at every buffer, so that later it takes one comparison to see that nothing changed. Not in a model that binds
+        buffers anew at every step, nor for sharded ones."""
+        kept = [key for key, _ in self._layout]
+        still = [buffer for buffer, *_ in (*self._untouched.values(), *self._quiet.values())]
+        quiet = [buffer for buffer, *_ in self._quiet.values()]
+        if (
+            self._misses > _PATIENT
+            or any(is_dtensor(x) for key in kept if (x := _held(key)) is not None)
+            or any(map(is_dtensor, still))
+        ):
+            return
+        self._seen = _Seen(self._owners, kept, self._untrained.kept, still, quiet)
+        for flat in self._flats:
+            flat.note()
 
     def look(self) -> Tensor | None:
         """After the forward: 0 if all is well, else 1 + the place of the first element that it made non-finite, for `name_at`.
@@ -150,7 +241,7 @@ class BufferKeeper:
         self._notice_changes()
         self._untrained.look()
         for flat in self._flats:
-            flat.now = _concatenate(flat.live())
+            flat.now = flat.read()
         self._ask_who_is_quiet()
         bad = [_worse(flat) for flat in self._floating()]
         if not bad:
@@ -169,7 +260,7 @@ class BufferKeeper:
 
     def bad_now(self) -> Tensor | None:
         """Whether a buffer is non-finite now that is not so on purpose, on the device; None where none can be."""
-        bad = [(~torch.isfinite(_concatenate(flat.live())) & ~flat.meant).any() for flat in self._floating()]
+        bad = [(~torch.isfinite(flat.look()) & ~flat.meant).any() for flat in self._floating()]
         bad += [marks.any() for marks in self._worse_and_quiet().values()]
         return torch.stack([x.to(bad[0].device, non_blocking=True) for x in bad]).any() if bad else None
 
@@ -177,7 +268,7 @@ class BufferKeeper:
         """Names of the buffers that are non-finite now, without those that are infinite on purpose. Waits: for failures."""
         bad = []
         for flat in self._floating():
-            marks = ~torch.isfinite(_concatenate(flat.live())) & ~flat.meant
+            marks = ~torch.isfinite(flat.look()) & ~flat.meant
             parts = marks.split([shape.numel() for shape in flat.shapes])
             bad += [self._name(key) for key, part in zip(flat.keys, parts, strict=True) if part.any()]
         return bad + [self._name(key) for key, marks in self._worse_and_quiet().items() if marks.any()]
@@ -202,15 +293,18 @@ class BufferKeeper:
             parcel = Courier(place).send(torch.stack([flag.to(place, non_blocking=True) for flag in flags]).float())
             self._asked = parcel, keys, self._begins + _CALM
 
-    def _find_quiet(self) -> None:
+    def _find_quiet(self) -> bool:
+        """Take in which buffers the first steps did not write. Return whether the answer has come."""
         if self._asked is None or self._begins < self._asked[2]:
-            return
+            return False
+        self._find_written()
         (parcel, keys, _), self._asked = self._asked, None
         there = {key for key, _ in self._layout}
         for key, written in zip(keys, parcel(), strict=True):
             buffer = _held(key)
             if not written and buffer is not None and key in there:
                 self._quiet[key] = buffer, buffer._version, _address(buffer), _live(key).clone()
+        return True
 
     def settle(self, refused: Tensor) -> None:
         """After the verdict, where it says so, put back the kept values; else keep the new ones, but never a non-finite number
@@ -274,9 +368,12 @@ class BufferKeeper:
 
     def _notice_changes(self) -> None:
         """Note which buffers this step's forward bound anew in another shape, or for the first time."""
+        if self._unchanged():
+            return
         self._replaced |= {key: old for key, old in self._find_written().items() if key not in self._replaced}
         layout = self._current_layout()
         if self._layout == layout:
+            self._note_all()
             return
         kept = {key: part for flat in self._flats for key, part in _parts(flat)}
         before = dict(self._layout)
@@ -287,6 +384,7 @@ class BufferKeeper:
                 elif key not in self._known:
                     self._replaced[key] = None
         self._rebuild(kept)
+        self._note_all()
 
     def _undo_changes(self) -> None:
         if not self._replaced:
@@ -316,6 +414,7 @@ class BufferKeeper:
 
     def _rebuild(self, kept: dict[Key, Tensor]) -> None:
         """Lay the kept values out anew; `kept` holds those that must survive, the rest are taken as they are now."""
+        self._seen = None
         self._layout = self._current_layout()
         groups: dict[Any, list[Key]] = {}
         for key, (device, dtype, _) in self._layout:
@@ -363,6 +462,9 @@ class _Untrained:
         self._written: set[Key] = set()
         self._begins = 0
         self._before: Any = None
+        self._dicts, self._names = [getattr(owner, where) for owner, where, _ in keys], [name for *_, name in keys]
+        self._held = list(map(_held, keys))
+        self._plain = all(p is not None and is_plain(p) and not p.is_inference() for p in self._held)
         self._counts = self._counted()
         self._said: tuple[Callable[[], list[float]], int] | None = None
         self._small = sum(_live(key).nbytes for key in keys) <= _MOST
@@ -395,7 +497,8 @@ class _Untrained:
             return
         now = self._counted()
         if now != self._counts:
-            self._note({key for key, a, b in zip(self.keys, now, self._counts, strict=True) if a != b})
+            before, after = zip(*self._counts, strict=True), zip(*now, strict=True)
+            self._note({key for key, a, b in zip(self.keys, before, after, strict=True) if a != b})
             self._counts = now
         before, self._before = self._before, None
         if before is not None:
@@ -405,8 +508,13 @@ class _Untrained:
             first = flags[0].device
             self._said = Courier(first).send(torch.stack([f.to(first) for f in flags]).float()), self._begins + 3
 
-    def _counted(self) -> list[tuple[int, int]]:
-        return [(0 if p.is_inference() else p._version, _address(p)) for key in self.keys if (p := _held(key)) is not None]
+    def _counted(self) -> list[list[int]]:
+        """How often each was written, and where it lies."""
+        now = list(map(dict.get, self._dicts, self._names))
+        if self._plain and all(map(is_, now, self._held)):
+            return [list(map(_version, now)), list(map(_data_ptr, now))]
+        there = [p for p in now if p is not None]
+        return [[0 if p.is_inference() else p._version for p in there], [_address(p) for p in there]]
 
     def _note(self, written: set[Key]) -> None:
         self._written |= written

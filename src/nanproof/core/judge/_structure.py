@@ -112,7 +112,7 @@ class Structure:
 
 
 def _members(holders: Iterable[Any]) -> list[Tensor]:
-    return [p for holder in holders for group in holder.param_groups for p in group["params"]]
+    return list(chain.from_iterable(group["params"] for holder in holders for group in holder.param_groups))
 
 
 def _same(now: Iterable[Any], before: list[Any]) -> bool:
