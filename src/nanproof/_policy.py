@@ -71,6 +71,10 @@ class Policy:
     """Switch Adam, AdamW, SGD or Adagrad with neither `fused` nor `foreach` set to the fused form, which refuses a step without a
     host read and differs from the others in the last digit. False keeps the form it has."""
 
+    capture: bool = False
+    """On CUDA, capture norms, verdict and optimizer as one CUDA graph once the addresses of the gradients repeat, and replay it:
+    one launch instead of a dozen. `guard.path` says whether it is in use. Learning rates are then read in fp32."""
+
     lag: int | None = None
     """Steps between a verdict on the device and its record on the host. None: 0 on CPU, 2 on CUDA."""
 
@@ -128,7 +132,7 @@ class Policy:
             raise UsageError(f"Policy(spike_sensitivity={self.spike_sensitivity!r}): a number above 0 is needed")
         if not self.diagnose_seconds > 0:
             raise UsageError(f"Policy(diagnose_seconds={self.diagnose_seconds!r}): a number above 0 is needed")
-        for name in ("heal", "salvage", "switch_to_fused"):
+        for name in ("heal", "salvage", "switch_to_fused", "capture"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Policy({name}={getattr(self, name)!r}): True or False is needed")
         if self.heal and self.diagnose == "never":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Set
-from itertools import repeat
+from itertools import chain, count, repeat
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from torch.optim import optimizer as torchs
 
 from nanproof.core.judge._parameters import Present, local, picked
 
+_numbers = count()
+_data_ptr = Tensor.data_ptr
 _TORCHS = str(Path(torchs.__file__).parent)
 
 
@@ -50,16 +52,21 @@ class _Lists:
 class FusedStep:
     """The step of a fused Adam, AdamW or SGD over gradients of one pattern."""
 
-    def __init__(self, optimizer: Optimizer, present: Present, gradients: list[Tensor], own_hooks: Set[int]) -> None:
-        """`gradients`: those of this optimizer. `own_hooks`: ids of the hooks before its step that may be passed over."""
+    def __init__(
+        self, optimizer: Optimizer, present: Present, gradients: list[Tensor], own_hooks: Set[int], captured: bool = False
+    ) -> None:
+        """`gradients`: those of this optimizer. `own_hooks`: ids of the hooks before its step that may be passed over.
+        `captured`: its steps may be captured, so learning rates are tensors."""
         self.present, self._optimizer, self._own_hooks = present, optimizer, own_hooks
         self.outdated = False
         """Its lists are not those of the optimizer any more."""
-        self._call = _sgd if type(optimizer) is SGD else _adam
+        self._kernel = _sgd if type(optimizer) is SGD else _adam
         self._groups = list(optimizer.param_groups)
         self._states = list(optimizer.state.values())
         self._lists: list[_Lists] = []
         self._known = type(optimizer) in (Adam, AdamW, SGD) and self._collect(gradients)
+        self._rates = [_Rate(lists.device) for lists in self._lists] if captured else None
+        self.number = next(_numbers)
 
     def _collect(self, gradients: list[Tensor]) -> bool:
         """Make the lists. False where a gradient is not among those of the step, or where state has yet to be made."""
@@ -76,23 +83,52 @@ class FusedStep:
                 self._lists.append(_Lists(group, parameters, places, self._optimizer.state, _names(group)))
         return all(lists.whole for lists in self._lists) and sum(len(lists.places) for lists in self._lists) == len(gradients)
 
+    def ready(self) -> list[dict[str, Any]] | None:
+        """The settings of each list, if the kernels can be called. None where `optimizer.step()` has to take the step."""
+        if not (self._known and _is_plain(self._optimizer, self._own_hooks)):
+            return None
+        self.outdated = not self._hold()
+        if self.outdated:
+            return None
+        adamw = isinstance(self._optimizer, AdamW)
+        settings = [found for lists in self._lists if (found := _settings(lists, adamw)) is not None]
+        if len(settings) != len(self._lists):
+            return None
+        if self._rates is not None:
+            for rate, found in zip(self._rates, settings, strict=True):
+                rate.set(found)
+        return settings
+
     def take(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor]) -> bool:
         """Take the step, or none where `skip` is 1. False, with nothing done, where `optimizer.step()` has to."""
-        if not (self._known and _is_plain(self._optimizer, self._own_hooks)):
+        settings = self.ready()
+        if settings is None:
             return False
-        self.outdated = not self._hold()
-        adamw = isinstance(self._optimizer, AdamW)
-        settings = [] if self.outdated else [found for lists in self._lists if (found := _settings(lists, adamw)) is not None]
-        if self.outdated or len(settings) != len(self._lists):
-            return False
-        with torch.no_grad():
-            if not (skip.device == _CPU and skip):
-                for lists, found in zip(self._lists, settings, strict=True):
-                    mine = gradients if len(self._lists) == 1 else picked(gradients, lists.places)
-                    self._call(lists, found, mine, skip, divisor)
-        if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as the wrapper of a schedule does
+        if skip.device != _CPU:
+            self.call(settings, skip, divisor, gradients)
+        elif not skip:
+            self.call(settings, skip, divisor, gradients, accepted=_ONE)
+        self.taken()
         return True
+
+    def call(
+        self, settings: list[dict[str, Any]], skip: Tensor, divisor: Tensor | None, gradients: list[Tensor], accepted: Any = None
+    ) -> None:
+        """Call the kernels. Reads nothing on the host. `accepted`: 1 - skip, where that is at hand."""
+        accepted = torch.rsub(skip, 1) if accepted is None else accepted
+        with torch.no_grad():
+            for lists, found in zip(self._lists, settings, strict=True):
+                mine = gradients if len(self._lists) == 1 else picked(gradients, lists.places)
+                self._kernel(lists, found, mine, _flags(lists, skip, divisor), accepted)
+
+    def taken(self) -> None:
+        """Tell a schedule, as the wrapper that it put around `step` does."""
+        if "step" in vars(self._optimizer):
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def addresses(self) -> list[int]:
+        """Where its weights and its state lie."""
+        return [address for lists in self._lists for address in map(_data_ptr, chain(lists.parameters, *lists.kept))]
 
     def _hold(self) -> bool:
         groups, states = self._optimizer.param_groups, self._optimizer.state
@@ -133,28 +169,34 @@ def _settings(lists: _Lists, adamw: bool) -> dict[str, Any] | None:
 _CPU, _ONE = torch.device("cpu"), torch.ones(())
 
 
-def _adam(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], skip: Tensor, divisor: Tensor | None) -> None:
+class _Rate:
+    """A learning rate as a tensor that a captured graph reads. Setting it is a launch, only when it changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tensor = torch.zeros((), device=device)
+        self._value: float | None = None
+
+    def set(self, settings: dict[str, Any]) -> None:
+        """Put the tensor in the place of the number."""
+        if not isinstance(settings["lr"], Tensor):
+            if settings["lr"] != self._value:
+                self._value = settings["lr"]
+                self._tensor.fill_(self._value)
+            settings["lr"] = self._tensor
+
+
+def _adam(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], flags: dict[str, Any], accepted: Tensor) -> None:
+    settings = dict(settings)
     steps, first, second, *largest = lists.kept
     # Counting what is accepted gives what torch gives by counting every step and taking the skipped ones back.
-    accepted = _ONE if skip.device == _CPU else torch.rsub(skip.to(lists.device, non_blocking=True), 1)
-    torch._foreach_add_(steps, [accepted] * len(steps))
+    torch._foreach_add_(steps, [accepted.to(lists.device, non_blocking=True)] * len(steps))
     kernel: Callable[..., None] = torch._fused_adamw_ if settings.pop("decoupled") else torch._fused_adam_
-    kernel(
-        lists.parameters,
-        gradients,
-        first,
-        second,
-        largest[0] if largest else [],
-        steps,
-        **settings,
-        **_flags(lists, skip, divisor),
-    )
+    kernel(lists.parameters, gradients, first, second, largest[0] if largest else [], steps, **settings, **flags)
 
 
-def _sgd(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], skip: Tensor, divisor: Tensor | None) -> None:
-    buffers = lists.kept[0] if lists.kept else []
+def _sgd(lists: _Lists, settings: dict[str, Any], gradients: list[Tensor], flags: dict[str, Any], accepted: Tensor) -> None:
     kernel: Callable[..., None] = torch._fused_sgd_
-    kernel(lists.parameters, gradients, buffers, is_first_step=False, **settings, **_flags(lists, skip, divisor))
+    kernel(lists.parameters, gradients, lists.kept[0] if lists.kept else [], is_first_step=False, **settings, **flags)
 
 
 def _flags(lists: _Lists, skip: Tensor, divisor: Tensor | None) -> dict[str, Tensor | None]:

@@ -221,7 +221,7 @@ class BufferKeeper:
         """Look at every buffer, so that later it takes one comparison to see that nothing changed. Not in a model that binds
         buffers anew at every step, nor for sharded ones."""
         kept = [key for key, _ in self._layout]
-        still = [buffer for buffer, *_ in (*self._untouched.values(), *self._quiet.values())]
+        still = [buffer for buffer, _ in self._untouched.values()] + [buffer for buffer, *_ in self._quiet.values()]
         quiet = [buffer for buffer, *_ in self._quiet.values()]
         if (
             self._misses > _PATIENT

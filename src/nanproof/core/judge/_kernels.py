@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanproof.core.judge._parameters import Parameters, Present
 from nanproof.core.judge._stats import (
     CLAMP,
     LEAST_CLIP,
@@ -234,19 +235,20 @@ class Kernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tables: dict[tuple[int, ...], _Table] = {}
+        self._tables: dict[tuple[Any, ...], _Table] = {}
         self._nothing = torch.zeros((), device=device)
 
     def norms(self, gradients: list[Tensor]) -> Tensor | None:
         """The 2-norm of each gradient; None where the kernel does not apply. All gradients have one dtype and device."""
         if gradients[0].dtype not in _DTYPES or gradients[0].device != self._device:
             return None
-        sizes = tuple(g.numel() for g in gradients)
-        table = self._tables.get(sizes)
+        sizes = tuple(map(Tensor.numel, gradients))
+        key = gradients[0].dtype, sizes
+        table = self._tables.get(key)
         if table is None:
             if len(self._tables) > 8:  # gradients that come and go in ever new patterns are not worth a table each
                 return None
-            table = self._tables[sizes] = _Table(sizes, self._device)
+            table = self._tables[key] = _Table(sizes, self._device)
         pointers = table.pointers(gradients)
         norms = torch.empty(len(sizes), device=self._device)
         with torch.cuda.device(self._device):
@@ -263,6 +265,12 @@ class Kernels:
             )
             _roots_of_sums[(len(sizes),)](table.partial, table.first_chunk, norms, 512)
         return norms
+
+    def over(self, gradients: list[Tensor], parameters: Parameters, present: Present) -> Kernels:
+        """Kernels whose tables hold these gradients, for a graph: their addresses do not travel again."""
+        own = Kernels(self._device)
+        parameters.norms(gradients, own, present)
+        return own
 
     def judge(
         self,
@@ -352,7 +360,7 @@ class _Table:
         self._on_device: Any = None
 
     def pointers(self, gradients: list[Tensor]) -> Tensor:
-        now = [g.data_ptr() for g in gradients]
+        now = list(map(Tensor.data_ptr, gradients))
         if now != self._known:
             slot = self._slots[self._turn % self.SLOTS]
             self._turn += 1

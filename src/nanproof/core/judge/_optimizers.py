@@ -205,6 +205,8 @@ class DevicePath:
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._prepare())
         self.own_hooks: set[int] = set()
         """Ids of hooks before the optimizer's step that need not see a step of this path."""
+        self.captured = False
+        """Its steps may be captured."""
 
     def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor], present: Present) -> None:
         fused = self._fused
@@ -212,7 +214,11 @@ class DevicePath:
             return
         self._own_step(skip, divisor)
         if fused is None or fused.present is not present or fused.outdated:
-            self._fused = FusedStep(self.optimizer, present, gradients, self.own_hooks)
+            self._fused = FusedStep(self.optimizer, present, gradients, self.own_hooks, self.captured)
+
+    def fused(self, present: Present) -> FusedStep | None:
+        """The step with kept lists for these gradients, if there is one already."""
+        return self._fused if self._fused is not None and self._fused.present is present else None
 
     def _own_step(self, skip: Tensor, divisor: Tensor | None) -> None:
         optimizer: Any = self.optimizer

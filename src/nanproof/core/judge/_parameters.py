@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, compress, repeat
+from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, itemgetter, not_
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 _grad, _dtype, _spec = attrgetter("grad"), attrgetter("dtype"), attrgetter("_spec")
 _stride = Tensor.stride
+_numbers = count()
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
@@ -80,6 +81,7 @@ class Present:
         """Of the parameters that have a gradient."""
         self.parameters = list(compress(parameters, self.there))
         self.dtypes = frozenset(map(_dtype, self.parameters))
+        self.number = next(_numbers)
         self._types = list(map(type, gradients))
         self._dtypes = list(map(_dtype, gradients))
         self._specs = _specs(gradients)

@@ -24,6 +24,7 @@ from nanproof._wording import listed
 from nanproof.core._counters import Counters, counted
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
+from nanproof.core.judge._captured import Body, Captures
 from nanproof.core.judge._copies import WeightKeeper, state_tensors
 from nanproof.core.judge._judge import Judge, MaxNorm, Norms, Report
 from nanproof.core.judge._keepers import BufferKeeper
@@ -44,7 +45,7 @@ from nanproof.core.judge._optimizers import (
     members_of,
     name_of,
 )
-from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, picked
+from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, picked
 from nanproof.core.judge._scalars import Scalars
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
@@ -59,6 +60,7 @@ from nanproof.core.support._ranks import Ranks
 
 log = logging.getLogger("nanproof")
 
+_data_ptr = Tensor.data_ptr
 guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that have a guard: nobody else should put another one around them."""
 
@@ -81,6 +83,8 @@ class _Acts:
     places: list[list[int]]
     """Which of the norms are whose."""
     refused: Tensor
+    captured: bool = False
+    """The optimizers have acted: it was all one graph."""
     reading: Reading | None = None
     """On the host path."""
     late: list[Callable[[], list[float]]] = field(default_factory=list)
@@ -103,6 +107,17 @@ class _Acts:
         limit = self.limits.get(member)
         total = sum(self.reading.norms[k] ** 2 for k in self.places[i]) ** 0.5
         return scale if limit is None else scale * max((total + 1e-6) / limit, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a verdict depends on besides norms and loss."""
+
+    max_norm: float | str | None
+    limits: Mapping[Any, float | None] | None
+    """Norms to clip each optimizer to."""
+    bad_setting: Tensor | None
+    latch: Tensor | None
 
 
 class Stepper(Judge):
@@ -170,11 +185,25 @@ class Stepper(Judge):
             self.kernels = Scalars()
         elif self.on_device:
             self.kernels = Kernels.available(self.parameters.device, self.parameters.dtype)
+        self.captures = self._capturing()
         members = members_of(self.optimizer)
         families = [{id(p) for h in (m, *inside_of(m)) for g in h.param_groups for p in g["params"]} for m in members]
         self._owner = [next((i for i, f in enumerate(families) if id(p) in f), 0) for p in self.parameters.tensors]
         """Of each parameter, the place of the optimizer that steps on it."""
         self._shares: tuple[Present, list[list[int]]] | None = None
+
+    def _capturing(self) -> Captures | None:
+        """Graphs of the optimizer's part, where the policy asks for them and all of it can be captured."""
+        paths, tensors = getattr(self._path, "paths", ()), self.parameters.tensors
+        on_one = all(is_plain(p) and p.device == self.parameters.device for p in tensors)
+        judged_here = self.scale is None and self.weights is None and not self.ranks.several
+        if not (self.policy.capture and judged_here and on_one and all(isinstance(path, DevicePath) for path in paths) and paths):
+            return None
+        if self.parameters.device.type != "cuda":
+            return None
+        for path in paths:
+            path.captured = True
+        return Captures()
 
     def _watch_steps(self) -> list[Any]:
         watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
@@ -241,6 +270,8 @@ class Stepper(Judge):
         said = self._path.description
         if self.weights is not None and self.weights.restore and (isinstance(self._path, CopyPath) or self.policy.copy is True):
             said += f"; {size(self.weights.bytes)} are copied before each step"
+        if self.captures is not None:
+            said += f"; {self.captures.description}"
         opaque = self._opaque()
         return f"{said}; not looked into, copied whole: {listed(opaque)}" if opaque else said
 
@@ -355,40 +386,30 @@ class Stepper(Judge):
         own = self._scalar(loss) if loss is not None else summed
         assert own is not None
         known = norms if norms is not None and norms.hold_for(gradients) else None
-        if inside:
-            values = torch.stack([inside[id(parameters.tensors[i])].to(parameters.device, parameters.dtype) for i in present])
-        else:
-            values = parameters.norms(gradients, self.kernels, found) if known is None else known.values
         clipped = bool(inside) or (known is not None and known.clipped) or not self._path.clips
         limits = self.max_norm if isinstance(self.max_norm, Mapping) and not clipped else None
         max_norm = None if clipped or isinstance(self.max_norm, Mapping) else self.max_norm
         if known is not None and clipped:
             max_norm = known.max_norm
-        if self._unreduced:
-            values = self.ranks.share_norms(values, present, self._unreduced)
         also = summed if loss is not None and len(losses) > 1 else None
         bad_buffer = self.buffers.look()
         if bad_buffer is not None:
             bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
-        latch = self._latch if latching else None
-        alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
         bad_setting = self._bad_setting(settings, tensors) if settings or tensors else None
-        if self.kernels is not None and self.scale is None and self.weights is None and bad_setting is None and limits is None:
-            verdict = self.kernels.judge(own, values, also, bad_buffer, alone, max_norm, self.stats, skip_spikes, latch)
-        else:
-            verdict = judge(
-                own,
-                values,
-                also_finite=also,
-                bad_buffer=bad_buffer,
-                loss_decides=alone,
-                scale=None if self.scale is None else self.scale.value(),
-                max_norm=max_norm,
-                stats=self.stats,
-                skip_spikes=skip_spikes,
-                held=None if latch is None else latch > 0,
-                bad_setting=bad_setting,
-            )
+        given = _Given(max_norm, limits, bad_setting, self._latch if latching else None)
+        seen = own, also, bad_buffer
+        verdict = None
+        if known is None and not inside and acting is None and closure is None:
+            verdict = self._replayed(found, gradients, given, seen)
+        captured = verdict is not None
+        if verdict is None:
+            if inside:
+                values = torch.stack([inside[id(parameters.tensors[i])].to(parameters.device, parameters.dtype) for i in present])
+            else:
+                values = parameters.norms(gradients, self.kernels, found) if known is None else known.values
+            if self._unreduced:
+                values = self.ranks.share_norms(values, present, self._unreduced)
+            verdict = self._judged(values, given, *seen)
         members = members_of(self.optimizer)
         places = self._places(found) if gradients or limits is not None else [[] for _ in members]
         divisors = [verdict.divisor] * len(members)
@@ -397,7 +418,7 @@ class Stepper(Judge):
         elif limits is not None:
             divisors = self._own_divisors(limits, verdict, places)
         shared = [picked(gradients, own) for own in places] if len(members) > 1 else [gradients]
-        acts = _Acts(verdict, divisors, found, shared, closure, limits, clipped, places, refused=verdict.skip > 0)
+        acts = _Acts(verdict, divisors, found, shared, closure, limits, clipped, places, verdict.skip > 0, captured)
         if self._parted is not None:
             self._forget_copy()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
@@ -410,10 +431,77 @@ class Stepper(Judge):
                 self._cannot_veto(f"{name_of(self.optimizer)} {EVALUATES}")
         self.buffers.settle(acts.refused)
         if verdict.learned is not None:
-            self._learn(verdict.learned, acts.refused, again, latch)
+            self._learn(verdict.learned, acts.refused, again, given.latch)
         self._note_left()
         total = verdict.packed[Verdict.TOTAL]
+        if captured:
+            total = total.clone()  # the next replay writes there
         return Report(own, total, losses, probes, parameters.names, present, lr, read, terms, settings)
+
+    def _judged(self, values: Tensor, given: _Given, own: Tensor, also: Tensor | None, bad_buffer: Tensor | None) -> Verdict:
+        """The verdict on gradients with these norms. `own`: the loss. `also`: what else must be finite."""
+        alone, skip_spikes = not self.ranks.several, self.policy.on_spike == "skip"
+        plain = self.scale is None and self.weights is None and given.bad_setting is None and given.limits is None
+        if self.kernels is not None and plain:
+            return self.kernels.judge(own, values, also, bad_buffer, alone, given.max_norm, self.stats, skip_spikes, given.latch)
+        return judge(
+            own,
+            values,
+            also_finite=also,
+            bad_buffer=bad_buffer,
+            loss_decides=alone,
+            scale=None if self.scale is None else self.scale.value(),
+            max_norm=given.max_norm,
+            stats=self.stats,
+            skip_spikes=skip_spikes,
+            held=None if given.latch is None else given.latch > 0,
+            bad_setting=given.bad_setting,
+        )
+
+    def _replayed(
+        self, found: Present, gradients: list[Tensor], given: _Given, seen: tuple[Tensor, Tensor | None, Tensor | None]
+    ) -> Verdict | None:
+        """Judge and step by replaying a graph. None where that is not wanted, or not possible in this step."""
+        captures, paths = self.captures, getattr(self._path, "paths", ())
+        if captures is None or given.bad_setting is not None or given.limits is not None or captures.why_not:
+            return None
+        shares = [picked(gradients, own) for own in self._places(found)] if len(paths) > 1 else [gradients]
+        steps = [path.fused(found) for path, mine in zip(paths, shares, strict=True) if mine]
+        settings = [None if step is None else step.ready() for step in steps]
+        if None in settings:
+            return None
+        acts = [*zip(steps, settings, [mine for mine in shares if mine], strict=True)]
+        fixed = [tuple((k, v) for k, v in each.items() if k != "lr") for found_ in settings for each in found_ or ()]
+        places = [address for step in steps if step is not None for address in step.addresses()]
+        key = (
+            found.number,
+            *(step.number for step in steps if step is not None),
+            *map(_data_ptr, gradients),
+            *places,
+            *fixed,
+            given.max_norm,
+            given.latch is None,
+        )
+
+        def prepare() -> Body:
+            kernels = self.kernels.over(gradients, self.parameters, found) if isinstance(self.kernels, Kernels) else None
+
+            def body(inputs: Sequence[Tensor | None]) -> Verdict:
+                own, also, bad_buffer = inputs
+                assert own is not None
+                verdict = self._judged(self.parameters.norms(gradients, kernels, found), given, own, also, bad_buffer)
+                if verdict.learned is not None:
+                    self._learn(verdict.learned, verdict.skip > 0, True, given.latch)
+                for step, each, mine in acts:
+                    step.call(each, verdict.skip, verdict.divisor, mine)
+                return replace(verdict, learned=None)
+
+            return body
+
+        verdict = captures.take((*key, *(x is None for x in seen)), seen, prepare)
+        for step in steps if verdict is not None else ():
+            step.taken()
+        return verdict
 
     def _places(self, present: Present) -> list[list[int]]:
         """Which of the gradients are whose, of several optimizers."""
@@ -461,7 +549,7 @@ class Stepper(Judge):
             may_act = not acts.reading.bad and acting is None and isinstance(self._path, CopyPath)
             if may_act and self.weights is not None and (broken := self.weights.broken()):  # LBFGS would go around it silently
                 acts.reading, acts.refused = replace(acts.reading, bad=True), acts.refused | broken
-        for i, member in enumerate(members_of(self.optimizer)):
+        for i, member in enumerate(() if acts.captured else members_of(self.optimizer)):
             if acting is None or any(member is each for each in acting):
                 self._let(i, member, acts)
         self._look(acts)
