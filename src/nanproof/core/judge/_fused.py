@@ -44,9 +44,11 @@ class _Lists:
         return all(isinstance(value, Tensor) for kept in self.kept for value in kept)
 
     def hold(self) -> bool:
-        """Whether the state still holds the same tensors."""
-        named = zip(self.names, self.kept, strict=True)
-        return all(all(map(is_, map(dict.get, self._states, repeat(name)), kept)) for name, kept in named)
+        """Whether the state still holds the same tensors, and the settings still ask for them."""
+        for name, kept in zip(self.names, self.kept, strict=True):
+            if not all(map(is_, map(dict.get, self._states, repeat(name)), kept)):
+                return False
+        return self.names == _names(self.group)
 
 
 class FusedStep:
@@ -137,7 +139,7 @@ class FusedStep:
             and all(map(is_, groups, self._groups))
             and len(states) == len(self._states)
             and all(map(is_, states.values(), self._states))
-            and all(lists.hold() and lists.names == _names(lists.group) for lists in self._lists)
+            and all(map(_Lists.hold, self._lists))
         )
 
 

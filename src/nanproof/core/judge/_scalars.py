@@ -26,6 +26,7 @@ from nanproof.core.judge._stats import (
 )
 from nanproof.core.judge._verdict import Verdict
 
+_ROOT = math.sqrt(2)
 _LARGEST_LOG = 700.0
 """What `math.exp` still takes."""
 
@@ -98,11 +99,10 @@ class _Level:
     def is_spike(self, point: tuple[float, float]) -> bool:
         if self.count < self._warmup:
             return False
-        above = point[0] - self.mean[0], point[1] - self.mean[1]
-        far = [
-            x > max(spread * self._sensitivity, least) for x, spread, least in zip(above, self.spread, LEAST_SPIKE, strict=True)
-        ]
-        return far[0] or (far[1] and above[0] > MOVED)
+        above = point[0] - self.mean[0]
+        if above > max(self.spread[0] * self._sensitivity, LEAST_SPIKE[0]):
+            return True
+        return above > MOVED and point[1] - self.mean[1] > max(self.spread[1] * self._sensitivity, LEAST_SPIKE[1])
 
     def auto_limit(self) -> float:
         if self.count < self._warmup:
@@ -119,17 +119,29 @@ class _Level:
         if not accepted:
             self._write(count, streak, *self.mean, *spreads, *self.last, self.size)
             return
+        warm = count >= self._warmup
         age, span = min(count + 1, MEAN_WINDOW), min(max(count, 1), SPREAD_WINDOW)
-        means, new_spreads, values = [], [], []
-        for x, mean, spread, last, least in zip(point, self.mean, spreads, self.last, LEAST_SPIKE, strict=True):
-            bound = max(spread * CLAMP, least) if count >= self._warmup else math.inf
-            gap = min(max(x - mean, -bound), bound)
-            change = min(abs(mean + gap - last) / math.sqrt(2), bound)
-            means.append(mean + gap / age)
-            new_spreads.append(spread + (change - spread) / span if count > 0 else spread)
-            values.append(mean + gap)
-        seen = min(abs(loss), 2 * self.size + SMALLEST_LOSS) if count > 0 else abs(loss)
-        self._write(count + 1, streak, *means, *new_spreads, *values, self.size + (seen - self.size) / age)
+        mean_norm, spread_norm, last_norm = _learn(
+            point[0], self.mean[0], spreads[0], self.last[0], LEAST_SPIKE[0], warm, age, span
+        )
+        mean_loss, spread_loss, last_loss = _learn(
+            point[1], self.mean[1], spreads[1], self.last[1], LEAST_SPIKE[1], warm, age, span
+        )
+        if not count:  # the first step has no step before it to differ from
+            spread_norm, spread_loss = spreads
+        seen = min(abs(loss), 2 * self.size + SMALLEST_LOSS) if count else abs(loss)
+        size = self.size + (seen - self.size) / age
+        self._write(count + 1, streak, mean_norm, mean_loss, spread_norm, spread_loss, last_norm, last_loss, size)
 
     def _write(self, *numbers: float) -> None:
         self._numbers[:] = array(self._numbers.typecode, numbers)
+
+
+def _learn(
+    x: float, mean: float, spread: float, last: float, least: float, warm: bool, age: float, span: float
+) -> tuple[float, float, float]:
+    """One coordinate of `RunningStats.take`: the new mean, spread and last value."""
+    bound = max(spread * CLAMP, least) if warm else math.inf
+    gap = min(max(x - mean, -bound), bound)
+    change = min(abs(mean + gap - last) / _ROOT, bound)
+    return mean + gap / age, spread + (change - spread) / span, mean + gap
