@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import nanproof
@@ -255,3 +257,37 @@ def test_a_guard_uses_it():
             loss.backward()
             guard.step(loss)
     assert len(calls) == 1
+
+
+def test_sharded_weights_take_the_same_step(tmp_path):
+    """Under `fully_shard`, the kernels get this rank's parts; the sharded tensors count as written."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        models, optimizers = [], []
+        for _ in range(2):
+            model = _net()
+            fully_shard(model)
+            models.append(model)
+            optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
+        fused = None
+        for step in range(5):
+            for model in models:
+                model.zero_grad()
+                model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            skip, divisor = torch.tensor(float(step == 3)), torch.tensor(2.0)
+            _reference(optimizers[0], skip, divisor)
+            present, gradients = Parameters(models[1], optimizers[1]).found()
+            before = [p._version for p in models[1].parameters()]
+            if fused is None:
+                _reference(optimizers[1], skip, divisor)
+                fused = FusedStep(optimizers[1], present, gradients, frozenset())
+            else:
+                assert fused.take(skip, divisor, gradients)
+                assert step == 3 or all(p._version > version for p, version in zip(models[1].parameters(), before, strict=True))
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.to_local(), q.to_local()) and torch.equal(p.grad.to_local(), q.grad.to_local())
+                a, b = optimizers[0].state[p], optimizers[1].state[q]
+                assert torch.equal(a["step"], b["step"])
+                assert all(torch.equal(a[k].to_local(), b[k].to_local()) for k in a if k != "step")
+    finally:
+        dist.destroy_process_group()
