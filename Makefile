@@ -25,6 +25,7 @@ format: .venv/ready
 
 bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside other tools
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -W ignore -m benchmarks.explain
 	$(BIN)/python -W ignore -m benchmarks.recovery
 	$(BIN)/python -m benchmarks.scan --save
@@ -33,7 +34,9 @@ bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside o
 	$(BIN)/python -W ignore -m benchmarks.observe
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it
-	$(PYTHON) -m benchmarks.gpu
+	$(PYTHON) -m benchmarks.gpu --only steps
+	$(PYTHON) -m benchmarks.gpu --only compiled
+	$(PYTHON) -m benchmarks.host
 	$(PYTHON) -W ignore -m benchmarks.explain
 	$(PYTHON) -W ignore -m benchmarks.recovery
 	$(PYTHON) -W ignore -m benchmarks.trainer

@@ -12,7 +12,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,21 @@ import nanproof
 
 Step = Callable[[Any], None]
 LossFn = Callable[[nn.Module, Any], Tensor]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
 
 
 @contextmanager
-def plain(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+def plain(model: nn.Module, loss_fn: LossFn, make: Make = adamw) -> Iterator[Step]:
     """What people write today, at its best: clip_grad_norm_ and a fused step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = make(model)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -38,11 +48,17 @@ def plain(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
     yield step
 
 
+def guard_facts(guard: nanproof.Guard) -> dict[str, Any]:
+    """The path a guard took, and how many of its steps were replays of a CUDA graph."""
+    captures = guard.parts.stepper.captures
+    return {"path": guard.path, **({} if captures is None else {"replays": captures.replays})}
+
+
 @contextmanager
-def guard_step(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
-    """guard.step in a loop of one's own, all telemetry on."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    with tempfile.TemporaryDirectory() as folder, nanproof.Guard(model, optimizer, run_dir=folder) as guard:
+def guard_step(model: nn.Module, loss_fn: LossFn, make: Make = adamw, policy: nanproof.Policy | None = None) -> Iterator[Step]:
+    """guard.step in your own loop, all telemetry on."""
+    optimizer = make(model)
+    with tempfile.TemporaryDirectory() as folder, nanproof.Guard(model, optimizer, run_dir=folder, policy=policy) as guard:
 
         def step(batch: Any) -> None:
             optimizer.zero_grad()
@@ -50,27 +66,34 @@ def guard_step(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
             loss.backward()
             guard.step(loss)
 
+        step.facts = partial(guard_facts, guard)  # type: ignore[attr-defined]
         yield step
     assert not guard.incidents, guard.incidents
 
 
 @contextmanager
-def guard_train_step(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+def guard_train_step(
+    model: nn.Module, loss_fn: LossFn, make: Make = adamw, policy: nanproof.Policy | None = None
+) -> Iterator[Step]:
     """guard.train_step, all telemetry on: nothing but the bad batch is lost."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    with tempfile.TemporaryDirectory() as folder, nanproof.Guard(model, optimizer, loss_fn=loss_fn, run_dir=folder) as guard:
+    optimizer = make(model)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nanproof.Guard(model, optimizer, loss_fn=loss_fn, run_dir=folder, policy=policy) as guard,
+    ):
 
         def step(batch: Any) -> None:
             guard.train_step(batch)
 
+        step.facts = partial(guard_facts, guard)  # type: ignore[attr-defined]
         yield step
     assert not guard.incidents, guard.incidents
 
 
 @contextmanager
-def isnan_loop(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+def isnan_loop(model: nn.Module, loss_fn: LossFn, make: Make = adamw) -> Iterator[Step]:
     """The loop over `isnan(p.grad).any()` that is in countless scripts; it does not see Inf."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = make(model)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -132,13 +155,18 @@ def mean_std_skip(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
 
 
 @contextmanager
-def stabilityguard(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
-    """The nearest tool on the package index, with its defaults, around the same fused optimizer."""
+def guarded_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """stabilityguard's wrapper around an optimizer, with its defaults."""
     from stabilityguard import GuardedOptimizer
 
-    base = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     with tempfile.TemporaryDirectory() as folder:
-        optimizer = GuardedOptimizer(base, model, log_dir=folder, verbose=False)
+        yield GuardedOptimizer(optimizer, model, log_dir=folder, verbose=False)
+
+
+@contextmanager
+def stabilityguard(model: nn.Module, loss_fn: LossFn, make: Make = adamw) -> Iterator[Step]:
+    """The nearest tool on the package index, with its defaults, around the same fused optimizer."""
+    with guarded_optimizer(model, make(model)) as optimizer:
 
         def step(batch: Any) -> None:
             optimizer.zero_grad()
@@ -150,19 +178,61 @@ def stabilityguard(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
 
 
 @contextmanager
+def arc_controller(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """arc-training's controller with its defaults, but two: it calibrates for 5 steps, not 50, so that what it does afterwards is
+    timed; and it copies its snapshots at once, not in a thread that would run in the time of the other variants. A snapshot comes
+    every 20 steps, so a median over short rounds does not contain it."""
+    from arc import Controller, ControllerConfig
+
+    config = ControllerConfig(calibration_steps=5, async_checkpoint=False, verbose=False)
+    controller = Controller(model, optimizer, config=config)
+    try:
+        yield controller
+    finally:
+        controller.close()
+
+
+@contextmanager
+def arc_training(model: nn.Module, loss_fn: LossFn, make: Make = adamw) -> Iterator[Step]:
+    """arc-training, the other recovery tool on the package index, as its README uses it; it does not clip."""
+    optimizer = make(model)
+    skipped = 0
+    with arc_controller(model, optimizer) as controller:
+
+        def step(batch: Any) -> None:
+            nonlocal skipped
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            if controller.step(loss).should_skip:
+                skipped += 1
+                return
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        step.facts = lambda: {"skipped healthy steps": skipped}  # type: ignore[attr-defined]
+        yield step
+
+
+@contextmanager
 def underflow_overflow(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
     """transformers' DebugUnderflowOverflow hooks on every module."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
     with plain(model, loss_fn) as step:
         DebugUnderflowOverflow(model)
-        yield step
+
+        def quiet(batch: Any) -> None:
+            with redirect_stdout(None):
+                step(batch)
+
+        yield quiet
 
 
 @contextmanager
-def detect_anomaly(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+def detect_anomaly(model: nn.Module, loss_fn: LossFn, make: Make = adamw) -> Iterator[Step]:
     """torch.autograd.detect_anomaly around the plain step."""
-    with plain(model, loss_fn) as step:
+    with plain(model, loss_fn, make) as step:
 
         def anomalous(batch: Any) -> None:
             with torch.autograd.set_detect_anomaly(True):
@@ -233,11 +303,117 @@ VARIANTS = {
     "isnan loop": isnan_loop,
     "mean-and-std skip": mean_std_skip,
     "stabilityguard": stabilityguard,
+    "arc-training": arc_training,
     "DebugUnderflowOverflow": underflow_overflow,
     "detect_anomaly": detect_anomaly,
 }
-SLOW = ("isnan loop", "mean-and-std skip", "stabilityguard", "naive hooks", "DebugUnderflowOverflow", "detect_anomaly")
+CAPTURE = nanproof.Policy(capture=True)
+CAPTURED = {
+    "nanproof guard.step, capture": partial(guard_step, policy=CAPTURE),
+    "nanproof guard.train_step, capture": partial(guard_train_step, policy=CAPTURE),
+}
+"""The optimizer's part as one CUDA graph, where the addresses of gradients repeat."""
+OTHERS = ("isnan loop", "mean-and-std skip", "stabilityguard", "arc-training", "DebugUnderflowOverflow", "detect_anomaly")
+
+
+@contextmanager
+def stabilityguard_part(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Iterator[Callable[[], None]]:
+    """stabilityguard in the optimizer's part of a step. What it does in hooks on backward is not in it."""
+    parameters = list(model.parameters())
+    with guarded_optimizer(model, optimizer) as wrapped:
+
+        def call() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            wrapped.step()
+
+        yield call
+
+
+@contextmanager
+def arc_part(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Iterator[Callable[[], None]]:
+    """arc-training in the optimizer's part of a step."""
+    parameters = list(model.parameters())
+    skipped = 0
+    with arc_controller(model, optimizer) as controller:
+
+        def call() -> None:
+            nonlocal skipped
+            if controller.step(loss).should_skip:
+                skipped += 1
+                return
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+
+        call.facts = lambda: {"skipped healthy steps": skipped}  # type: ignore[attr-defined]
+        yield call
+
+
+def other_parts(
+    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], loss: Tensor, stack: ExitStack
+) -> dict[str, Callable[[], None]]:
+    """What other tools put in place of the optimizer's part, each over what `make` returns."""
+    found = {}
+    for name, part in {"stabilityguard": stabilityguard_part, "arc-training": arc_part}.items():
+        try:
+            found[name] = stack.enter_context(part(*make(), loss))
+        except ModuleNotFoundError as error:
+            print(f"{name} is not measured: {error}")
+    return found
+
+
+SLOW = (*OTHERS, "naive hooks")
 """Timed in fewer rounds: their ratios are far from 1."""
+
+
+def timed(call: Callable[[], Any], repeat: int, device: str) -> tuple[float, float]:
+    """Seconds a call, and seconds until the first of them returned; the device is idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    returned = time.perf_counter()
+    for _ in range(repeat - 1):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / repeat, returned - start
+
+
+def alternate(calls: dict[str, Callable[[], Any]], *, rounds: int, repeat: int, device: str) -> dict[str, dict[str, Any]]:
+    """Time the calls in alternating rounds, each in a new random order, against the first of them."""
+    order = random.Random(0)
+    names = list(calls)
+    wall: dict[str, list[float]] = {name: [] for name in names}
+    host: dict[str, list[float]] = {name: [] for name in names}
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    host_ratios: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(rounds):
+        now = [name for name in names if name not in SLOW or round_ < max(5, rounds // 4)]
+        order.shuffle(now)
+        took = {name: timed(calls[name], repeat, device) for name in now}
+        for name, (seconds, until_return) in took.items():
+            wall[name].append(seconds)
+            host[name].append(until_return)
+            ratios[name].append(seconds / took[names[0]][0])
+            host_ratios[name].append(until_return / took[names[0]][1])
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        count = len(ratios[name])
+        rows[name] = {
+            "ms": 1e3 * statistics.median(wall[name]),
+            "ratio": statistics.median(ratios[name]),
+            "low": sorted(ratios[name])[count // 4],
+            "high": sorted(ratios[name])[3 * count // 4],
+            "rounds": count,
+        }
+        if device != "cpu":  # on a CPU the host does the work itself
+            rows[name] |= {"host_ms": 1e3 * statistics.median(host[name]), "host_ratio": statistics.median(host_ratios[name])}
+        rows[name] |= facts_of(calls[name])
+    return rows
+
+
+def facts_of(call: Callable[..., Any]) -> dict[str, Any]:
+    """What a variant says about its steps: the path it took, steps it skipped."""
+    found: dict[str, Any] = getattr(getattr(call, "func", call), "facts", dict)()
+    return found
 
 
 def compare(
@@ -250,50 +426,32 @@ def compare(
     names: list[str],
     device: str = "cpu",
     variants: dict[str, Any] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Seconds a step, and the median of the ratio to plain, of each variant."""
-    order = random.Random(0)
-    opened: dict[str, tuple[Any, Step]] = {}
-    for name in names:
-        manager = (variants or VARIANTS)[name](build(), loss_fn)
-        opened[name] = (manager, manager.__enter__())
-
-    def time_steps(name: str) -> float:
-        step = opened[name][1]
-        quiet = redirect_stdout(None) if name == "DebugUnderflowOverflow" else nullcontext()
-        synchronize(device)
-        start = time.perf_counter()
-        with quiet:
-            for _ in range(steps):
-                step(batch)
-        synchronize(device)
-        return (time.perf_counter() - start) / steps
-
-    for name in names:
-        time_steps(name)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-    baseline = names[0]
-    for round_ in range(rounds):
-        now = [name for name in names if name not in SLOW or round_ < max(5, rounds // 4)]
-        order.shuffle(now)
-        took = {name: time_steps(name) for name in now}
-        for name, seconds in took.items():
-            times[name].append(seconds)
-            ratios[name].append(seconds / took[baseline])
-    for manager, _ in opened.values():
-        with suppress(StopIteration):
-            manager.__exit__(None, None, None)
-    return {
-        name: {
-            "ms": 1e3 * statistics.median(times[name]),
-            "ratio": statistics.median(ratios[name]),
-            "low": sorted(ratios[name])[len(ratios[name]) // 4],
-            "high": sorted(ratios[name])[3 * len(ratios[name]) // 4],
-            "rounds": len(ratios[name]),
-        }
-        for name in names
-    }
+    warm_up: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Seconds a step, of the host and in all, and the median of the ratios to the first variant. A variant whose package is not
+    installed is left out, with a printed reason; the row of one that fails in its first steps says so."""
+    opened: dict[str, Step] = {}
+    failed: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        for name in names:
+            with ExitStack() as own:
+                try:
+                    step = own.enter_context((variants or VARIANTS)[name](build(), loss_fn))
+                    timed(partial(step, batch), warm_up or steps, device)
+                except ModuleNotFoundError as error:
+                    print(f"{name} is not measured: {error}")
+                except Exception as error:
+                    if name == names[0]:
+                        raise
+                    failed[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                    with suppress(Exception):
+                        own.pop_all().__exit__(type(error), error, None)
+                else:
+                    opened[name] = step
+                    stack.enter_context(own.pop_all())
+        calls = {name: partial(step, batch) for name, step in opened.items()}
+        rows = alternate(calls, rounds=rounds, repeat=steps, device=device)
+    return rows | failed
 
 
 def synchronize(device: str) -> None:
@@ -301,8 +459,16 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def table(title: str, rows: dict[str, dict[str, float]]) -> str:
-    lines = [title, f"{'':28s} {'ms a step':>10s} {'ratio':>7s}   middle half of rounds"]
+def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
+    host = any("host_ms" in row for row in rows.values())
+    lines = [title, f"{'':34s} {'ms a step':>10s} {'ratio':>7s}{'   host ms   ratio' if host else ''}   middle half of rounds"]
     for name, row in rows.items():
-        lines.append(f"{name:28s} {row['ms']:10.3f} {row['ratio']:7.3f}   {row['low']:.3f}-{row['high']:.3f} ({row['rounds']})")
+        if "failed" in row:
+            lines.append(f"{name:34s} {row['failed'][:90]}")
+            continue
+        of_host = f" {row['host_ms']:9.3f} {row['host_ratio']:7.3f}" if "host_ms" in row else ""
+        spread = f"{row['low']:.3f}-{row['high']:.3f} ({row['rounds']})"
+        lines.append(f"{name:34s} {row['ms']:10.3f} {row['ratio']:7.3f}{of_host}   {spread}")
+    for name, row in rows.items():
+        lines += [f"  {name}: {key} {row[key]}" for key in ("path", "replays", "skipped healthy steps") if row.get(key)]
     return "\n".join(lines)

@@ -22,16 +22,34 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def save(name: str, device: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write the figures with the device's name and the date."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    facts = {
-        "device": device,
+def facts() -> dict[str, str]:
+    """The date and the versions that figures were measured with."""
+    return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "nanproof": nanproof.__version__,
     }
-    path.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+
+
+def add(name: str, device: str, parts: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write these parts, and keep others that were measured on the same device. Each part keeps the date and the version of torch
+    that it was measured with."""
+    path, kept = folder / f"{name}.json", {}
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if old.get("device") == device:
+        kept = {key: part for key, part in old.items() if isinstance(part, dict)}
+        for part in kept.values():
+            for key in ("date", "torch"):
+                part.setdefault(key, old[key])
+    now = facts()
+    fresh = {key: {**part, "date": now["date"], "torch": now["torch"]} for key, part in parts.items()}
+    return save(name, device, {**kept, **fresh}, folder)
+
+
+def save(name: str, device: str, results: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write the figures with the device's name and the date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"device": device, **facts(), **results}, indent=1) + "\n")
     return path
