@@ -254,7 +254,8 @@ def optimizer_part(at: Setting) -> dict[str, Any]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         guard = stack.enter_context(nanproof.Guard(model, optimizer, run_dir=folder))
         bare = stack.enter_context(nanproof.Guard(model, optimizer, max_norm=None))
-        capturing = stack.enter_context(nanproof.Guard(model, optimizer, policy=nanproof.Policy(capture=True)))
+        # An optimizer of its own: capture turns learning rates into tensors.
+        capturing = stack.enter_context(nanproof.Guard(model, adamw(), policy=nanproof.Policy(capture=True)))
         calls: dict[str, Callable[[], Any]] = {
             "plain clip + step": plain,
             "nanproof guard.step": lambda: guard.step(loss),

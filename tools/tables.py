@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tools import doctor_tables, generation_tables, latent_tables, program_tables, vlm_tables
+from tools import cost_tables, doctor_tables, generation_tables, latent_tables, program_tables, vlm_tables
 from tools.results import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -18,6 +18,7 @@ ROWS = {
     "isnan loop": "loop over `isnan(p.grad).any()`",
     "mean-and-std skip": "mean-and-std skip in the manner of OLMo-core",
     "stabilityguard": "stabilityguard 0.3.0",
+    "arc-training": "arc-training 5.2.0",
     "DebugUnderflowOverflow": "transformers' DebugUnderflowOverflow",
     "detect_anomaly": "`torch.autograd.detect_anomaly`",
 }
@@ -30,7 +31,7 @@ def load(name: str) -> dict[str, Any]:
 
 def cell(part: dict[str, Any], name: str) -> str:
     row = part["rows"].get(name)
-    return "" if row is None else f"{row['ratio']:.2f}" if row["ratio"] >= 1.1 else f"{row['ratio']:.3f}"
+    return "" if row is None or "failed" in row else f"{row['ratio']:.2f}" if row["ratio"] >= 1.1 else f"{row['ratio']:.3f}"
 
 
 def cost_table() -> str:
@@ -42,12 +43,15 @@ def cost_table() -> str:
         "| time as a ratio to the first row, in the same run | " + " | ".join(heads) + " |",
         "|---|---:|---:|---:|",
     ]
-    lines += [f"| {label} | " + " | ".join(cell(part, name) for part in columns) + " |" for name, label in ROWS.items()]
+    rows = {name: [cell(part, name) for part in columns] for name in ROWS}
+    lines += [f"| {ROWS[name]} | " + " | ".join(cells) + " |" for name, cells in rows.items() if any(cells)]
     first = [part["rows"]["plain clip + step"]["ms"] for part in columns]
+    versions = [f"torch {part.get('torch', gpu['torch'])}, {part.get('date', gpu['date'])}" for part in columns[:2]]
+    gpu_measured = " and ".join(dict.fromkeys(versions))
     lines.append("")
     lines.append(
         f"First row in milliseconds: {first[0]:.1f}, {first[1]:.1f} and {first[2]:.0f}. "
-        f"{where} with torch {gpu['torch']}, {gpu['date']}; {cpu['device']}, torch {cpu['torch']}, {cpu['date']}. "
+        f"{where} with {gpu_measured}; {cpu['device']}, torch {cpu['torch']}, {cpu['date']}. "
         "Medians of alternating rounds."
     )
     return "\n".join(lines)
@@ -478,6 +482,7 @@ BLOCKS = {
     "forecast": forecast_table,
     "observe": observe_line,
     "cost": cost_table,
+    "costs": cost_tables.costs,
     "campaign": campaign_line,
     "zoo": zoo_summary,
     "cases": zoo_cases,
