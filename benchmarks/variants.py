@@ -470,5 +470,9 @@ def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
         spread = f"{row['low']:.3f}-{row['high']:.3f} ({row['rounds']})"
         lines.append(f"{name:34s} {row['ms']:10.3f} {row['ratio']:7.3f}{of_host}   {spread}")
     for name, row in rows.items():
-        lines += [f"  {name}: {key} {row[key]}" for key in ("path", "replays", "skipped healthy steps") if row.get(key)]
+        if "path" in row:
+            replays = f"; {row['replays']} replays" if "replays" in row else ""
+            lines.append(f"  {name}: {row['path']}{replays}")
+        if row.get("skipped healthy steps"):
+            lines.append(f"  {name}: skipped {row['skipped healthy steps']} healthy steps, so its time is too low")
     return "\n".join(lines)
