@@ -13,11 +13,10 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +29,13 @@ from nanproof.recover.state._shared import mapped, part
 from nanproof.recover.state._store import Store
 
 SIGNALS = tuple(
-    number for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None
+    number
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if (number := getattr(signal, name, None)) is not None
 )
 """Schedulers and shells send these to every process of a run."""
+Layout: TypeAlias = list[tuple[int, list[tuple[str, int, torch.dtype, tuple[int, ...]]]]]
+"""Of each block of memory its size, and of each tensor in it: name, place, kind and shape."""
 _LOOK = 0.2
 """Seconds between two looks for the run's process, where the system does not report its end."""
 
@@ -76,7 +79,7 @@ def _write(
     states: dict[int, dict[str, Tensor]],
     handles: list[int],
     step: int,
-    new: Mapping[int, list[tuple[int, list[tuple[str, int, torch.dtype, tuple[int, ...]]]]]],
+    new: Mapping[int, Layout],
     gone: list[int],
     use: list[tuple[int, list[str] | None]],
     host: bytes,
@@ -88,13 +91,13 @@ def _write(
         waiting = iter(handles)
         for number, blocks in new.items():
             states[number] = {}
-            for size, tensors in blocks:
+            for size, inside in blocks:
                 block = mapped(next(waiting), size)
-                states[number].update({name: part(block, start, dtype, shape) for name, start, dtype, shape in tensors})
+                states[number].update({name: part(block, start, dtype, shape) for name, start, dtype, shape in inside})
     finally:
         for handle in handles:
             os.close(handle)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for number, names in use:
         there = states[number]
         tensors.update(there if names is None else {name: there[name] for name in names})
@@ -133,13 +136,10 @@ def _end_with(run: int) -> None:
 
     The socket does not tell: a data worker that was forked from the run may have it open too.
     """
-    seen: Any = None
+    seen, longest = select.poll(), _LOOK
     with suppress(AttributeError, OSError):
-        seen = select.poll()
         seen.register(os.pidfd_open(run), select.POLLIN)
+        longest = 10.0
     while os.getppid() == run:
-        if seen is None or not hasattr(os, "pidfd_open"):
-            time.sleep(_LOOK)
-        else:
-            seen.poll(1000)
+        seen.poll(1000 * longest)
     os._exit(1)

@@ -17,6 +17,10 @@ _HEAD = struct.Struct("<QI")
 _MOST_HANDLES = 250
 
 
+_KNOWN = (OrderedDict, torch.dtype, torch.Size, torch.device)
+"""Classes that every process has, beside the built-in ones."""
+
+
 class Odd(Exception):
     """A value that the other process may not be able to make, as its class is the user's."""
 
@@ -62,7 +66,7 @@ class _Plain(pickle.Pickler):
         if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized and not value.requires_grad:
             bare = value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
             return tensor_of, (bare.view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape))
-        if value is tensor_of or value is OrderedDict or isinstance(value, (OrderedDict, torch.dtype, torch.Size)):
+        if type(value) in _KNOWN or any(value is known for known in (tensor_of, *_KNOWN)):
             return NotImplemented
         raise Odd(type(value).__name__)
 

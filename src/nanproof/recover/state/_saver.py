@@ -1,7 +1,8 @@
 """Saver: writes checkpoints while training goes on. Trouble with the disk is a warning, never the end.
 
-A thread does what is asked for, in order. Where there can be one, it has a process write (`_writer`); else, and where that
-process is not there yet or was killed, it writes itself. With several ranks it always does: they write together, over a process group.
+A thread does what is asked for, in order. Where there can be one, it has a process write (`_writer`). Otherwise it writes
+itself, as it does when that process has not begun yet or was killed. With several ranks it always does: they write together,
+over a process group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Saver:
             weakref.finalize(self, self.writer.close)  # runs after `finish`, which is made later
         self._jobs: Jobs = queue.Queue()
         self._end: Callable[[], Any] | None = None
-        self._slow = False
+        self._slow = self._odd = False
         self.failed: set[int] = set()
         """Steps whose checkpoint could not be written."""
 
@@ -103,7 +104,9 @@ class Saver:
                 self.writer.write(self._store, snapshot)
                 return
             except Odd as what:
-                log.debug("nanproof: the checkpoint of step %d is written by a thread: %s", snapshot.step, what)
+                if not self._odd:
+                    self._odd = True
+                    log.info("nanproof: checkpoints are written by a thread: the state holds %s", what)
             except Gone as how:
                 self._lost(how)
         self._store.write(snapshot.step, snapshot.tensors(), snapshot.host, snapshot.own)

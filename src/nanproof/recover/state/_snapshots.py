@@ -12,11 +12,11 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -110,20 +110,16 @@ class Arena:
         """Whether another process can be given all of it."""
         return self.shared.keys() == self.blocks.keys()
 
-    def stretches(self, names: Collection[str]) -> Iterator[Tensor]:
+    def stretches(self, names: Set[str]) -> Iterator[Tensor]:
         """The floating-point numbers of these tensors in host memory. Neighbours of one kind are one tensor: looking at each by
         itself takes longer than a step, where a model has hundreds of small ones."""
-        begun: tuple[torch.device, torch.dtype, int] | None = None
-        end = 0
-        for name, (device, dtype, shape) in (*self.plan.items.items(), ("", (None, None, ()))):
-            asked = dtype is not None and name in names and (dtype.is_floating_point or dtype.is_complex)
-            if begun is not None and not (asked and begun[:2] == (device, dtype)):
-                yield from numbers(self.blocks[begun[0]][begun[2] : end].view(begun[1]))
-                begun = None
-            if asked:
-                start = self.starts[name]
-                begun = begun or (device, dtype, start)
-                end = start + _round_up(math.prod(shape) * dtype.itemsize)
+        kinds = groupby(self.plan.items.items(), lambda item: (item[0] in names, *item[1][:2]))
+        for (asked, device, dtype), items in kinds:
+            if asked and (dtype.is_floating_point or dtype.is_complex):
+                inside = list(items)
+                last, (_, _, shape) = inside[-1]
+                start, end = self.starts[inside[0][0]], self.starts[last] + _round_up(math.prod(shape) * dtype.itemsize)
+                yield from numbers(self.blocks[device][start:end].view(dtype))
 
 
 @dataclass(frozen=True)
@@ -227,7 +223,7 @@ class Snapshots:
         self._staged = None
         self._frozen.clear()
 
-    def _is_finite(self, snapshot: Snapshot, asked: Collection[str]) -> bool:
+    def _is_finite(self, snapshot: Snapshot, asked: Set[str]) -> bool:
         """Whether weights, moments and buffers are finite, from the copy: it lies in one piece."""
         bad = self._state.bad_buffers()
         if bad is not None and bool(bad):

@@ -1,11 +1,11 @@
 """Writer: has checkpoints written by a process of their own, so that training never waits for Python's lock.
 
-torch plans and pickles a checkpoint in Python. In a thread that takes a model of hundreds of small tensors the time of ten to
-forty steps, as the thread and training take turns. Here the thread only sends a few kilobytes and waits; the tensors lie in memory that both
-processes have.
+torch plans and pickles a checkpoint in Python. In a thread, that takes a model of hundreds of small tensors the time of ten to
+forty steps, as the thread and training take turns. Here the thread only sends a few kilobytes and waits. The tensors lie in
+memory that both processes have.
 
-The process is started with nothing of the user's: no `__main__`, no inherited files, no GPU. It may be killed at any moment. Where
-there can be none, `ready` is False, and the thread writes.
+The process is started with nothing of the user's: no `__main__`, no inherited files, no GPU. It may be killed at any moment.
+Where there can be none, `ready` is False, and the thread writes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ import torch
 
 import nanproof
 from nanproof.core.support._files import reason
-from nanproof.recover.state._apart import SIGNALS, identity
+from nanproof.recover.state._apart import SIGNALS, Layout, identity
 from nanproof.recover.state._pipe import Odd, plain_bytes, receive, send
 from nanproof.recover.state._snapshots import Arena, Snapshot
 from nanproof.recover.state._store import NotWritten, Store
@@ -108,49 +109,61 @@ class Writer:
         self._sent: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
         """Those of them that are still in use."""
         self._twins: list[Arena] = []
+        self._starting = threading.Lock()
+        """Training starts it ahead of time; the thread that writes, after it was killed."""
         self._owner = os.getpid()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if there is one."""
+        return None if self._process is None else self._process.pid
 
     # -- beginning and end -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the process, unless it is there. Returns at once; it needs seconds to import torch."""
-        if self._process is not None or self._deaths >= _DEATHS:
-            return
-        mine, others = socket.socketpair()
-        try:
-            self._process = launch(others, self._folder, self._keep)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            mine.close()
-            self._give_up(reason(error))
-            return
-        finally:
-            others.close()
-        self._channel, self._began, self._answered = mine, time.monotonic(), False
+        with self._starting:
+            if self._process is not None or self._deaths >= _DEATHS:
+                return
+            mine, others = socket.socketpair()
+            try:
+                self._process = launch(others, self._folder, self._keep)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                mine.close()
+                self._give_up(reason(error))
+                return
+            finally:
+                others.close()
+            self._channel, self._began, self._answered = mine, time.monotonic(), False
 
     def ready(self, hurry: Callable[[], bool]) -> bool:
         """Wait until the process can write. False where there is none, or somebody cannot wait for it to begin."""
-        self.start()
-        if self._process is None or self._channel is None:
+        if self._answered:
+            return True
+        if self._process is None and hurry():
             return False
-        while not self._answered:
-            if select.select([self._channel], [], [], 0.02)[0]:
-                try:
-                    (_, other), _ = receive(self._channel)
-                    trouble = "" if other == identity() else f"another version was found: {other}"
-                except (EOFError, OSError):
-                    trouble = f"it {self._stop()} as it began"
-                if trouble:
-                    self._stop()
-                    self._give_up(trouble)
-                    return False
-                self._answered = True
-            elif time.monotonic() - self._began > _LONGEST_START:
+        self.start()
+        if self._channel is None:
+            return False
+        heard = select.poll()
+        heard.register(self._channel, select.POLLIN)
+        while not heard.poll(20):
+            if hurry():
+                return False
+            if time.monotonic() - self._began > _LONGEST_START:
                 self._stop()
                 self._give_up("it does not begin")
                 return False
-            elif hurry():
-                return False
-        return True
+        try:
+            (_, other), _ = receive(self._channel)
+            trouble = "" if other == identity() else f"it found another nanproof or torch: {other}"
+        except (EOFError, OSError):
+            trouble = f"it {self._stop()} as it began"
+        if trouble:
+            self._stop()
+            self._give_up(trouble)
+        self._answered = not trouble
+        return self._answered
 
     def close(self) -> None:
         """End the process. One that is still beginning, or idle, has nothing to lose."""
@@ -162,8 +175,10 @@ class Writer:
 
     def _stop(self) -> str:
         """Make sure that the process is gone. Returns how it ended."""
-        process, self._process = self._process, None
-        channel, self._channel = self._channel, None
+        with self._starting:
+            process, self._process = self._process, None
+            channel, self._channel = self._channel, None
+            self._answered = False
         self._there.clear()
         if channel is not None:
             channel.close()
@@ -236,9 +251,8 @@ class Writer:
             raise NotWritten(trouble)
 
 
-def _layout(arena: Arena) -> list[tuple[int, list[tuple[str, int, torch.dtype, tuple[int, ...]]]]]:
-    """For each block: its size, and where in it each tensor is."""
-    found: dict[torch.device, list[tuple[str, int, torch.dtype, tuple[int, ...]]]] = {device: [] for device in arena.shared}
+def _layout(arena: Arena) -> Layout:
+    found: dict[torch.device, Layout] = {device: [(block.size, [])] for device, block in arena.shared.items()}
     for name, (device, dtype, shape) in arena.plan.items.items():
-        found[device].append((name, arena.starts[name], dtype, shape))
-    return [(block.size, found[device]) for device, block in arena.shared.items()]
+        found[device][0][1].append((name, arena.starts[name], dtype, shape))
+    return [block for blocks in found.values() for block in blocks]
