@@ -174,7 +174,8 @@ class Snapshots:
     def take(self, step: int, host: dict[str, Any]) -> Snapshot | None:
         """Copy the state as it is now. None, with a warning, where there is not enough memory."""
         live = self._state.tensors()
-        sharded = {name: t for name, t in live.items() if is_dtensor(t)}
+        kinds = set(map(type, live.values())) - {Tensor, torch.nn.Parameter}
+        sharded = {name: t for name, t in live.items() if is_dtensor(t)} if kinds else {}
         parts = {name: local(t) for name, t in live.items()} if sharded else live
         frozen = self._keep_frozen(parts)
         moving = {name: t for name, t in parts.items() if name not in frozen} if frozen else parts
@@ -185,7 +186,8 @@ class Snapshots:
         copies = {**arena.views, **{name: place.views[name] for name, place in frozen.items()}}
         snapshot = Snapshot(step, arena, frozen, copies, sharded, host, bool, frozenset(buffers))
         asked = parts.keys() - buffers - {"guard.stats"}
-        on_host = not self._ranks.together and all(t.device.type == "cpu" for t in parts.values())
+        places = {device.type for place in (arena, *frozen.values()) for device in place.plan.sizes}
+        on_host = not self._ranks.together and places <= {"cpu"}
         if not on_host:
             snapshot.finite = self._look([number for name in parts if name in asked for number in numbers(parts[name])])
         self._copy(snapshot, moving)
