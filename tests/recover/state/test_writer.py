@@ -93,6 +93,25 @@ def test_the_bytes_are_those_of_a_save_that_training_waits_for(tmp_path):
     )
 
 
+def test_a_copy_on_a_device_goes_through_memory_that_is_shared(tmp_path):
+    """Stood in for by memory that the other process cannot read: it gets a twin of it, the same one each time."""
+    run(
+        tmp_path,
+        """
+        guard, saver, writer = guarded(folder / "a")
+        guard.parts.recovery.snapshots._shared = False
+        train(guard, guard.wrap(loader()), 50)
+        saver.wait()
+        assert len(writer._twins) == 1 and len(writer._there) == 1
+        assert not warnings() and not any("thread" in line for line in told.lines), told.lines
+        plain, _, _ = guarded(folder / "b", wait=False, background=False)
+        train(plain, plain.wrap(loader()), 50)
+        for one in (folder / "a").glob("step-*"):
+            assert (one / "__0_0.distcp").read_bytes() == (folder / "b" / one.name / "__0_0.distcp").read_bytes()
+        """,
+    )
+
+
 def test_frozen_weights_and_other_kinds_of_numbers_are_the_same_too(tmp_path):
     """Most of the model is frozen, and copied once; one frozen weight is written later on. Half precision and integers."""
     run(

@@ -227,7 +227,8 @@ class Writer:
         """The same memory where the other process can read it: a copy, of what is kept on a device."""
         if arena.is_shared:
             return arena
-        twin = next((twin for twin in self._twins if twin.plan == arena.plan), None) or Arena(arena.plan, False, True, pinned=False)
+        known = next((twin for twin in self._twins if twin.plan == arena.plan), None)
+        twin = known or Arena(arena.plan, False, shared=True, pinned=False)
         if not twin.is_shared:
             raise Odd("memory that cannot be shared")
         for device, block in arena.blocks.items():
