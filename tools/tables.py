@@ -325,7 +325,8 @@ def recovery_table() -> str:
     notes = []
     for name, where in (("recovery_gpu", "271 M Llama, batch 8 x 1024"), ("recovery_cpu", "7 M Llama, batch 8 x 128")):
         data = load(name)
-        for row, found in data["rows"].items():
+        small = {f"model of {row}": found for row, found in data.get("small", {}).items()}
+        for row, found in {**data["rows"], **small}.items():
             steps = found["extra steps"]
             shares = " | ".join(f"{100 * steps / every:.2g} %" for every in (50, 100, 500, 1000))
             lines.append(f"| {data['device']}: {row} | {found['extra ms']:.0f} ms, {steps:.2g} steps | {shares} |")
@@ -349,12 +350,14 @@ def kills_table() -> str:
         resumed = f"{part['resumed_good']} of {part['resumes']}" if part["resumes"] else "-"
         ends = f"{part['identical']} of {part['ends']}" if part["ends"] else "-"
         lines.append(f"| {name} | {part['trials']} | {resumed} | {ends} | {part['lost']} | {part['bad_loads']} |")
-    inside = sum(count for what, count in data["parts"]["killed"]["details"].items() if what.startswith("inside"))
+    details = data["parts"]["killed"]["details"]
+    inside, writer = (sum(n for what, n in details.items() if what.startswith(how)) for how in ("inside", "only the writer"))
+    apart = f"{writer} more times only the process that writes was killed, and the run went on; " if writer else ""
     lines += [
         "",
         f"`make campaign`, {data['seconds']} s. SIGKILL at random moments and, {inside} times, inside an operation (resuming, "
-        "saving, promoting, rotating, deleting, going back); files cut, emptied, exchanged, with a flipped bit; a full tmpfs, a "
-        "file-size limit, a folder that vanishes. The end is compared with an undisturbed run over the same data. "
+        f"saving, promoting, rotating, deleting, going back); {apart}files cut, emptied, exchanged, with a flipped bit; a full "
+        "tmpfs, a file-size limit, a folder that vanishes. The end is compared with an undisturbed run over the same data. "
         f"torch {data['torch']}, {data['date']}.",
     ]
     return "\n".join(lines)
