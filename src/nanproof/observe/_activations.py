@@ -13,14 +13,13 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanproof.core.judge._parameters import has_compiled
 from nanproof.core.support._context import rehearsal
 from nanproof.core.support._hooks import OwnHook
 from nanproof.observe._kernels import make_table
@@ -84,7 +83,8 @@ class Observer:
         """Compiled code takes looks for writes to this, so it keeps them, and their order."""
         self._number = next(_numbers)
         _observers[self._number] = self
-        _compile_again(model)
+        self._forwards = _OwnForward(chosen.values())
+        self._forwards.ensure()
         self._hooks = [m.register_forward_hook(_Hook(self, m, row)) for row, m in enumerate(chosen.values())]
 
     @property
@@ -99,6 +99,7 @@ class Observer:
 
     def begin(self, full: bool) -> None:
         """A step begins. What was looked at since the last one belongs to no step."""
+        self._forwards.ensure()
         self._table.clear()
         self._table.full = full
 
@@ -110,6 +111,7 @@ class Observer:
         self.on = False
         for hook in self._hooks:
             hook.remove()
+        self._forwards.remove()
         with suppress(Exception):  # on a device that has failed
             self._table.clear()  # outputs that wait hold the graph of their step
 
@@ -221,11 +223,30 @@ def first_tensor(output: Any) -> Tensor | None:
     return None
 
 
-def _compile_again(model: nn.Module) -> None:
-    """Drop what torch has compiled so far if this model is among it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not has_compiled(model):
-        return
-    if dynamo.convert_frame.output_codes.seen:
-        log.info("nanproof: the model was compiled before it was to be observed; it is compiled again at its next call")
-        dynamo.reset()
+class _OwnForward:
+    """Makes torch compile the code of some modules for themselves.
+
+    Dynamo shares compiled code between all instances of a class, and by default does not check whether they have hooks
+    (`skip_nnmodule_hook_guards`). Code of an instance without hooks, compiled before or after the guard was made, would then run
+    in the place of ours. It does check that nobody has put a `forward` of its own on an instance: so each module gets one, which
+    is its class's. A copy of the module gets its own.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules: list[nn.Module] = list(modules)
+        self._put: list[tuple[nn.Module, Any]] = []
+
+    def ensure(self) -> None:
+        """Once torch's compiler is loaded; nothing that runs eagerly is touched."""
+        if self._modules and "torch._dynamo" in sys.modules:
+            for module in self._modules:
+                if "forward" not in vars(module):  # else torch compares that one
+                    vars(module)["forward"] = forward = module.forward
+                    self._put.append((module, forward))
+            self._modules = []
+
+    def remove(self) -> None:
+        for module, forward in self._put:
+            if vars(module).get("forward") is forward:
+                del vars(module)["forward"]
+        self._modules, self._put = [], []
