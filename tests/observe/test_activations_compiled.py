@@ -161,12 +161,18 @@ def test_several_forwards_and_one_backward():
         check(record.observed, *expected, tolerance=1e-4)
 
 
-def test_light_looks_see_less_without_compiling_again():
+def test_full_and_light_looks_are_two_graphs_and_never_more():
     model = torch.compile(built(), **HOW)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, every=2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with nanproof.Guard(model, optimizer, loss_fn=loss, observe=Observe(modules="*", every=2)) as guard:
+        for [batch] in STEPS[:2]:
+            guard.train_step(batch)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for [batch] in STEPS + STEPS:
+                guard.train_step(batch)
+    assert len(guard.history) == 8 and not guard.incidents
     for i, record in enumerate(guard.history):
-        assert record.observed is not None
+        assert record.observed is not None and set(record.observed.by_site) == set(SITES)
         assert bool(record.observed.outputs) == bool(record.observed.gradients) == (i % 2 == 0)
 
 

@@ -1,51 +1,58 @@
 """Observer: hooks on chosen modules that look at each output, and at its gradient, without waiting for the device.
 
 - Activation checkpointing runs a forward again inside backward: that one is not looked at, so everything is counted once.
-- `torch.compile`: the hooks trace into one opaque operation a site, without a graph break. Hooks added to a model that was
-  compiled already are ignored by torch without a word; then the compiled code is dropped, and compiled again with them.
+- `torch.compile`: the hooks become part of the graph, without a graph break. There are two graphs. That of light looks has a
+  reduction for each output, which the compiler fuses with what made it. That of full looks has one opaque operation for each.
+- Torch does not notice hooks on a model whose code it has compiled already, for this instance or another one: `_OwnForward`.
 - Replays, which the guard runs to find out what went wrong, are not looked at.
 - Looking is never the reason a run dies: what goes wrong in it ends it, with a warning.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanproof._records import ABSENT
+from nanproof.core._telemetry import Courier
 from nanproof.core.support._context import rehearsal
 from nanproof.core.support._hooks import OwnHook
 from nanproof.observe._kernels import make_table
 from nanproof.observe._settings import Observe
 from nanproof.observe._sites import choose
-from nanproof.observe._tables import Rows
+from nanproof.observe._tables import Seen, largest
 
 log = logging.getLogger("nanproof")
 
-_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_interpreters = torch._C._functorch.peek_interpreter_stack
+_backward = torch._C._current_graph_task_id
+"""-1 where no backward is under way in this thread."""
+_places: dict[int, tuple[weakref.ref[Observer], int]] = {}
+"""By the address of a ticket: whose it is, and of which row."""
 
 
-def _look(x: Tensor, mark: Tensor, number: int, row: int) -> None:
-    observer = _observers.get(number)
+def _look(x: Tensor, ticket: Tensor) -> None:
+    observer, row = _places.get(ticket.data_ptr(), (None, 0))
+    observer = None if observer is None else observer()
     if observer is not None:
         observer.compiled(x, row)
 
 
 _library = torch.library.Library("nanproof", "FRAGMENT")
-_library.define("look(Tensor x, Tensor(a!) mark, int number, int row) -> ()")
-_library.impl("look", _look, "CompositeExplicitAutograd")
-torch.library.register_fake("nanproof::look", lambda x, mark, number, row: None, lib=_library)
-_library.define("look_back(Tensor(a!) gradient, int number, int row) -> ()")
-_library.impl("look_back", lambda gradient, number, row: _look(gradient, gradient, number, row), "CompositeExplicitAutograd")
-torch.library.register_fake("nanproof::look_back", lambda gradient, number, row: None, lib=_library)
+_library.define("look(Tensor x, Tensor(a!) mark, Tensor ticket) -> ()")
+_library.impl("look", lambda x, mark, ticket: _look(x, ticket), "CompositeExplicitAutograd")
+torch.library.register_fake("nanproof::look", lambda x, mark, ticket: None, lib=_library)
+_library.define("look_back(Tensor(a!) gradient, Tensor ticket) -> ()")
+_library.impl("look_back", _look, "CompositeExplicitAutograd")
+torch.library.register_fake("nanproof::look_back", lambda gradient, ticket: None, lib=_library)
 
 
 class _Through(torch.autograd.Function):
@@ -57,84 +64,99 @@ class _Through(torch.autograd.Function):
     refuses that."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int, row: int) -> Tensor:
-        ctx.number, ctx.row = number, row
+    def forward(ctx: Any, x: Tensor, ticket: Tensor) -> Tensor:
+        ctx.save_for_backward(ticket)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone()  # what comes from outside of the graph may not be written
-        torch.ops.nanproof.look_back(gradient, ctx.number, ctx.row)
-        return gradient, None, None
+        torch.ops.nanproof.look_back(gradient, *ctx.saved_tensors)
+        return gradient, None
 
 
 class Observer:
-    """Looks at the outputs of some modules of a model. `rows` has two for each site: first all outputs, then all gradients."""
+    """Looks at the outputs of some modules of a model. Tables have two rows for each site: first all outputs, then all
+    gradients."""
 
     def __init__(self, model: nn.Module, settings: Observe, device: torch.device) -> None:
         chosen = choose(model, settings.modules)
         self.sites = tuple(chosen)
         self.gradients = settings.gradients
         self.on = True
+        self.full = False
+        """Whether this step's looks are full ones."""
         self._left_out: set[int] = set()
         """Rows whose tensors cannot be looked at: nested ones, say."""
         self._table = make_table(2 * len(self.sites), device)
-        self._mark = torch.zeros((), device=device)
-        """Compiled code takes looks for writes to this, so it keeps them, and their order."""
-        self._number = next(_numbers)
-        _observers[self._number] = self
+        self._compiled = CompiledLooks(self, len(self.sites), device)
+        self._eager = bytearray(len(self.sites))
+        """By site, whether eager code has called it in this step."""
         self._forwards = _OwnForward(chosen.values())
         self._forwards.ensure()
-        self._hooks = [m.register_forward_hook(_Hook(self, m, row)) for row, m in enumerate(chosen.values())]
+        sites = zip(chosen.values(), self._compiled.sites, strict=True)
+        self._hooks = [m.register_forward_hook(_Hook(self, m, row, site)) for row, (m, site) in enumerate(sites)]
 
     @property
-    def dtypes(self) -> dict[int, torch.dtype]:
-        """By row, of what was seen last."""
+    def dtypes(self) -> list[torch.dtype | None]:
+        """Of what was seen last: by site of outputs, then of gradients."""
         return self._table.dtypes
-
-    @property
-    def full(self) -> bool:
-        """Whether this step's looks are full ones."""
-        return self._table.full
 
     def begin(self, full: bool) -> None:
         """A step begins. What was looked at since the last one belongs to no step."""
-        self._forwards.ensure()
         self._table.clear()
-        self._table.full = full
+        self._table.full = self.full = full
+        if self._forwards.ensure():
+            self._compiled.clear()
 
-    def send(self) -> Callable[[], Rows]:
+    def send(self) -> Callable[[], Seen]:
         """What was seen since the step began is on its way to the host: call this later to read it."""
-        return self._table.send()
+        eager, self._eager = self._eager, bytearray(len(self.sites))
+        table = self._table.send()
+        if 0 not in eager or not self._forwards.ensure():
+            return table
+        compiled = self._compiled.send()
+
+        def read() -> Seen:
+            seen, count = table(), len(self.sites)
+            seen.absmax[:count] = map(largest, seen.absmax, compiled())
+            return seen
+
+        return read
 
     def close(self) -> None:
         self.on = False
         for hook in self._hooks:
             hook.remove()
         self._forwards.remove()
+        self._compiled.close()
         with suppress(Exception):  # on a device that has failed
             self._table.clear()  # outputs that wait hold the graph of their step
 
     def output(self, x: Tensor, row: int) -> None:
         """The output of a module in eager code."""
-        if rehearsal or transformed() or x.is_inference():
+        if rehearsal or _interpreters() is not None or x.is_inference():
             return
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint runs its forward again
-            self._look(x, row)
-        if self._table.full and self.gradients and x.grad_fn is not None:
+        self._eager[row] = 1
+        if _backward() == -1 and row not in self._left_out:  # else a checkpoint runs its forward again
+            try:
+                self._table.look(x, row)
+            except Exception as error:
+                self._leave_out(row, error)
+        if self.full and self.gradients and x.grad_fn is not None:
             # Also while a checkpoint runs its forward again: if that is what backward goes through, it is the one that fires.
             x.grad_fn.register_prehook(_Gradient(self, row + len(self.sites), x.output_nr))
 
     def gradient(self, gradient: Tensor, row: int) -> None:
         """The gradient of an output."""
-        if self.on and self._table.full and not rehearsal:
+        if self.on and self.full and not rehearsal:
             self._look(gradient, row)
 
     def compiled(self, x: Tensor, row: int) -> None:
         """An output or a gradient, while compiled code runs."""
         if row >= len(self.sites):
             self.gradient(x, row)
-        elif self.on and not rehearsal and torch._C._current_graph_task_id() == -1:
+        elif self.on and not rehearsal and _backward() == -1:
             self._look(x, row)
         self._table.flush()  # compiled code may use the same memory for something else, without a word
 
@@ -144,18 +166,73 @@ class Observer:
         try:
             self._table.look(x, row)
         except Exception as error:
-            self._left_out.add(row)
-            log.debug("nanproof: observing failed", exc_info=True)
-            site, what = self.sites[row % len(self.sites)], type(error).__name__
-            log.warning("nanproof: %s is not observed any more: %s: %s", site, what, str(error).partition("\n")[0])
+            self._leave_out(row, error)
 
-    def compiled_output(self, x: Tensor, row: int, differentiable: bool) -> Tensor:
-        """The same, while torch compiles the code."""
-        torch.ops.nanproof.look(x.detach(), self._mark, self._number, row)
-        if differentiable and self.gradients and x.requires_grad:
-            through: Tensor = _Through.apply(x, self._number, row + len(self.sites))
+    def _leave_out(self, row: int, error: Exception) -> None:
+        self._left_out.add(row)
+        log.debug("nanproof: observing failed", exc_info=error)
+        site, what = self.sites[row % len(self.sites)], type(error).__name__
+        log.warning("nanproof: %s is not observed any more: %s: %s", site, what, str(error).partition("\n")[0])
+
+    def compiled_output(self, x: Tensor, site: CompiledSite, differentiable: bool) -> Tensor:
+        """The same, while torch compiles the code. No number that differs between sites is in it: torch would compile it for each
+        of the blocks of a model that are compiled one by one, and gives up after eight."""
+        if not self.full and type(x) is Tensor and x.dtype in IN_GRAPH and x.device == site.top.device and x.numel():
+            with torch.no_grad():
+                site.top.copy_(torch.maximum(site.top, x.detach().abs().amax().to(site.top.dtype)))
+            return x
+        torch.ops.nanproof.look(x.detach(), site.mark, site.ticket)
+        if self.full and differentiable and self.gradients and x.requires_grad:
+            through: Tensor = _Through.apply(x, site.ticket_back)
             return through
         return x
+
+
+IN_GRAPH = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(slots=True, frozen=True)
+class CompiledSite:
+    """The tensors of one site that compiled code gets. They stay where they are, and are the site's only difference to others."""
+
+    top: Tensor
+    """The largest absolute value in this step: light looks write it."""
+    mark: Tensor
+    """An operation that looks says that it writes this, so the compiler keeps it, and its place."""
+    ticket: Tensor
+    """Tells that operation which site it is, by its address. Nobody reads or writes it."""
+    ticket_back: Tensor
+
+
+class CompiledLooks:
+    """What compiled code writes to."""
+
+    def __init__(self, observer: Observer, count: int, device: torch.device) -> None:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        absent, mark = torch.full((), ABSENT, dtype=wide, device=device), torch.zeros((), device=device)
+
+        def ticket() -> Tensor:
+            return torch.empty((), device=device)
+
+        self.sites = [CompiledSite(absent.clone(), mark, ticket(), ticket()) for _ in range(count)]
+        self._tops, self._absent = [site.top for site in self.sites], [absent] * count
+        self._courier = Courier(device)
+        whose = weakref.ref(observer)
+        tickets = [site.ticket for site in self.sites] + [site.ticket_back for site in self.sites]
+        self._places = {ticket.data_ptr(): (whose, row) for row, ticket in enumerate(tickets)}
+        _places.update(self._places)
+
+    def clear(self) -> None:
+        if self._tops:
+            torch._foreach_copy_(self._tops, self._absent)
+
+    def send(self) -> Callable[[], list[float]]:
+        return self._courier.send(torch.stack(self._tops))
+
+    def close(self) -> None:
+        for address, place in self._places.items():
+            if _places.get(address) is place:
+                del _places[address]
 
 
 class _Gradient:
@@ -175,8 +252,8 @@ class _Gradient:
 class _Hook(OwnHook):
     """A forward hook."""
 
-    def __init__(self, observer: Observer, module: nn.Module, row: int) -> None:
-        self._observer, self._module, self._row = observer, module, row
+    def __init__(self, observer: Observer, module: nn.Module, row: int, site: CompiledSite) -> None:
+        self._observer, self._module, self._row, self._site = observer, module, row, site
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         # A forward in evaluation is none of a step's business. A checkpoint's first one runs without gradients, but in training.
@@ -196,7 +273,7 @@ class _Hook(OwnHook):
             return None
         plain = isinstance(output, Tensor)
         can_be_exchanged = plain or (type(output) is tuple and any(part is x for part in output))
-        y = self._observer.compiled_output(x, self._row, can_be_exchanged)
+        y = self._observer.compiled_output(x, self._site, can_be_exchanged)
         if y is x:
             return None
         return y if plain else tuple(y if part is x else part for part in output)
@@ -204,7 +281,7 @@ class _Hook(OwnHook):
 
 def transformed() -> bool:
     """Inside of torch.func's vmap or grad: what is there has no values of its own, and is gone when they end."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _interpreters() is not None
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -236,14 +313,17 @@ class _OwnForward:
         self._modules: list[nn.Module] = list(modules)
         self._put: list[tuple[nn.Module, Any]] = []
 
-    def ensure(self) -> None:
-        """Once torch's compiler is loaded; nothing that runs eagerly is touched."""
-        if self._modules and "torch._dynamo" in sys.modules:
+    def ensure(self) -> bool:
+        """Once torch's compiler is loaded; nothing that runs eagerly is touched. Returns whether it is."""
+        if "torch._dynamo" not in sys.modules:
+            return False
+        if self._modules:
             for module in self._modules:
                 if "forward" not in vars(module):  # else torch compares that one
                     vars(module)["forward"] = forward = module.forward
                     self._put.append((module, forward))
             self._modules = []
+        return True
 
     def remove(self) -> None:
         for module, forward in self._put:
