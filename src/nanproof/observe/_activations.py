@@ -177,9 +177,9 @@ class Observer:
     def compiled_output(self, x: Tensor, site: CompiledSite, differentiable: bool) -> Tensor:
         """The same, while torch compiles the code. No number that differs between sites is in it: torch would compile it for each
         of the blocks of a model that are compiled one by one, and gives up after eight."""
-        if not self.full and type(x) is Tensor and x.dtype in IN_GRAPH and x.device == site.top.device and x.numel():
-            with torch.no_grad():
-                site.top.copy_(torch.maximum(site.top, x.detach().abs().amax().to(site.top.dtype)))
+        if not self.full and type(x) is Tensor and x.dtype in site.tops and x.device == site.mark.device and x.numel():
+            top = site.tops[x.dtype]
+            top.copy_(torch.maximum(top, x.detach().abs().amax()))
             return x
         torch.ops.nanproof.look(x.detach(), site.mark, site.ticket)
         if self.full and differentiable and self.gradients and x.requires_grad:
@@ -188,15 +188,17 @@ class Observer:
         return x
 
 
-IN_GRAPH = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+IN_GRAPH = (torch.float32, torch.bfloat16, torch.float16)
+"""Outputs of other dtypes are looked at by the operation, in light looks too."""
 
 
 @dataclass(slots=True, frozen=True)
 class CompiledSite:
     """The tensors of one site that compiled code gets. They stay where they are, and are the site's only difference to others."""
 
-    top: Tensor
-    """The largest absolute value in this step: light looks write it."""
+    tops: dict[torch.dtype, Tensor]
+    """The largest absolute value in this step: light looks write it. Of the output's dtype: the compiler computes in float32, and
+    only what it writes is rounded as the output is, to Inf perhaps."""
     mark: Tensor
     """An operation that looks says that it writes this, so the compiler keeps it, and its place."""
     ticket: Tensor
@@ -208,14 +210,17 @@ class CompiledLooks:
     """What compiled code writes to."""
 
     def __init__(self, observer: Observer, count: int, device: torch.device) -> None:
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        absent, mark = torch.full((), ABSENT, dtype=wide, device=device), torch.zeros((), device=device)
+        # With one dimension: scalar tensors on a CPU are turned into Python numbers by some passes, and writes to them are lost.
+        def tensor(dtype: torch.dtype) -> Tensor:
+            return torch.full((1,), ABSENT, dtype=dtype, device=device)
 
-        def ticket() -> Tensor:
-            return torch.empty((), device=device)
-
-        self.sites = [CompiledSite(absent.clone(), mark, ticket(), ticket()) for _ in range(count)]
-        self._tops, self._absent = [site.top for site in self.sites], [absent] * count
+        mark = tensor(torch.float32)
+        self.sites = [
+            CompiledSite({dtype: tensor(dtype) for dtype in IN_GRAPH}, mark, tensor(torch.float32), tensor(torch.float32))
+            for _ in range(count)
+        ]
+        self._tops = [[site.tops[dtype] for site in self.sites] for dtype in IN_GRAPH]
+        self._absent = [[tensor(dtype)] * count for dtype in IN_GRAPH]
         self._courier = Courier(device)
         whose = weakref.ref(observer)
         tickets = [site.ticket for site in self.sites] + [site.ticket_back for site in self.sites]
@@ -223,11 +228,12 @@ class CompiledLooks:
         _places.update(self._places)
 
     def clear(self) -> None:
-        if self._tops:
-            torch._foreach_copy_(self._tops, self._absent)
+        for tops, absent in zip(self._tops, self._absent, strict=True):
+            if tops:
+                torch._foreach_copy_(tops, absent)
 
     def send(self) -> Callable[[], list[float]]:
-        return self._courier.send(torch.stack(self._tops))
+        return self._courier.send(torch.stack([torch.cat(tops).float() for tops in self._tops]).amax(0))
 
     def close(self) -> None:
         for address, place in self._places.items():
