@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from torch import Tensor
 from nanproof._records import ABSENT
 from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import fills_its_memory, local
-from nanproof.observe._tables import NEAR, PlainTable, Rows, Table, add
+from nanproof.observe._tables import NEAR, PlainTable, Seen, Table
 
 try:
     import triton
@@ -40,7 +43,7 @@ log = logging.getLogger("nanproof")
 TOGETHER = 64
 """Tensors in one launch."""
 KEPT = 8
-"""Tables of addresses on the device."""
+"""Plans, and tables of addresses of each."""
 HELD = 128
 """Outputs that wait hold at most this part of the device's memory."""
 PROGRAMS = 256
@@ -179,6 +182,22 @@ if triton is not None:
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+class _Plan:
+    """Who reads what in a light look: the same for the same outputs, wherever they are."""
+
+    def __init__(self, rows: Sequence[int], sizes: tuple[int, ...], kinds: tuple[int, ...]) -> None:
+        words = [size >> (kind > 0) for size, kind in zip(sizes, kinds, strict=True)]
+        starts = [0, *accumulate(max(1, -(-count // CHUNK)) for count in words)]
+        filler = [0] * (TOGETHER - len(rows))
+        places = [4 * row + kind for row, kind in zip(rows, kinds, strict=True)]
+        self.chunks = starts.pop()
+        self.rows = (*rows, *kinds)
+        self.numbers = [*sizes, *filler, *places, *filler, *starts, *[self.chunks] * len(filler)]
+        self.aligned = not any(count % 4 for count in words)
+        self.on_device: dict[tuple[int, ...], Tensor] = {}
+        """By the addresses of the tensors. They are often the same, step by step."""
+
+
 class TritonTable:
     """The table on a CUDA device. What the kernels cannot take (float64, another device) goes to a plain one."""
 
@@ -187,6 +206,7 @@ class TritonTable:
         self._table = torch.zeros(rows, PROGRAMS, WIDTH, device=device)
         self._tops = torch.full((rows,), ABSENT, device=device)
         """Of light looks. Its bits as an integer are below those of all positive numbers."""
+        self._tops_as_bits = self._tops.view(torch.int32)
         self._mode = torch.zeros(1, dtype=torch.int32, device=device)
         self.dtypes: list[torch.dtype | None] = [None] * rows
         self._full = False
@@ -196,16 +216,15 @@ class TritonTable:
         self._courier = Courier(device)
         self._plain = PlainTable(rows, device)
         self._used_plain = False
-        self._waiting: list[Tensor] = []
+        self._waiting: list[tuple[Tensor, int, int]] = []
         """Tensors that have not been looked at yet, their rows, and how often they had been written."""
-        self._waiting_rows: list[int] = []
-        self._versions: list[int] = []
         self._bytes = 0
         self._outputs = rows // 2
         self._last = self._latest = -1
         """The last output of the step before, and of this step. It ends a forward: what waits through backward keeps memory."""
-        self._on_device: dict[tuple[int, ...], Tensor] = {}
-        """Addresses, sizes and rows of the last light looks. They are often the same, step by step."""
+        self._plans: dict[Any, _Plan] = {}
+        """By rows, sizes and dtypes."""
+        self._dtypes_of: tuple[int, ...] = ()
         self._dense: dict[tuple[Any, Any], bool] = {}
         self._most = torch.cuda.get_device_properties(device).total_memory // HELD
         self._written: set[int] = set()
@@ -222,9 +241,7 @@ class TritonTable:
             self._mode.fill_(int(full))
 
     def look(self, x: Tensor, row: int) -> None:
-        self._waiting.append(x)
-        self._waiting_rows.append(row)
-        self._versions.append(x._version)
+        self._waiting.append((x, row, x._version))
         self._bytes += x.nbytes
         if row < self._outputs:
             self._latest = row
@@ -233,46 +250,55 @@ class TritonTable:
 
     def flush(self) -> None:
         """Look at everything that waits."""
-        tensors, rows, versions = self._waiting, self._waiting_rows, self._versions
-        if not tensors:
+        if not self._waiting:
             return
-        self._waiting, self._waiting_rows, self._versions, self._bytes = [], [], [], 0
-        whole = [self._readable(*look) for look in zip(tensors, rows, versions, strict=True)]
-        kept = [x for x in whole if x is not None]
-        if len(kept) < len(rows):
-            rows = [row for row, x in zip(rows, whole, strict=True) if x is not None]
-        if not kept:
-            return
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        tensors: Sequence[Tensor]
+        rows: Sequence[int]
+        tensors, rows, versions = zip(*waiting, strict=True)
+        ordinary = (
+            set(map(type, tensors)) == {Tensor}
+            and {x.layout for x in tensors} == {torch.strided}
+            and {x.device for x in tensors} == {self._device}
+            and versions == tuple([x._version for x in tensors])
+        )
+        kinds = tuple([_KINDS.get(x.dtype, -1) for x in tensors]) if ordinary else (-1,)
+        sizes = tuple([x.numel() for x in tensors]) if ordinary else ()
+        if -1 in kinds or 0 in sizes:
+            kept = [(x, row) for look in waiting if (x := self._readable(*look)) is not None for row in [look[1]]]
+            if not kept:
+                return
+            tensors, rows = zip(*kept, strict=True)
+            kinds, sizes = tuple([_KINDS[x.dtype] for x in tensors]), tuple([x.numel() for x in tensors])
+        tensors = [x if x.is_contiguous() else self._block(x) for x in tensors]
         if not self._full and not torch.cuda.is_current_stream_capturing():
-            self._look_lightly(kept, rows)
+            self._look_lightly(tensors, rows, sizes, kinds)
             return
         groups: dict[torch.dtype, tuple[list[Tensor], list[int], list[int]]] = {}
-        for x, row in zip(kept, rows, strict=True):
-            tensors, sizes, places = groups.setdefault(x.dtype, ([], [], []))
-            tensors.append(x)
-            sizes.append(x.numel())
-            places.append(row)
+        for x, row, size in zip(tensors, rows, sizes, strict=True):
+            self.dtypes[row] = x.dtype
+            group = groups.setdefault(x.dtype, ([], [], []))
+            group[0].append(x)
+            group[1].append(size)
+            group[2].append(row)
         for dtype, group in groups.items():
             self._look_once(dtype, *group)
 
     def _readable(self, x: Tensor, row: int, version: int) -> Tensor | None:
-        """The tensor as one block of memory that the kernels can read; None where it was written since, or looked at already."""
+        """What the kernels can read of a tensor; None where it was written since, or looked at already."""
         if x._version != version:
             self._written.add(row)
             return None
-        if type(x) is not Tensor:
-            x = local(x)
-        dtype = x.dtype
-        if dtype not in _KINDS or x.device != self._device or x.layout is not torch.strided:
+        x = local(x)
+        if x.dtype not in _KINDS or x.device != self._device or x.layout is not torch.strided:
             self._plain.look(x, row)
             self.dtypes[row] = self._plain.dtypes[row]
             self._used_plain = True
             return None
-        if not x.numel():
-            return None
-        self.dtypes[row] = dtype
-        if x.is_contiguous():
-            return x
+        return x if x.numel() else None
+
+    def _block(self, x: Tensor) -> Tensor:
+        """The tensor as one block of memory. In what order its numbers are does not matter."""
         layout = x.shape, x.stride()
         dense = self._dense.get(layout)
         if dense is None:
@@ -281,30 +307,33 @@ class TritonTable:
             dense = self._dense[layout] = fills_its_memory(x)
         return x if dense else x.detach().contiguous()
 
-    def _look_lightly(self, tensors: list[Tensor], rows: list[int]) -> None:
+    def _look_lightly(
+        self, tensors: list[Tensor], rows: Sequence[int], sizes: tuple[int, ...], kinds: tuple[int, ...]
+    ) -> None:
         """One launch, whatever the dtypes."""
-        addresses, sizes = [x.data_ptr() for x in tensors], [x.numel() for x in tensors]
-        kinds = [_KINDS[x.dtype] for x in tensors]
-        if any(kind and address % 4 for kind, address in zip(kinds, addresses, strict=True)):
-            tensors = [x.clone() if x.data_ptr() % 4 else x for x in tensors]
-            addresses = [x.data_ptr() for x in tensors]
-        starts, chunks, aligned = [], 0, True
-        for address, size, kind in zip(addresses, sizes, kinds, strict=True):
-            words = size >> (kind > 0)
-            starts.append(chunks)
-            chunks += max(1, -(-words // CHUNK))
-            aligned = aligned and not (address % 16 or words % 4)
-        filler = [0] * (TOGETHER - len(rows))
-        places = [4 * row + kind for row, kind in zip(rows, kinds, strict=True)]
-        packed = (*addresses, *filler, *sizes, *filler, *places, *filler, *starts, *[chunks] * len(filler))
-        on_device = self._on_device.get(packed)
+        plan = self._plans.get((rows, sizes, kinds))
+        if plan is None:
+            if len(self._plans) >= KEPT:
+                self._plans.clear()
+            plan = self._plans[rows, sizes, kinds] = _Plan(rows, sizes, kinds)
+        for row, x in () if plan.rows == self._dtypes_of else zip(rows, tensors, strict=True):
+            self.dtypes[row] = x.dtype
+        self._dtypes_of = plan.rows
+        addresses = tuple([x.data_ptr() for x in tensors])
+        together = reduce(or_, addresses)
+        if together % 4:  # a view that begins between two words
+            tensors = [x.detach().clone() if x.data_ptr() % 4 else x for x in tensors]
+            addresses = tuple([x.data_ptr() for x in tensors])
+        on_device = plan.on_device.get(addresses)
         if on_device is None:
-            if len(self._on_device) >= KEPT:
-                self._on_device.clear()
-            on_device = self._on_device[packed] = self._upload(packed)
+            if len(plan.on_device) >= KEPT:
+                plan.on_device.clear()
+            filler = [0] * (TOGETHER - len(rows))
+            on_device = plan.on_device[addresses] = self._upload([*addresses, *filler, *plan.numbers])
         self._used_tops = True
+        aligned = plan.aligned and not together % 16
         with torch.cuda.device(self._device):
-            _largest[(chunks,)](on_device, self._tops.view(torch.int32), aligned, TOGETHER, CHUNK, BLOCK, num_warps=8)
+            _largest[(plan.chunks,)](on_device, self._tops_as_bits, aligned, TOGETHER, CHUNK, BLOCK, num_warps=8)
 
     def _upload(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
@@ -391,7 +420,7 @@ class TritonTable:
         if self._used_plain:
             self._plain.clear()
             self._used_plain = False
-        self._waiting, self._waiting_rows, self._versions, self._bytes = [], [], [], 0
+        self._waiting, self._bytes = [], 0
         if self._used_tops:
             self._tops.fill_(ABSENT)
             self._used_tops = False
