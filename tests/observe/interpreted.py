@@ -118,7 +118,15 @@ def layouts() -> None:
         flat = base.view(-1)
         base[3, 1, 2, 3] = math.inf
         for full in (False, True):
-            for x in (flat[1:], flat[1:8], flat[3:4], flat[8:40], base[:, ::3], base.transpose(0, 2), base[:1].expand(5, 8, 4, 4)):
+            for x in (
+                flat[1:],
+                flat[1:8],
+                flat[3:4],
+                flat[8:40],
+                base[:, ::3],
+                base.transpose(0, 2),
+                base[:1].expand(5, 8, 4, 4),
+            ):
                 check([(x, 2)], full, (dtype, x.shape, x.stride()))
             check([(base.to(memory_format=torch.channels_last), 0), (base[1:, 1:], 0), (flat[::2], 3)], full, dtype)
     mixed = [(torch.randn(100 + i).to((torch.float32, torch.bfloat16, torch.float16)[i % 3]) * i, i % 5) for i in range(40)]

@@ -40,10 +40,10 @@ _places: dict[int, tuple[weakref.ref[Observer], int]] = {}
 
 
 def _look(x: Tensor, ticket: Tensor) -> None:
-    observer, row = _places.get(ticket.data_ptr(), (None, 0))
-    observer = None if observer is None else observer()
-    if observer is not None:
-        observer.compiled(x, row)
+    place = _places.get(ticket.data_ptr())
+    observer = None if place is None else place[0]()
+    if place is not None and observer is not None:
+        observer.compiled(x, place[1])
 
 
 _library = torch.library.Library("nanproof", "FRAGMENT")

@@ -307,9 +307,7 @@ class TritonTable:
             dense = self._dense[layout] = fills_its_memory(x)
         return x if dense else x.detach().contiguous()
 
-    def _look_lightly(
-        self, tensors: list[Tensor], rows: Sequence[int], sizes: tuple[int, ...], kinds: tuple[int, ...]
-    ) -> None:
+    def _look_lightly(self, tensors: list[Tensor], rows: Sequence[int], sizes: tuple[int, ...], kinds: tuple[int, ...]) -> None:
         """One launch, whatever the dtypes."""
         plan = self._plans.get((rows, sizes, kinds))
         if plan is None:

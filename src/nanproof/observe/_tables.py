@@ -94,8 +94,14 @@ class PlainTable:
         self.dtypes[row] = x.dtype
         low, high = torch.aminmax(x)
         if x.is_cpu:
-            top = largest(-low.item(), high.item())
-            self._add(self._seen, row, [top, float(count), *(_rest_on_host(x, top) if self.full else ())])
+            below, above = -low.item(), high.item()
+            top = below if below != below or below > above else above
+            if self.full:
+                self._add(self._seen, row, [top, float(count), *_rest_on_host(x, top)])
+                return
+            before = self._seen.absmax[row]  # as in `largest`, without the calls
+            if not (before != before or before > top):
+                self._seen.absmax[row] = top
         else:
             self._waiting.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
 
