@@ -92,7 +92,9 @@ class Observer:
         self._compiled = CompiledLooks(self, len(self.sites), device)
         self._eager = bytearray(len(self.sites))
         """By site, whether eager code has called it in this step."""
-        self._forwards = _OwnForward(chosen.values())
+        self._part_compiled = True
+        """Whether some site was not called by eager code in the last step: then compiled code may have called it."""
+        self._forwards = _OwnForward(chosen.values(), self._compiled)
         self._forwards.ensure()
         sites = zip(chosen.values(), self._compiled.sites, strict=True)
         self._hooks = [m.register_forward_hook(_Hook(self, m, row, site)) for row, (m, site) in enumerate(sites)]
@@ -106,14 +108,15 @@ class Observer:
         """A step begins. What was looked at since the last one belongs to no step."""
         self._table.clear()
         self._table.full = self.full = full
-        if self._forwards.ensure():
+        if self._part_compiled and self._forwards.ensure():
             self._compiled.clear()
 
     def send(self) -> Callable[[], Seen]:
         """What was seen since the step began is on its way to the host: call this later to read it."""
         eager, self._eager = self._eager, bytearray(len(self.sites))
+        self._part_compiled = 0 in eager
         table = self._table.send()
-        if 0 not in eager or not self._forwards.ensure():
+        if not self._part_compiled or not self._forwards.ensure():
             return table
         compiled = self._compiled.send()
 
@@ -227,6 +230,14 @@ class CompiledLooks:
         self._places = {ticket.data_ptr(): (whose, row) for row, ticket in enumerate(tickets)}
         _places.update(self._places)
 
+    def stay(self) -> None:
+        """Tell torch's compiler that they stay. A graph that writes them could not be a CUDA graph (`mode="reduce-overhead"`)
+        otherwise."""
+        mark = sys.modules["torch._dynamo"].mark_static_address
+        for site in self.sites:
+            for tensor in (*site.tops.values(), site.mark, site.ticket, site.ticket_back):
+                mark(tensor, guard=False)
+
     def clear(self) -> None:
         for tops, absent in zip(self._tops, self._absent, strict=True):
             if tops:
@@ -315,8 +326,9 @@ class _OwnForward:
     is its class's. A copy of the module gets its own.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], compiled: CompiledLooks) -> None:
         self._modules: list[nn.Module] = list(modules)
+        self._compiled = compiled
         self._put: list[tuple[nn.Module, Any]] = []
 
     def ensure(self) -> bool:
@@ -324,6 +336,7 @@ class _OwnForward:
         if "torch._dynamo" not in sys.modules:
             return False
         if self._modules:
+            self._compiled.stay()
             for module in self._modules:
                 if "forward" not in vars(module):  # else torch compares that one
                     vars(module)["forward"] = forward = module.forward
