@@ -207,8 +207,8 @@ def _python_calls(step: Callable[[], Any]) -> int:
 
 
 def counts(device: str) -> dict[str, Any]:
-    """What observing adds to one light step: Python calls, operations, kernels launched, bytes at the peak. These are no times, so
-    they are the same on every machine."""
+    """What observing adds to one light step: Python calls, operations, kernels launched, bytes at the peak. These are not
+    times, so they are the same on every machine."""
     tokens = torch.randint(0, 1000, (2, 16), device=device)
     image = torch.randn(8, 3, 64, 64, device=device), torch.randint(0, 1000, (8,), device=device)
 

@@ -233,10 +233,10 @@ class CompiledLooks:
     def stay(self) -> None:
         """Tell torch's compiler that they stay. A graph that writes them could not be a CUDA graph (`mode="reduce-overhead"`)
         otherwise."""
-        mark = sys.modules["torch._dynamo"].mark_static_address
-        for site in self.sites:
-            for tensor in (*site.tops.values(), site.mark, site.ticket, site.ticket_back):
-                mark(tensor, guard=False)
+        with suppress(AttributeError):  # while another thread imports it
+            for site in self.sites:
+                for tensor in (*site.tops.values(), site.mark, site.ticket, site.ticket_back):
+                    sys.modules["torch._dynamo"].mark_static_address(tensor, guard=False)
 
     def clear(self) -> None:
         for tops, absent in zip(self._tops, self._absent, strict=True):
