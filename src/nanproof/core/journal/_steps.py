@@ -1,0 +1,125 @@
+"""StepFile: `steps.jsonl`, which begins anew when it has grown. What was in it becomes a compressed part beside it."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+from nanproof._access import check_own, open_append, open_regular, own_folder
+from nanproof._parts import MOST_PART, PARTS, STEPS, THINNED, earlier, number_of, part_path
+from nanproof._records import VERSION, line
+from nanproof.core.journal._lines import LineFile, now
+from nanproof.core.support._files import sync, write_whole
+
+log = logging.getLogger("nanproof")
+
+A_STEP = 72
+"""Bytes a step that a part takes at most, once it is compressed."""
+NEAR = 50
+"""Steps on either side of a refused one, a spike or an incident that are never left out."""
+
+_STEP = re.compile(rb'\{"v":\d+,"kind":"step","step":(\d{1,15}),')
+_ACTION = re.compile(rb'"action":"(\w{1,40})"')
+_MARKED = re.compile(rb'"action":"skipped"|"spike":true|:"-?(?:nan|inf)"')
+
+
+class StepFile(LineFile):
+    """A `LineFile` in parts. `marks` returns the steps that have incidents."""
+
+    SMALLEST: ClassVar[int] = 128 << 10
+    """Bytes of a part, before it is compressed; and no less than a sixth of all earlier parts together."""
+    LARGEST: ClassVar[int] = 4 << 20
+
+    def __init__(self, folder: Path, marks: Callable[[], set[int]]) -> None:
+        check_own(folder / PARTS)
+        super().__init__(folder / STEPS)
+        self._folder, self._marks = folder, marks
+        with open_regular(self._path) as file:
+            self._number = number_of(file)
+        self._earlier = sum(path.stat().st_size for _, path in earlier(folder, self._number))
+        self._due = 0
+        """Bytes before which no rotation is tried again."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return self._earlier + self.size
+
+    def rotate(self) -> bool:
+        """Begin the next part if this one has grown. Return whether it was done: a full disk puts it off."""
+        limit = max(min(max(self.SMALLEST, self._earlier // 6), self.LARGEST), self._due)
+        if self.size < limit or self._why or self._handle < 0:
+            return False
+        try:
+            kept = self._put_away()
+            part = line({"v": VERSION, "kind": "part", "part": self._number + 1, "time": now()})
+            write_whole(self._path, part)  # atomic: the part before it is in its place already, or this one goes on
+        except OSError as error:
+            log.debug("nanproof: %s goes on as it is: %s", self._path, error)
+            self._due = self.size + self.SMALLEST
+            return False
+        handle, self._handle = self._handle, -1
+        with suppress(OSError):
+            os.close(handle)
+        self._earlier, self._number, self._due, self.size = self._earlier + kept, self._number + 1, 0, len(part)
+        with suppress(OSError):  # if it cannot be opened now, the next line tries again
+            self._handle = open_append(self._path)
+        return True
+
+    def _put_away(self) -> int:
+        """Write the compressed part; return how many bytes it has. A file of an earlier version can be larger than a part may be,
+        and is moved as it is."""
+        own_folder(self._folder / PARTS)
+        if self.size > MOST_PART:
+            plain = part_path(self._folder, self._number, packed=False)
+            plain.unlink(missing_ok=True)
+            os.link(self._path, plain, follow_symlinks=False)
+            sync(plain.parent)
+            return self.size
+        with open_regular(self._path) as file:
+            data = file.read(MOST_PART)
+        packed = compressed(data, self._marks)
+        write_whole(part_path(self._folder, self._number), packed)
+        return len(packed)
+
+
+def compressed(data: bytes, marks: Callable[[], set[int]]) -> bytes:
+    """Return a part compressed, with all of its steps if they fit into `A_STEP` bytes each; else without every second ordinary one,
+    three of four, and so on."""
+    packed = gzip.compress(data, 6, mtime=0)
+    lines = data.splitlines(keepends=True)
+    steps = [int(match[1]) if (match := _STEP.match(text)) else None for text in lines]
+    room = A_STEP * sum(step is not None for step in steps)
+    every = 1
+    while room and len(packed) > room and every < 1 << 12:
+        every *= 2
+        kept = chosen(lines, steps, marks(), every)
+        packed = gzip.compress(_note(lines, kept, every) + b"".join(t for t, keep in zip(lines, kept, strict=True) if keep), 6, mtime=0)
+    return packed
+
+
+def chosen(lines: Sequence[bytes], steps: Sequence[int | None], marks: set[int], every: int) -> list[bool]:
+    """Choose the lines that are kept: all that are no steps, every `every`-th step, and all near a refused step, a spike, a number
+    that is not finite or an incident. Steps count in the order of their lines: a run can go back."""
+    near = [False] * len(lines)
+    for i, (text, step) in enumerate(zip(lines, steps, strict=True)):
+        if step is not None and (step in marks or _MARKED.search(text)):
+            near[max(0, i - NEAR) : i + NEAR + 1] = [True] * len(near[max(0, i - NEAR) : i + NEAR + 1])
+    return [step is None or close or step % every == 0 for step, close in zip(steps, near, strict=True)]
+
+
+def _note(lines: Sequence[bytes], kept: Sequence[bool], every: int) -> bytes:
+    """The first line of a thinned part: how many steps of each action are left out."""
+    actions: dict[str, int] = {}
+    for text, keep in zip(lines, kept, strict=True):
+        if not keep and (match := _ACTION.search(text)):
+            actions[match[1].decode()] = actions.get(match[1].decode(), 0) + 1
+    text = line({"v": VERSION, "kind": "thinned", "every": every, "left_out": actions, "time": now()})
+    assert text.encode().startswith(THINNED)
+    return text.encode()
