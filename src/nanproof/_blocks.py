@@ -84,7 +84,9 @@ class Block:
         return self.step, self.time
 
 
-def packed(kind: int, payload: bytes, *, header: int, number: int, step: int = 0, time: float | None = None, flags: int = 0) -> bytes:
+def packed(
+    kind: int, payload: bytes, *, header: int, number: int, step: int = 0, time: float | None = None, flags: int = 0
+) -> bytes:
     """Return a block."""
     moment = math.nan if time is None else time
     head = _HEAD.pack(_MAGIC, kind, flags, 0, len(payload), header, number & 0xFFFFFFFF, step, moment)
@@ -146,7 +148,7 @@ def _words(kind: str, data: bytes) -> array[Any]:
 
 
 class BlockReader:
-    """Reads the blocks of an open file from an offset on, as far as they are whole. What is damaged is passed over and counted."""
+    """Reads the blocks of an open file from an offset on, as far as they are whole. Counts what is damaged and passes it over."""
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
@@ -225,8 +227,8 @@ def stride(age: int, every: int, dense: int) -> int:
 
 def thinned(steps: Sequence[int], sizes: Sequence[int], marked: Sequence[bool], room: int, dense: int) -> tuple[list[bool], int]:
     """Choose the blocks that are kept, and return them with the `every` that was needed: the smallest power of two with which
-    they fit into `room` bytes. A step is kept if its number is a multiple of `stride`. Marked steps are kept, the newest first, as
-    far as they fit into half of the room; the others count as ordinary."""
+    they fit into `room` bytes. A step is kept if its number is a multiple of its `stride`. Marked steps are kept, newest first,
+    as far as they fit into half of the room; the rest of them count as ordinary."""
     newest = steps[-1] if steps else 0
     left, fixed = room // 2, [False] * len(steps)
     for i in range(len(steps) - 1, -1, -1):
@@ -235,9 +237,7 @@ def thinned(steps: Sequence[int], sizes: Sequence[int], marked: Sequence[bool], 
     kept: list[bool] = []
     for power in range(64):
         every = 1 << power
-        kept = [
-            fix or step % stride(abs(newest - step), every, dense) == 0 for step, fix in zip(steps, fixed, strict=True)
-        ]
+        kept = [fix or step % stride(abs(newest - step), every, dense) == 0 for step, fix in zip(steps, fixed, strict=True)]
         if sum(size for size, keep in zip(sizes, kept, strict=True) if keep) <= room:
             break
     return kept, every

@@ -52,6 +52,11 @@ def earlier(folder: Path, below: int) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
+def is_part(path: Path) -> bool:
+    """Return whether a file is an earlier part of the steps in the folder above."""
+    return path.parent.name == PARTS and _NAME.fullmatch(path.name) is not None and (path.parents[1] / STEPS).is_file()
+
+
 def part_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """Whole lines of an earlier part from an offset on, each with the offset after it, as far as the part can be read."""
     with suppress(OSError, EOFError, zlib.error), open_regular(path) as raw:

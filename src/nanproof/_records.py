@@ -117,9 +117,7 @@ class Observed:
                 nested[kind][key] = _numeric(values)
         more = {name: columns[name] for name in ("attention", "unmoved") if name in columns}
         rest = cls.from_json({"absmax": [], **more}, sites)
-        return cls(
-            sites=sites, absmax=_numeric(columns["absmax"]), attention=rest.attention, unmoved=rest.unmoved, **nested
-        )
+        return cls(sites=sites, absmax=_numeric(columns["absmax"]), attention=rest.attention, unmoved=rest.unmoved, **nested)
 
 
 def strict_observed(observed: Observed) -> Iterator[tuple[str, str]]:

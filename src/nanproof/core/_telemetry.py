@@ -67,9 +67,9 @@ class Courier:
 class Journal:
     """`steps.jsonl`, `norms.bin`, `incidents.jsonl` and `forecasts.jsonl` in a run's folder; does nothing without one.
 
-    The training thread puts records into a queue, whatever the number of parameters, and never waits for the disk. The thread of a
-    `Writer` writes ordinary steps within half a second and incidents at once, and a process that ends writes the rest. A full disk
-    never stops the run: see `LineFile`.
+    The training thread only puts records into a queue, which costs the same for any number of parameters. The thread of a
+    `Writer` writes ordinary steps within a second and incidents at once. A process that ends writes the rest. A full disk never
+    stops the run: see `LineFile`.
     """
 
     MOST: ClassVar[int] = 2000

@@ -60,7 +60,8 @@ class LineFile:
     def add_all(self, lines: Sequence[tuple[bytes, int | None]]) -> bool:
         """The same for many, each with its step, in one go. Returns False if one of them is lost."""
         if self._why and (time.monotonic() < self._again or not self._go_on()):
-            return all([self._keep(data, step) for data, step in lines])
+            kept = [self._keep(data, step) for data, step in lines]
+            return all(kept)
         try:
             self._write(b"".join([data for data, _ in lines]))
         except OSError as error:

@@ -1,8 +1,7 @@
-"""NormFile: `norms.bin`, where the norms of each step's gradients go, and what was observed. Thinned to stay within its budget."""
+"""NormFile: `norms.bin`, for the gradient norms of each step and what was observed, thinned to stay within a budget."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -117,9 +116,14 @@ class NormFile:
                 if self._off:
                     return
                 self._number += 1
-                kind = packed(STEP, payload, header=header, number=self._number, step=record.step, time=record.time, flags=_flags(record))
+                facts: dict[str, Any] = {
+                    "number": self._number,
+                    "step": record.step,
+                    "time": record.time,
+                    "flags": _flags(record),
+                }
                 if len(payload) <= LONGEST:
-                    self._append(kind)
+                    self._append(packed(STEP, payload, header=header, **facts))
             if self.size > max(self._budget(), self._due):
                 self._due = self.size + self._budget() // 8  # in case it fails
                 self._thin()
@@ -238,8 +242,8 @@ def _observed(observed: Observed) -> Iterable[tuple[str, str, bytes]]:
 
 
 def log_codes(groups: Sequence[array[float]]) -> bytes:
-    """Return the 16-bit codes of numbers: the inverse of `_blocks.decode_logs`. One that is not 0 never becomes 0, and a finite one
-    never Inf."""
+    """Return the 16-bit codes of numbers: the inverse of `_blocks.decode_logs`. A number that is not 0 never becomes 0, and a
+    finite one never Inf."""
     given = array("d")
     for group in groups:
         given.extend(group)
@@ -265,7 +269,7 @@ def floats(given: array[float]) -> bytes:
     return _little(values)
 
 
-def _little(values: array[float]) -> bytes:
+def _little(values: array[Any]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from nanproof._access import check_own, open_append, open_regular, own_folder
-from nanproof._parts import MOST_PART, PARTS, STEPS, THINNED, earlier, number_of, part_path
+from nanproof._parts import MOST_PART, PARTS, STEPS, earlier, number_of, part_path
 from nanproof._records import VERSION, line
 from nanproof.core.journal._lines import LineFile, now
 from nanproof.core.support._files import sync, write_whole
@@ -90,8 +90,8 @@ class StepFile(LineFile):
 
 
 def compressed(data: bytes, marks: Callable[[], set[int]]) -> bytes:
-    """Return a part compressed, with all of its steps if they fit into `A_STEP` bytes each; else without every second ordinary one,
-    three of four, and so on."""
+    """Return a part compressed: with all of its steps if they fit into `A_STEP` bytes each, else with every second ordinary one,
+    every fourth, and so on."""
     packed = gzip.compress(data, 6, mtime=0)
     lines = data.splitlines(keepends=True)
     steps = [int(match[1]) if (match := _STEP.match(text)) else None for text in lines]
@@ -100,13 +100,14 @@ def compressed(data: bytes, marks: Callable[[], set[int]]) -> bytes:
     while room and len(packed) > room and every < 1 << 12:
         every *= 2
         kept = chosen(lines, steps, marks(), every)
-        packed = gzip.compress(_note(lines, kept, every) + b"".join(t for t, keep in zip(lines, kept, strict=True) if keep), 6, mtime=0)
+        rest = [text for text, keep in zip(lines, kept, strict=True) if keep]
+        packed = gzip.compress(b"".join([_note(lines, kept, every), *rest]), 6, mtime=0)
     return packed
 
 
 def chosen(lines: Sequence[bytes], steps: Sequence[int | None], marks: set[int], every: int) -> list[bool]:
-    """Choose the lines that are kept: all that are no steps, every `every`-th step, and all near a refused step, a spike, a number
-    that is not finite or an incident. Steps count in the order of their lines: a run can go back."""
+    """Choose the lines that are kept: all that are not steps, every `every`-th step, and all near a refused step, a spike, an
+    incident or a number that is not finite. Near means near in the file: a run can go back."""
     near = [False] * len(lines)
     for i, (text, step) in enumerate(zip(lines, steps, strict=True)):
         if step is not None and (step in marks or _MARKED.search(text)):
@@ -117,9 +118,7 @@ def chosen(lines: Sequence[bytes], steps: Sequence[int | None], marks: set[int],
 def _note(lines: Sequence[bytes], kept: Sequence[bool], every: int) -> bytes:
     """The first line of a thinned part: how many steps of each action are left out."""
     actions: dict[str, int] = {}
-    for text, keep in zip(lines, kept, strict=True):
-        if not keep and (match := _ACTION.search(text)):
+    for data, keep in zip(lines, kept, strict=True):
+        if not keep and (match := _ACTION.search(data)):
             actions[match[1].decode()] = actions.get(match[1].decode(), 0) + 1
-    text = line({"v": VERSION, "kind": "thinned", "every": every, "left_out": actions, "time": now()})
-    assert text.encode().startswith(THINNED)
-    return text.encode()
+    return line({"v": VERSION, "kind": "thinned", "every": every, "left_out": actions, "time": now()}).encode()

@@ -1,5 +1,5 @@
-"""Writer: the thread that writes a run's files. It takes what it is given in order, some hundred milliseconds of it at a time, so that it
-seldom takes the interpreter away from training."""
+"""Writer: writes a run's files in a thread of its own. It works in batches, so that it seldom takes the interpreter away from
+training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from nanproof._records import NOT_A_RECORD, VERSION, Forecast, Incident, StepRecord, line, read_incidents
 from nanproof.core.journal._lines import LineFile, now
@@ -33,6 +33,7 @@ class Lost:
     count: int
 
 
+File = TypeVar("File", LineFile, StepFile, NormFile)
 Job = StepRecord | tuple[Incident | Forecast, float] | Lost | threading.Event | str | None
 """What the writer does: write a record, say what was lost, say that it has come so far, write a line as it is, or end (None)."""
 
@@ -49,16 +50,15 @@ class Writer:
         self._folder = folder
         self._marks: set[int] | None = None
         self._failed = False
-        self._forecasts: LineFile | None = None
         self._files: list[LineFile | NormFile] = []
         try:
-            self._files.append(LineFile(folder / "incidents.jsonl"))
-            self._files.append(StepFile(folder, self._incident_steps))
-            self._files.append(NormFile(folder, self._budget, self._incident_steps))
+            self._incidents = self._opened(LineFile(folder / "incidents.jsonl"))
+            self._steps = self._opened(StepFile(folder, self._incident_steps))
+            self._norms = self._opened(NormFile(folder, self._budget, self._incident_steps))
         except BaseException:
             self.close()
             raise
-        self._incidents, self._steps, self._norms = self._files
+        self._forecasts: LineFile | None = None
 
     def run(self) -> None:
         """Write until there is nothing more to come."""
@@ -82,10 +82,10 @@ class Writer:
             if isinstance(job, StepRecord):
                 steps.append(job)
                 continue
-            self._safely(lambda: self._write_steps(steps))
+            self._safely(self._write_steps, steps)
             steps = []
-            self._safely(lambda: self._do(job))
-        self._safely(lambda: self._write_steps(steps))
+            self._safely(self._do, job)
+        self._safely(self._write_steps, steps)
         self._safely(self._steps.rotate)
 
     def close(self) -> None:
@@ -94,12 +94,17 @@ class Writer:
             self._safely(file.close)
         self._files = []
 
-    def _safely(self, act: Callable[[], object]) -> None:
-        """A mistake in here is told once, and the rest is written."""
+    def _opened(self, file: File) -> File:
+        self._files.append(file)
+        return file
+
+    def _safely(self, act: Callable[..., object], *given: object) -> None:
+        """Do something. A mistake in here is told once, and the rest is written."""
         try:
-            act()
+            act(*given)
         except Exception:
-            log.log(logging.DEBUG if self._failed else logging.WARNING, "nanproof: %s: not all is written", self._folder, exc_info=True)
+            level = logging.DEBUG if self._failed else logging.WARNING
+            log.log(level, "nanproof: %s: not all is written", self._folder, exc_info=True)
             self._failed = True
 
     def _write_steps(self, records: list[StepRecord]) -> None:
@@ -114,7 +119,7 @@ class Writer:
             self._steps.add(job)
         elif isinstance(job, Lost):
             self._steps.lose(job.first, job.last, job.count)
-        elif job is not None:
+        elif isinstance(job, tuple):
             event, time = job
             file = self._incidents if isinstance(event, Incident) else self._forecast_file()
             file.add(line({**event.to_json(), "time": time}), event.step)
@@ -126,8 +131,7 @@ class Writer:
     def _forecast_file(self) -> LineFile:
         """The file is made with the first of them: most runs have none."""
         if self._forecasts is None:
-            self._forecasts = LineFile(self._folder / "forecasts.jsonl", later=True)
-            self._files.append(self._forecasts)
+            self._forecasts = self._opened(LineFile(self._folder / "forecasts.jsonl", later=True))
         return self._forecasts
 
     def _budget(self) -> int:
