@@ -24,12 +24,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from nanproof import _blocks as blocks
 from nanproof import _wording as wording
 from nanproof._access import open_regular, parse_json, whole_lines
-from nanproof._parts import STEPS, step_lines
 from nanproof._sound import check_forecast, check_incident, check_record
 from nanproof._text import shown
+from nanproof.files import _blocks as blocks
+from nanproof.files._parts import STEPS, step_lines
 
 log = logging.getLogger("nanproof")
 Kind = TypeVar("Kind")

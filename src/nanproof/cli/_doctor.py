@@ -160,7 +160,7 @@ def _nothing(path: str, error: str) -> Read:
 
 def _read_all(sources: Sequence[Source]) -> Iterable[Read]:
     """Read each log. The optimizers of one run are one log, which starts from what the run recorded."""
-    from nanproof._parts import STEPS
+    from nanproof.files._parts import STEPS
     from nanproof.logs.read._sources import find
     from nanproof.report._findings import recorded, run_of
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from nanproof._access import check_own
-from nanproof._parts import STEPS
 from nanproof._records import Forecast, Incident, StepRecord
 from nanproof.core.journal._lines import now
 from nanproof.core.journal._writer import Lost, Writer, closed, opened
 from nanproof.core.support._files import FolderLock, not_writable
+from nanproof.files._parts import STEPS
 
 log = logging.getLogger("nanproof")
 

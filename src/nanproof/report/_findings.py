@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanproof._parts import STEPS
 from nanproof._text import shown
 from nanproof._wording import place, spans
+from nanproof.files._parts import STEPS
 from nanproof.logs._curve import Place
 from nanproof.logs._story import Story
 from nanproof.logs.judge._finding import PROTECT, REPLAY, REPORT, RUN, Finding, Likely, Recorded

@@ -15,8 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from nanproof._parts import STEPS
 from nanproof._records import Forecast, Incident, encode
+from nanproof.files._parts import STEPS
 from nanproof.report.folder._run import Run, runs_in
 from nanproof.report.folder._series import METRICS, Bucket
 from nanproof.report.folder._troubles import troubles

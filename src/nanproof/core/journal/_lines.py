@@ -36,7 +36,7 @@ class LineFile:
     """Seconds without another warning: a disk can be full again and again."""
 
     def __init__(self, path: Path, *, later: bool = False) -> None:
-        self._path = path
+        self.path = path
         self.size = 0
         """Bytes in the file, about."""
         self._handle = -1 if later else self._opened()
@@ -77,13 +77,13 @@ class LineFile:
     def close(self) -> None:
         """Try a last time to write what is kept."""
         if self._why and not self._go_on():
-            log.warning("nanproof: %s is incomplete: %s. %d records are missing", self._path, self._why, self._missing)
+            log.warning("nanproof: %s is incomplete: %s. %d records are missing", self.path, self._why, self._missing)
         handle, self._handle = self._handle, -1
         try:
             if handle >= 0:
                 os.close(handle)
         except OSError as error:  # a network disk may find out only now that it is full
-            log.warning("nanproof: %s is incomplete: %s", self._path, error.strerror)
+            log.warning("nanproof: %s is incomplete: %s", self.path, error.strerror)
 
     def lose(self, first: int, last: int, count: int) -> None:
         """Write the line about records that were lost before they came here: the disk was too slow for them."""
@@ -91,12 +91,25 @@ class LineFile:
         self.add(line({"v": VERSION, **gap}))
 
     @property
+    def waits(self) -> bool:
+        """Whether nothing can be written now."""
+        return bool(self._why) or self._handle < 0
+
+    def reopen(self) -> None:
+        """Go on in the file that is now in its place."""
+        handle, self._handle = self._handle, -1
+        with suppress(OSError):
+            os.close(handle)
+        with suppress(OSError):  # if it cannot be opened now, the next line tries again
+            self._handle = self._opened()
+
+    @property
     def _missing(self) -> int:
         return len(self._kept) + (self._lost[2] if self._lost else 0)
 
     def _opened(self) -> int:
-        cut_broken_line(self._path)
-        handle = open_append(self._path)
+        cut_broken_line(self.path)
+        handle = open_append(self.path)
         self.size = os.fstat(handle).st_size
         return handle
 
@@ -126,14 +139,14 @@ class LineFile:
         if not self._why and self._told:
             self._warned = time.monotonic()
             what = "Training goes on, and lines are kept in memory until there is room"
-            log.warning("nanproof: %s cannot be written: %s. %s", self._path, error.strerror, what)
+            log.warning("nanproof: %s cannot be written: %s. %s", self.path, error.strerror, what)
         self._why = error.strerror or type(error).__name__
         self._again = time.monotonic() + self.PAUSE
         handle, self._handle = self._handle, -1
         with suppress(OSError):
             if handle >= 0:
                 os.close(handle)
-            cut_broken_line(self._path)
+            cut_broken_line(self.path)
 
     def _go_on(self) -> bool:
         """Write what was kept, and the line about what was lost."""
@@ -151,7 +164,7 @@ class LineFile:
             return False
         if self._told:
             lost = self._lost[2] if self._lost else 0
-            log.warning("nanproof: %s is written again: %d records were late, %d are missing", self._path, count - lost, lost)
+            log.warning("nanproof: %s is written again: %d records were late, %d are missing", self.path, count - lost, lost)
         self._lost, self._why = None, ""
         return True
 

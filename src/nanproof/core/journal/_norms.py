@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import time
 import zlib
 from array import array
 from collections import deque
@@ -18,7 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from nanproof._access import create, open_append, open_own, open_regular
-from nanproof._blocks import (
+from nanproof._records import Observed, StepRecord, strict_observed
+from nanproof.core.support._files import sync
+from nanproof.files._blocks import (
     ABSENT,
     ABSENT_CODE,
     HEADER,
@@ -40,8 +43,6 @@ from nanproof._blocks import (
     packed_header,
     thinned,
 )
-from nanproof._records import Observed, StepRecord, strict_observed
-from nanproof.core.support._files import sync
 
 log = logging.getLogger("nanproof")
 
@@ -59,6 +60,8 @@ class NormFile:
     those around them. A file beyond its budget is thinned to three quarters of it: see `_blocks.thinned`.
     """
 
+    PAUSE: ClassVar[float] = 1.0
+    """Seconds without another attempt, after one failed."""
     DENSE: ClassVar[int] = 64
     """The newest steps that all have a block are at least twice as many, or there are no such steps."""
 
@@ -68,7 +71,7 @@ class NormFile:
         self._handle, self.size, self._number = -1, 0, 0
         self._off = False
         """Whether the names alone are too large."""
-        self._every, self._dense, self._due = 1, True, 0
+        self._every, self._dense, self._due, self._again = 1, True, 0, 0.0
         self._waiting: deque[StepRecord] = deque()
         """The newest steps, of which it is not known yet whether one of the next is marked."""
         self._wanted = 0
@@ -108,7 +111,7 @@ class NormFile:
                 os.close(handle)
 
     def _write(self, records: list[StepRecord]) -> None:
-        if not records or self._off:
+        if not records or self._off or time.monotonic() < self._again:
             return
         try:
             for record, payload in zip(records, _payloads(records), strict=True):
@@ -129,6 +132,7 @@ class NormFile:
                 self._thin()
         except OSError as error:
             log.debug("nanproof: %s: %s", self._path, error)
+            self._again = time.monotonic() + self.PAUSE
 
     def _header(self, record: StepRecord) -> int:
         """Return the id of the header with its names, which is written first if it is another."""

@@ -7,15 +7,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from nanproof._access import check_own, open_append, open_regular, own_folder
-from nanproof._parts import MOST_PART, PARTS, STEPS, earlier, number_of, part_path
+from nanproof._access import check_own, open_regular, own_folder
 from nanproof._records import VERSION, line
 from nanproof.core.journal._lines import LineFile, now
 from nanproof.core.support._files import sync, write_whole
+from nanproof.files._parts import MOST_PART, PARTS, STEPS, earlier, number_of, part_path
 
 log = logging.getLogger("nanproof")
 
@@ -29,7 +28,7 @@ _ACTION = re.compile(rb'"action":"(\w{1,40})"')
 _MARKED = re.compile(rb'"action":"skipped"|"spike":true|:"-?(?:nan|inf)"')
 
 
-class StepFile(LineFile):
+class StepFile:
     """A `LineFile` in parts. `marks` returns the steps that have incidents."""
 
     SMALLEST: ClassVar[int] = 128 << 10
@@ -38,9 +37,9 @@ class StepFile(LineFile):
 
     def __init__(self, folder: Path, marks: Callable[[], set[int]]) -> None:
         check_own(folder / PARTS)
-        super().__init__(folder / STEPS)
+        self.lines = LineFile(folder / STEPS)
         self._folder, self._marks = folder, marks
-        with open_regular(self._path) as file:
+        with open_regular(self.lines.path) as file:
             self._number = number_of(file)
         self._earlier = sum(path.stat().st_size for _, path in earlier(folder, self._number))
         self._due = 0
@@ -49,40 +48,42 @@ class StepFile(LineFile):
     @property
     def total(self) -> int:
         """Bytes of all parts."""
-        return self._earlier + self.size
+        return self._earlier + self.lines.size
+
+    def close(self) -> None:
+        """Write what is kept, and close the file."""
+        self.lines.close()
 
     def rotate(self) -> bool:
         """Begin the next part if this one has grown. Return whether it was done: a full disk puts it off."""
         limit = max(min(max(self.SMALLEST, self._earlier // 6), self.LARGEST), self._due)
-        if self.size < limit or self._why or self._handle < 0:
+        path, size = self.lines.path, self.lines.size
+        if size < limit or self.lines.waits:
             return False
         try:
             kept = self._put_away()
             part = line({"v": VERSION, "kind": "part", "part": self._number + 1, "time": now()})
-            write_whole(self._path, part)  # atomic: the part before it is in its place already, or this one goes on
+            write_whole(path, part)  # atomic: the part before it is in its place already, or this one goes on
         except OSError as error:
-            log.debug("nanproof: %s goes on as it is: %s", self._path, error)
-            self._due = self.size + self.SMALLEST
+            log.debug("nanproof: %s goes on as it is: %s", path, error)
+            self._due = size + self.SMALLEST
             return False
-        handle, self._handle = self._handle, -1
-        with suppress(OSError):
-            os.close(handle)
-        self._earlier, self._number, self._due, self.size = self._earlier + kept, self._number + 1, 0, len(part)
-        with suppress(OSError):  # if it cannot be opened now, the next line tries again
-            self._handle = open_append(self._path)
+        self._earlier, self._number, self._due = self._earlier + kept, self._number + 1, 0
+        self.lines.reopen()
         return True
 
     def _put_away(self) -> int:
         """Write the compressed part; return how many bytes it has. A file of an earlier version can be larger than a part may be,
         and is moved as it is."""
         own_folder(self._folder / PARTS)
-        if self.size > MOST_PART:
+        path, size = self.lines.path, self.lines.size
+        if size > MOST_PART:
             plain = part_path(self._folder, self._number, packed=False)
             plain.unlink(missing_ok=True)
-            os.link(self._path, plain, follow_symlinks=False)
+            os.link(path, plain, follow_symlinks=False)
             sync(plain.parent)
-            return self.size
-        with open_regular(self._path) as file:
+            return size
+        with open_regular(path) as file:
             data = file.read(MOST_PART)
         packed = compressed(data, self._marks)
         write_whole(part_path(self._folder, self._number), packed)

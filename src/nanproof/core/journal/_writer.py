@@ -50,7 +50,7 @@ class Writer:
         self._folder = folder
         self._marks: set[int] | None = None
         self._failed = False
-        self._files: list[LineFile | NormFile] = []
+        self._files: list[LineFile | StepFile | NormFile] = []
         try:
             self._incidents = self._opened(LineFile(folder / "incidents.jsonl"))
             self._steps = self._opened(StepFile(folder, self._incident_steps))
@@ -110,15 +110,15 @@ class Writer:
     def _write_steps(self, records: list[StepRecord]) -> None:
         if records:
             self._norms.add(records)  # first: whoever reads a line finds its norms
-            self._steps.add_all([(record.to_line().encode(), record.step) for record in records])
+            self._steps.lines.add_all([(record.to_line().encode(), record.step) for record in records])
 
     def _do(self, job: Job) -> None:
         if isinstance(job, threading.Event):
             job.set()
         elif isinstance(job, str):
-            self._steps.add(job)
+            self._steps.lines.add(job)
         elif isinstance(job, Lost):
-            self._steps.lose(job.first, job.last, job.count)
+            self._steps.lines.lose(job.first, job.last, job.count)
         elif isinstance(job, tuple):
             event, time = job
             file = self._incidents if isinstance(event, Incident) else self._forecast_file()

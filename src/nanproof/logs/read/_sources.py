@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
-from nanproof._parts import STEPS, earlier, is_part, number_of
+from nanproof.files._parts import STEPS, earlier, is_part, number_of
 from nanproof.logs._points import Item, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.read import _tables as tables

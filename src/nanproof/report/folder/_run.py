@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from nanproof._access import open_regular
-from nanproof._blocks import ABSENT, Block
 from nanproof._errors import UsageError
-from nanproof._parts import STEPS
 from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode, halt
 from nanproof._sound import check_action, check_step
 from nanproof._text import one_line
 from nanproof.core.support._files import LOCK
 from nanproof.core.support._index import INDEX, read_index
+from nanproof.files._blocks import ABSENT, Block
+from nanproof.files._parts import STEPS
 from nanproof.report.folder._series import MOST_TERMS, Curves, Heat
 from nanproof.report.folder._tails import BlockTail, StepTail, Tail
 

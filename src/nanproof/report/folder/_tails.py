@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanproof._access import open_regular, parse_json, whole_lines
-from nanproof._blocks import HEADER, NORMS, STEP, Block, BlockReader, unpacked_columns
-from nanproof._parts import STEPS, THINNED, earlier, number_of, part_lines
 from nanproof._records import NOT_A_RECORD
+from nanproof.files._blocks import HEADER, NORMS, STEP, Block, BlockReader, unpacked_columns
+from nanproof.files._parts import STEPS, THINNED, earlier, number_of, part_lines
 
 
 class Tail:
@@ -60,15 +60,10 @@ class StepTail(Tail):
 
     def replaced(self) -> bool:
         """Whether the run was written anew, which is not the same as that its next part was begun."""
-        try:
-            with open_regular(self._path) as file:
-                part, found = number_of(file), os.fstat(file.fileno())
-        except OSError:
-            return False
-        before, self._file = self._file, found.st_ino
-        if not self._part or part > self._part:
-            return False
-        return part < self._part or (before is not None and before != found.st_ino) or found.st_size < self._offset
+        changed, part = super().replaced(), self._part
+        with suppress(OSError), open_regular(self._path) as file:
+            part = number_of(file)
+        return part < self._part or (changed and part == self._part)
 
     def lines(self, most: int) -> Iterator[Any]:
         """Whole lines of all parts, as data."""
