@@ -114,7 +114,7 @@ class NormFile:
         if not records or self._off or time.monotonic() < self._again:
             return
         try:
-            for record, payload in zip(records, _payloads(records), strict=True):
+            for record, payload in zip(records, payloads(records), strict=True):
                 header = self._header(record)
                 if self._off:
                     return
@@ -221,7 +221,7 @@ def _flags(record: StepRecord) -> int:
 # -- numbers ---------------------------------------------------------------------------------------------------------------------
 
 
-def _payloads(records: Sequence[StepRecord]) -> list[bytes]:
+def payloads(records: Sequence[StepRecord]) -> list[bytes]:
     """The blocks of some steps. Their norms are converted together: each call of torch gives the interpreter away."""
     norms = [record.norms for record in records]
     codes = log_codes(norms)
