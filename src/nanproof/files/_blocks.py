@@ -1,6 +1,6 @@
 """`norms.bin`: the numbers of a step that a readable line has no room for, in checked binary blocks. No torch.
 
-The file is a sequence of blocks, little-endian, each a head of 40 bytes and a payload:
+The file is a sequence of blocks, little-endian, each a head of 44 bytes and a payload:
 
     offset  size  field
          0     4  "NPB1"
@@ -12,13 +12,14 @@ The file is a sequence of blocks, little-endian, each a head of 40 bytes and a p
         16     4  number of the block: larger than those of all blocks before it
         20     8  step (signed)
         28     8  time as in the step's line (float64; NaN if unknown)
-        36     4  crc32 of the first 36 bytes and the payload
+        36     4  crc32 of the payload
+        40     4  crc32 of the first 40 bytes
 
 The payload of a header is zlib-compressed JSON: `{"names":[...],"sites":[...]}`. The payload of a step is columns up to its end:
 a byte with the length of the name, the name, a byte with the code, four bytes with the length of the data, the data. Codes:
 "l" 16 bits a number, logarithmic (see `decode_logs`); "f" float32, -1 for absent; "j" JSON.
 
-A reader trusts no length: a block counts if its checksum is right. Nothing is unpickled.
+A reader trusts no length: a block counts if both of its checksums are right. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ LONGEST = 8 << 20
 MOST_NAMES = 200_000
 """Names of a header: a run with more has no blocks."""
 _MAGIC = b"NPB1"
-_HEAD = struct.Struct("<4sBBHIIIqd")
+_HEAD = struct.Struct("<4sBBHIIIqdI")
 _CRC = struct.Struct("<I")
 SIZE = _HEAD.size + _CRC.size
 _MOST_DAMAGED = 20
@@ -89,8 +90,8 @@ def packed(
 ) -> bytes:
     """Return a block."""
     moment = math.nan if time is None else time
-    head = _HEAD.pack(_MAGIC, kind, flags, 0, len(payload), header, number & 0xFFFFFFFF, step, moment)
-    return head + _CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
+    head = _HEAD.pack(_MAGIC, kind, flags, 0, len(payload), header, number & 0xFFFFFFFF, step, moment, zlib.crc32(payload))
+    return head + _CRC.pack(zlib.crc32(head)) + payload
 
 
 def packed_columns(columns: Iterable[tuple[str, str, bytes]]) -> bytes:
@@ -165,12 +166,12 @@ class BlockReader:
             head = file.read(SIZE)
             if len(head) < SIZE:
                 return
-            magic, kind, flags, _, length, header, number, step, time = _HEAD.unpack_from(head)
-            sound = magic == _MAGIC and length <= LONGEST
+            magic, kind, flags, _, length, header, number, step, time, check = _HEAD.unpack_from(head)
+            sound = magic == _MAGIC and length <= LONGEST and _CRC.unpack_from(head, _HEAD.size)[0] == zlib.crc32(head[:-4])
             payload = file.read(length) if sound else b""
             if sound and len(payload) < length:
                 return
-            if not sound or _CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(payload, zlib.crc32(head[: _HEAD.size])):
+            if not sound or check != zlib.crc32(payload):
                 self.damaged += 1
                 self._seek(file)
                 continue

@@ -130,6 +130,8 @@ class NormFile:
             if self.size > max(self._budget(), self._due):
                 self._due = self.size + self._budget() // 8  # in case it fails
                 self._thin()
+            elif 3 * self.size < self._budget():
+                self._every = max(1, self._every // 2)
         except OSError as error:
             log.debug("nanproof: %s: %s", self._path, error)
             self._again = time.monotonic() + self.PAUSE

@@ -20,8 +20,9 @@ log = logging.getLogger("nanproof")
 
 A_STEP = 72
 """Bytes a step that a part takes at most, once it is compressed."""
-NEAR = 50
-"""Steps on either side of a refused one, a spike or an incident that are never left out."""
+NEAR = 10
+"""Lines on either side of a refused step, a spike or an incident that are never left out; nor are so many at both ends of a part,
+since it may be in the next one."""
 
 _STEP = re.compile(rb'\{"v":\d+,"kind":"step","step":(\d{1,15}),')
 _ACTION = re.compile(rb'"action":"(\w{1,40})"')
@@ -109,10 +110,11 @@ def compressed(data: bytes, marks: Callable[[], set[int]]) -> bytes:
 def chosen(lines: Sequence[bytes], steps: Sequence[int | None], marks: set[int], every: int) -> list[bool]:
     """Choose the lines that are kept: all that are not steps, every `every`-th step, and all near a refused step, a spike, an
     incident or a number that is not finite. Near means near in the file: a run can go back."""
+    marked = [step is not None and (step in marks or _MARKED.search(text)) for text, step in zip(lines, steps, strict=True)]
     near = [False] * len(lines)
-    for i, (text, step) in enumerate(zip(lines, steps, strict=True)):
-        if step is not None and (step in marks or _MARKED.search(text)):
-            near[max(0, i - NEAR) : i + NEAR + 1] = [True] * len(near[max(0, i - NEAR) : i + NEAR + 1])
+    for i in (-1, *(i for i, mark in enumerate(marked) if mark), len(lines)):
+        for j in range(max(0, i - NEAR), min(len(lines), i + NEAR + 1)):
+            near[j] = True
     return [step is None or close or step % every == 0 for step, close in zip(steps, near, strict=True)]
 
 

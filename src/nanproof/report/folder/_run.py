@@ -262,7 +262,7 @@ class Run:
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
         brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action, _terms(data.get("terms")))
-        if self._reopened is not None and step == 0 and self.steps:
+        if self._reopened is not None and step == 0 and self._next is not None:
             self._begin_anew(self._reopened)
         self._reopened = None
         if self._next is not None and step < self._next:
