@@ -25,7 +25,8 @@ def test_every_step_is_recorded_and_read_back(tmp_path):
         guard.train_step(batch)
     guard.close()
     lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
-    strict = [json.loads(x, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")) for x in lines]
+    for text in lines:
+        json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
     read = list(read_steps(tmp_path / "run"))
     assert [r.step for r in read] == list(range(6))
     for a, b in zip(read, guard.history, strict=True):

@@ -49,7 +49,7 @@ LAST, INF_CODE, NAN_CODE, ABSENT_CODE = 65532, 65533, 65534, 65535
 """The largest code of a finite number, and those of what is not one. Code 0 is exactly 0."""
 
 LONGEST = 8 << 20
-"""Bytes of a payload, and of the names in a header."""
+"""Bytes of a payload."""
 MOST_NAMES = 200_000
 """Names of a header: a run with more has no blocks."""
 _MAGIC = b"NPB1"
@@ -58,8 +58,8 @@ _CRC = struct.Struct("<I")
 SIZE = _HEAD.size + _CRC.size
 _MOST_DAMAGED = 20
 """Damaged blocks after which the rest of a file is not read."""
-_MOST_TEXT = 2 * LONGEST
-"""Bytes of all headers of one file together. Further ones are passed over."""
+MOST_TEXT = 4 << 20
+"""Bytes of the names in a header."""
 _MOST_JSON = 1 << 20
 """Bytes of a column of JSON."""
 
@@ -191,10 +191,10 @@ class BlockReader:
 
     def take_header(self, block: Block, payload: bytes) -> None:
         """Remember the names of a header. Damage is passed over: its steps then have no names."""
-        if block.header in self._headers or self._text > _MOST_TEXT:
+        if block.header in self._headers or self._text > MOST_TEXT:  # of all headers together
             return
         try:
-            text = zlib.decompressobj().decompress(payload, LONGEST)
+            text = zlib.decompressobj().decompress(payload, MOST_TEXT)
             self._text += len(text)
             data = parse_json(text)
             names, sites = tuple(data["names"]), tuple(data["sites"])
@@ -211,8 +211,9 @@ class BlockReader:
 
 
 def packed_header(names: Sequence[str], sites: Sequence[str]) -> bytes:
-    """Return the payload of a header."""
-    return zlib.compress(json.dumps({"names": names, "sites": sites}, separators=(",", ":")).encode(), 9)
+    """Return the payload of a header; nothing for more names than a reader takes."""
+    text = json.dumps({"names": names, "sites": sites}, separators=(",", ":")).encode()
+    return b"" if len(text) > MOST_TEXT or len(names) + len(sites) > MOST_NAMES else zlib.compress(text, 9)
 
 
 # -- thinning --------------------------------------------------------------------------------------------------------------------

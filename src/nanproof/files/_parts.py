@@ -15,15 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from nanproof._access import open_regular, whole_lines
+from nanproof._access import SMALL, open_regular, whole_lines
 
 STEPS = "steps.jsonl"
 PARTS = "steps"
-MOST_PART = 16 << 20
-"""Bytes of a part that is compressed. Readers take four times as many."""
+MOST_PART = 6 << 20
+"""Bytes of a part that is compressed; readers take no more, and count a short line as `_SHORT` bytes."""
 THINNED = b'{"v":3,"kind":"thinned"'
 """How the first line of a part begins of which ordinary steps are left out."""
 
+_SHORT = 64
 _NUMBER = re.compile(rb'\{"v":\d{1,9},"kind":"part","part":(\d{1,9})[,}]')
 _NAME = re.compile(r"(\d{6,9})\.jsonl(\.gz)?")
 
@@ -63,10 +64,12 @@ def part_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
         packed = path.name.endswith(".gz")
         file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
         file.seek(start)
-        for text in whole_lines(file):
-            yield text, file.tell()
-            if packed and file.tell() > 4 * MOST_PART:
+        left = MOST_PART
+        for text in whole_lines(file, MOST_PART if packed else SMALL):
+            left -= max(len(text), _SHORT)
+            if packed and left < 0:
                 return
+            yield text, file.tell()
 
 
 def step_lines(path: Path) -> Iterator[bytes]:

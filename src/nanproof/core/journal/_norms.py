@@ -29,7 +29,6 @@ from nanproof.files._blocks import (
     LAST,
     LONGEST,
     LOWEST,
-    MOST_NAMES,
     NAN_CODE,
     NORMS,
     REFUSED,
@@ -142,7 +141,7 @@ class NormFile:
         if self._names is not None and self._names[0] is record.names and self._names[1] is sites:
             return self._names[2]
         payload = packed_header(record.names, sites)
-        self._off = len(payload) > self._budget() // 4 or len(record.names) + len(sites) > MOST_NAMES
+        self._off = not payload or len(payload) > self._budget() // 4
         if self._off:
             log.debug("nanproof: %s: %d names are too many", self._path, len(record.names))
             return 0

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
-from nanproof.files._parts import STEPS, earlier, is_part, number_of
+from nanproof.files._parts import STEPS, earlier, is_part, number_of, part_lines
 from nanproof.logs._points import Item, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.read import _tables as tables
@@ -125,6 +125,9 @@ def read(source: Source) -> Iterator[Item]:
         yield from tensorboard.points(chain.from_iterable(map(_events, source.files)))
     else:
         for path in source.files:
+            if source.format == "nanproof" and is_part(path):
+                yield from tables.json_lines(text for text, _ in part_lines(path))
+                continue
             with closing(_open(path)) as stream:
                 yield from _read_stream(stream, source.format, _tail(path))
 
