@@ -191,7 +191,7 @@ class BlockReader:
 
     def take_header(self, block: Block, payload: bytes) -> None:
         """Remember the names of a header. Damage is passed over: its steps then have no names."""
-        if block.header in self._headers or self._text > MOST_TEXT:  # of all headers together
+        if block.header in self._headers or self._text >= MOST_TEXT:  # of all headers together
             return
         try:
             text = zlib.decompressobj().decompress(payload, MOST_TEXT)
