@@ -196,6 +196,8 @@ class BlockReader:
         try:
             text = zlib.decompressobj().decompress(payload, MOST_TEXT)
             self._text += len(text)
+            if text.count(b"[") + text.count(b"{") > MOST_NAMES:
+                raise ValueError("nested")
             data = parse_json(text)
             names, sites = tuple(data["names"]), tuple(data["sites"])
             if len(names) + len(sites) > MOST_NAMES or not all(isinstance(name, str) for name in (*names, *sites)):
