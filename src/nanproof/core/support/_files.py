@@ -44,12 +44,12 @@ def strict_json(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A small file that is there with all of its text, or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is there with all of its content, or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with create(partial) as file:
-            file.write(text.encode())
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
