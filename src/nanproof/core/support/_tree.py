@@ -30,6 +30,37 @@ def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     return ((path, item) for path, item in found if isinstance(item, Tensor) and not item.is_nested)
 
 
+def all_tensors(value: Any) -> list[Tensor]:
+    """The tensors of `tensors_in`, perhaps one of them more often. Most batches are nearly flat, and need neither names nor a
+    walk."""
+    found: list[Tensor] = []
+    if isinstance(value, Tensor):
+        found.append(value)
+    else:
+        _collect(value, found, 2)
+    return [t for t in found if not t.is_nested]
+
+
+def _collect(value: Any, found: list[Tensor], depth: int) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = value
+    elif isinstance(value, dict) and kind.values is dict.values:
+        items = list(value.values())
+    else:
+        items = ()
+        found += [t for _, t in tensors_in(value)]
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _PLAIN):
+            continue
+        elif depth:
+            _collect(item, found, depth - 1)
+        else:
+            found += [t for _, t in tensors_in(item)]
+
+
 def _walk(value: Any, name: str, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
     """All that is in a batch, each list or dictionary before what it holds. One that is met again, perhaps in itself, is passed
     over. `seen` has the objects too: one that is made as it is asked for would leave its id to the next."""
