@@ -318,7 +318,11 @@ class Groups(ABC, Generic[G]):
         every = self.every()
         for group in every:
             group.follow()
-        leaves = leaves_of(tensors) if any(group.curious for group in every) else None
+        leaves = leaves_of(tensors) if any([group.curious for group in every]) else None
+        if leaves is None:
+            for group in every:
+                group.feed(None)
+            return
         reached = [group for group in every if group.feed(leaves)]
         waiting = [group for group in reached if not group.started and not group.left_alone and group.can_start(at_step=False)]
         if waiting and not any(group.stepped for group in reached):

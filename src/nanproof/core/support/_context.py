@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -220,6 +221,9 @@ class Schedulers:
         return getattr(self.schedulers[0], "last_epoch", None)
 
 
+_training = attrgetter("training")
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """How a step was called: which modules were training, and under which autocast."""
@@ -231,7 +235,7 @@ class Mode:
     @classmethod
     def now(cls, modules: list[nn.Module], device: torch.device) -> Mode:
         kind = device.type
-        return cls([m.training for m in modules], torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        return cls(list(map(_training, modules)), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     @contextmanager
     def again(self, modules: list[nn.Module], device: torch.device) -> Iterator[None]:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ def own_copy(batch: Any) -> Any:
 
 
 _PLAIN = (int, float, str, bytes, type(None))
+_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 _DEEPEST = 100
 """Levels of a batch that are looked at."""
 
@@ -158,10 +160,11 @@ def _refilled(value: Any, items: dict[Any, Any]) -> Any:
 
 def writes_to_batch(batch: Any) -> list[int]:
     """How often each tensor of a batch was written so far. A loss that writes into its batch cannot be run again on it."""
-    return [tensor._version for _, tensor in tensors_in(batch) if not tensor.is_inference()]
+    return [tensor._version for tensor in all_tensors(batch) if not tensor.is_inference()]
 
 
 def gradients_now(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
     """The gradients that are there: which, and how often they were written. What a callback writes into them after backward,
     running the step again would not."""
-    return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+    gradients = [g for g in map(_gradient_of, parameters) if g is not None]
+    return list(zip(map(id, gradients), map(_version_of, gradients), strict=True))

@@ -297,7 +297,7 @@ class RootRecorder:
         """A model is called."""
         self.lines.model_called(frame)
         given: Any = (args, dict(kwargs))
-        tensors = [(t, t._version) for t in all_tensors(given) if not t.is_inference()]
+        tensors = _given_tensors(args, kwargs)
         if not self._copies:
             for call in self._recent:
                 for reference, count in call:
@@ -317,12 +317,29 @@ class RootRecorder:
             self._calls.pop()
         first = not self._calls
         if first:  # what carries a graph would keep it alive
-            self._first = batch if self.lines.draws_first and not carries_graph(given) else None
+            self._first = batch if self.lines.draws_first and not _carries_graph(args, kwargs) else None
         self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
         if self._told and first:
             self._begin(batch)
+
+
+def _given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    """The tensors of a call, and how often each was written."""
+    given = [*args, *kwargs.values()] if kwargs else args
+    for value in given:
+        if not isinstance(value, Tensor):
+            given = all_tensors((args, kwargs))
+            break
+    return [(t, t._version) for t in given if not (t.is_inference() or t.is_nested)]
+
+
+def _carries_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()):
+        if value.grad_fn is not None if isinstance(value, Tensor) else carries_graph(value, 1):
+            return True
+    return False
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -122,13 +122,22 @@ class ScriptRuns(Groups[ScriptRun]):
         return run
 
     def every(self) -> list[ScriptRun]:
+        return [run for ref in self._ordered() if (run := ref()) is not None]
+
+    def _ordered(self) -> list[weakref.ref[ScriptRun]]:
         if self._order is None:
             runs = {id(run): run for run in map(self.of, self._all)}
             self._order = [weakref.ref(run) for run in sorted(runs.values(), key=lambda run: run.number)]
-        return [run for ref in self._order if (run := ref()) is not None]
+        return self._order
 
     def guarded(self) -> list[ScriptRun]:
-        return [run for run in self.every() if run.guard is not None and not run.left_alone] if self._session.guarding else []
+        found: list[ScriptRun] = []
+        if self._session.guarding:
+            for ref in self._order or self._ordered():
+                run = ref()
+                if run is not None and run.guard is not None and not run.left_alone:
+                    found.append(run)
+        return found
 
     def begin(self, group: ScriptRun, at_step: bool) -> None:
         session = self._session
