@@ -1,6 +1,6 @@
 """What `nanproof run` costs in loops of 2 to 12 ms a step: `python -m benchmarks.script [--save]`, two minutes on a CPU.
 
-The loops in `benchmarks/loops` are written as strangers write them, and know nothing of nanproof. Each runs twice at the same time,
+The loops in `benchmarks/loops` are written as strangers write them, and know nothing of nanproof. Each runs twice at once,
 plain and under `nanproof run`, in processes that are stopped and continued in turn, so that both meet the same machine. A loop
 notes the processor time of each of its steps. The figure is the median step after the first 50, over the plain one of the
 same round.

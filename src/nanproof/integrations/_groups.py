@@ -58,6 +58,7 @@ _groups_of = attrgetter("param_groups")
 _params_of = itemgetter("params")
 _gradient_of = attrgetter("grad")
 _called = methodcaller("__call__")
+_is_curious = attrgetter("curious")
 
 
 def parameters_of(*optimizers: Any) -> list[Tensor]:
@@ -318,7 +319,7 @@ class Groups(ABC, Generic[G]):
         every = self.every()
         for group in every:
             group.follow()
-        leaves = leaves_of(tensors) if any([group.curious for group in every]) else None
+        leaves = leaves_of(tensors) if any(map(_is_curious, every)) else None
         if leaves is None:
             for group in every:
                 group.feed(None)

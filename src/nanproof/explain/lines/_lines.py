@@ -56,8 +56,6 @@ _is_wrapper = _Wrappers().__getitem__
 """Whether a file is one of torch or nanproof: they pass a loss on to backward."""
 
 
-
-
 Op = tuple[str, float]
 """("/", 2.0) or ("*", 0.5)"""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -55,8 +56,11 @@ class Recorder:
         now = [value for batch in batches for value in _objects(batch)]
         if not now:
             return []
-        before = {id(value) for batch in (self._moments[-1].batches if self._moments else ()) for value in _objects(batch)}
-        new = [value for value in now if id(value) not in before]
+        before = [value for batch in (self._moments[-1].batches if self._moments else ()) for value in _objects(batch)]
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return []
+        known = set(map(id, before))
+        new = [value for value in now if id(value) not in known]
         return [t for value in new for _, t in tensors_in(vars(value))]
 
     @property

@@ -31,7 +31,6 @@ from nanproof.integrations.script._runs import ScriptRuns
 from nanproof.integrations.script._script_run import Clipped, ScriptRun
 from nanproof.integrations.script._session import Session
 
-
 version_of, _layout, _kind = attrgetter("_version"), attrgetter("layout"), attrgetter("device", "dtype")
 
 

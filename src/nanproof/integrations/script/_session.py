@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,10 +36,7 @@ class Options:
 
 
 def covers(optimizers: Iterable[Any], optimizer: Any) -> bool:
-    for own in optimizers:
-        if own is optimizer:
-            return True
-    return False
+    return any(map(is_, optimizers, repeat(optimizer)))
 
 
 class Inside:
