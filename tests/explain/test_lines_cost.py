@@ -1,4 +1,4 @@
-"""What a healthy step pays for its own lines does not grow with the number of parameters: Python calls are counted, not seconds."""
+"""What a healthy step pays for its own lines does not grow with the number of parameters: calls are counted, not seconds."""
 
 from __future__ import annotations
 
