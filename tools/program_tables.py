@@ -42,10 +42,8 @@ def script_cost() -> str:
     for name, what in LOOPS.items():
         plain, guarded = data[name]["rows"]["plain"], data[name]["rows"]["nanproof run"]
         lines.append(f"| {what} | {plain['ms']:.1f} | {guarded['ratio']:.2f} | {guarded['low']:.2f}-{guarded['high']:.2f} |")
-    lines += [
-        "",
-        f"{data['device']}, torch {data['torch']}, {data['date']}. Processor time of the median step, plain and guarded in turns.",
-    ]
+    where = f"{data['device']}, torch {data['torch']}, {data['date']}"
+    lines += ["", f"{where}. Processor time of the median step, plain and guarded in turns."]
     return "\n".join(lines)
 
 
