@@ -100,7 +100,7 @@ class RootRecorder:
             begin: called with the batch just before the first forward of each backward: `Engine.begin`.
         """
         several = [models] if isinstance(models, nn.Module) else list(models)
-        self._models = {id(model): weakref.ref(model) for model in several}
+        self._known_models = {id(model): weakref.ref(model) for model in several}
         self._names = weakref.WeakKeyDictionary({model: type(unwrap(model)).__name__ for model in several})
         self._begin = begin
         self._calls: list[Call] = []
@@ -290,7 +290,7 @@ class RootRecorder:
     def _counts(self, module: nn.Module) -> bool:
         if self._again or self.paused or torch._C._get_tracing_state() or not torch.is_grad_enabled():
             return False
-        known = self._models.get(id(module))  # a shallow copy of a model has its hooks
+        known = self._known_models.get(id(module))  # a shallow copy of a model has its hooks
         return known is not None and known() is module
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> None:
@@ -310,7 +310,7 @@ class RootRecorder:
             tensors = [(t, t._version) for t in all_tensors(given) if not t.is_inference()]
         batch = Call({"args": given[0], "kwargs": given[1], "loss": None})
         batch.module, batch.written = weakref.ref(module), self._copies
-        if len(self._models) > 1 and len(self._names) > 1:
+        if len(self._known_models) > 1 and len(self._names) > 1:
             batch["of"] = self._names[module]
         self._given = tensors
         if not self._told:
