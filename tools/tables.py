@@ -498,6 +498,7 @@ BLOCKS = {
     "trainer kills": trainer_kills_table,
     "interrupts": interrupts_table,
     "lines": program_tables.lines_cost,
+    "script": program_tables.script_cost,
     "programs": program_tables.programs,
     "not explained": program_tables.not_explained,
     "poison": poison_table,

@@ -156,11 +156,13 @@ class SilentWatch:
             self._early.append(record.loss)
         if look.sample is not None:
             self._samples.append((*look.sample, rate))
-        of_record = (self._foreign, self._missing, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge)
+        early = (self._foreign, self._missing) if self._steps <= FIRST_STEPS else ()
+        of_record = (*early, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge)
         signals = [watch(record) for watch in (*of_record, self._jump, self._constant, self._heavy)]
         signals += [self._cleared(record, look), *self._of_loss(record, look)]
         for signal in signals:
-            self.notice(signal)
+            if signal is not None:
+                self.notice(signal)
         return self._due.popleft() if self._due else None
 
     def notice(self, signal: Signal | None) -> None:
