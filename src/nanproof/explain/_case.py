@@ -26,6 +26,7 @@ from nanproof.explain.locate._trace import Trace
 from nanproof.explain.locate._writes import Write, write_into_batch
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._recorder import Moment
+from nanproof.explain.replay._rehearse import Allowance, rehearse
 from nanproof.explain.replay._replay import Outcome, Replay
 
 
@@ -80,6 +81,11 @@ def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTen
     return found
 
 
+def refused(kind: str) -> bool:
+    """Whether an incident of this kind is a step in which something was NaN or Inf, or raised an exception."""
+    return kind.startswith("nonfinite") or kind in ("gradient-norm-overflow", "exception", "generation", "loss-scale-collapse")
+
+
 class Case:
     """One thing that went wrong."""
 
@@ -104,6 +110,7 @@ class Case:
         scheduler: Any = None,
         details: dict[str, Any] | None = None,
         healing: bool = False,
+        rehearsing: float = math.inf,
     ) -> None:
         self.kind = kind
         self.model = model if model is not None else replay.model if replay is not None else None
@@ -131,18 +138,15 @@ class Case:
         self.details = details or {}
         self.healing = healing
         """The run may go on with the fix, so it is worth a few more runs to find a mild one."""
+        self._allowance = Allowance(rehearsing)
+        """Seconds in which training steps may be rehearsed, all trials together."""
         self.remedies: tuple[Prescription, ...] = ()
         """Left by `explain`: how the run could go on with the fix that held, mildest first."""
 
     @property
     def nonfinite(self) -> bool:
         """Something was NaN or Inf, or an exception was raised."""
-        return self.kind.startswith("nonfinite") or self.kind in (
-            "gradient-norm-overflow",
-            "exception",
-            "generation",
-            "loss-scale-collapse",
-        )
+        return refused(self.kind)
 
     @property
     def error_is_about_sampling(self) -> bool:
@@ -284,6 +288,15 @@ class Case:
         self.replay.run(trace.recording(), before_backward=trace.backward_begins)
         return trace
 
+    @cached_property
+    def forward_trace(self) -> Trace | None:
+        """Every operation of the forward: half the time of a whole trace, which serves too where there is one."""
+        if self.replay is None or "trace" in self.__dict__:
+            return self.trace
+        trace = Trace(self.replay.model, None)
+        self.replay.run(trace.recording(), before_backward=trace.backward_begins, backward=False)
+        return trace
+
     def cured_by(self, *changes: AbstractContextManager[Any], **kwargs: Any) -> Trial:
         """Run the replay with something changed: is it finite now?"""
         assert self.replay is not None
@@ -302,6 +315,12 @@ class Case:
         if self.replay is None or not any(not bad.only_negative for bad in self.bad_batch):
             return False
         return self.replay.run(batches=self.batches_with(finite)).finite
+
+    def rehearse(self, **how: Any) -> list[float] | None:
+        """The losses of a few training steps over the recent batches, which are undone again. Raises `TakesTooLong` where that
+        takes more time than there is."""
+        assert self.replay is not None
+        return rehearse(self.replay, self.optimizer, self.moments, allowance=self._allowance, **how)
 
     def cured_by_either(self, *sets: tuple[AbstractContextManager[Any], ...]) -> Trial:
         """Try one set of changes after the other, until one helps."""

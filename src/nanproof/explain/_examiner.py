@@ -33,7 +33,7 @@ from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import Schedule, change_settings
 from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._tree import tensors_in
-from nanproof.explain._case import Case, bad_in_batch
+from nanproof.explain._case import Case, bad_in_batch, refused
 from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of, outputs_of, targets_of
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
 from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs
@@ -42,7 +42,7 @@ from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.causes._raised import device_is_lost, explain_lost_device
 from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import KEPT, Moment, Recorder
-from nanproof.explain.replay._rehearse import adam_update, steps_seen
+from nanproof.explain.replay._rehearse import REFUSED_STEP, adam_update, steps_seen
 from nanproof.explain.replay._replay import ActivationGradients, CannotReplay, Deadline, Replay
 
 log = logging.getLogger("nanproof")
@@ -660,6 +660,7 @@ class Examiner(Explainer):
             scheduler=self._scheduler,
             details=details,
             healing=self._policy.heal,
+            rehearsing=REFUSED_STEP if refused(kind) and not self._policy.heal else math.inf,
             **facts,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from nanproof.core.judge._parameters import clean_name, unwrap
+from nanproof.explain._graph import is_added_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Range:
 
 
 GOOD = Range(0.0, 0.0)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -61,6 +63,37 @@ def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     low, high = torch.aminmax(x)
     return low, high
+
+
+_SMALL = 1 << 12
+"""Elements of tensors that are stacked to look at them together, at the most."""
+
+
+@torch.no_grad()
+def ranges_of(tensors: Sequence[Tensor]) -> list[Range]:
+    """The ranges of many tensors, for one wait for each device. Small ones of the same shape are looked at together."""
+    alike: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.is_floating_point() and t.layout is torch.strided and t.element_size() > 1 and not t.is_meta and (size := t.numel()):
+            key = (t.dtype, t.device, t.shape) if size <= _SMALL and type(t) in _PLAIN else (t.dtype, t.device, i)
+            alike.setdefault(key, []).append(i)
+    ends: dict[Any, list[tuple[list[int], Tensor, Tensor]]] = {}
+    for (dtype, device, _), places in alike.items():
+        if len(places) == 1:
+            low, high = torch.aminmax(tensors[places[0]].detach())
+        else:
+            low, high = torch.aminmax(torch.stack([tensors[i] for i in places]).view(len(places), -1), dim=1)
+        ends.setdefault((dtype, device), []).append((places, low.reshape(-1), high.reshape(-1)))
+    found = [GOOD] * len(tensors)
+    for parts in ends.values():
+        numbers = torch.cat([end for _, *both in parts for end in both]).tolist()
+        at = 0
+        for places, *_ in parts:
+            many = len(places)
+            for i, low, high in zip(places, numbers[at : at + many], numbers[at + many : at + 2 * many], strict=True):
+                found[i] = Range(low, high)
+            at += 2 * many
+    return found
 
 
 class Ranges:
@@ -189,6 +222,10 @@ def tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, f.name), depth - 1)
 
 
+_LAST_GOOD = 2
+"""Gradients before the first bad one whose modules are suspected too."""
+
+
 class Survey:
     """The first look at a bad step: every module call with the ranges of its inputs, outputs and their gradients."""
 
@@ -200,14 +237,17 @@ class Survey:
         self._stack = CallStack(model)
         self._in_backward = False
         self._order = 0
+        self.added_up = False
+        """The loss is a sum, as far as its graph shows."""
 
     @contextmanager
     def watching(self) -> Iterator[Survey]:
         with self._stack.following(on_leave=self._leave):
             yield self
 
-    def backward_begins(self, _loss: Tensor | None = None) -> None:
+    def backward_begins(self, loss: Tensor) -> None:
         self._in_backward = True
+        self.added_up = is_added_up(loss)
 
     def _leave(self, call: Call, inputs: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward:  # the recomputation of a checkpointed part: the same call once more
@@ -249,8 +289,10 @@ class Survey:
         return found
 
     def first_bad_gradients(self) -> list[Call]:
-        """The calls whose output's gradient was bad first in backward; several where they came at the same place."""
-        events = [(order, call) for call in self.calls for order, i in call.gradients if i is not None and self.ranges.of(i).bad]
-        if not events:
-            return []
-        return [min(events, key=lambda e: e[0])[1]]
+        """The call whose output's gradient was bad first in backward, and those whose gradients were the last good ones before
+        it: a module whose output's gradient is good may have made the bad one of its input."""
+        events = sorted(
+            ((order, i, call) for call in self.calls for order, i in call.gradients if i is not None), key=lambda e: e[0]
+        )
+        first = next((place for place, (_, i, _) in enumerate(events) if self.ranges.of(i).bad), None)
+        return [] if first is None else [call for _, _, call in events[max(0, first - _LAST_GOOD) : first + 1][::-1]]

@@ -164,6 +164,8 @@ class Replay:
         """The loss scale to run at; 1 where it does not matter, because an overflow that it causes is not the question."""
         self.deadline = deadline or Deadline.after(math.inf)
         self.runs = 0
+        self.fastest = math.inf
+        """Seconds of the shortest run so far that raised nothing."""
         self._buffers = buffers
         self._alone = alone
         """Other ranks train the same model, and do not take part in this."""
@@ -270,7 +272,9 @@ class Replay:
             norms, missing, finite = self._gradients(scale) if backward else ({}, (), True)
             if after is not None and error is None:
                 after()
-        return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start, last)
+        seconds = time.perf_counter() - start
+        self.fastest = min(self.fastest, seconds if error is None else math.inf)
+        return Outcome(loss_value, error, norms, missing, finite, seconds, last)
 
     def _accumulated(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if self._ranks is None else self._ranks.accumulate(last)
