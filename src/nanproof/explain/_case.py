@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanproof._records import StepRecord
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
-from nanproof.core.support._inner import nonfinite
+from nanproof.core.support._inner import bounds, nonfinite
 from nanproof.core.support._members import BadSetting, bad_settings, groups_of, states_of
 from nanproof.core.support._tree import map_tensors, positions, tensors_in
 from nanproof.explain.locate._calls import Survey
@@ -218,12 +218,13 @@ class Case:
     @cached_property
     def bad_state(self) -> list[tuple[str, str]]:
         """(parameter, key) of the optimizer's state that is non-finite."""
-        found = []
+        kept: dict[str, tuple[Tensor, str, Tensor]] = {}
         for p, state in states_of(self.optimizer) if self.optimizer is not None else ():
             for key, value in state.items() if isinstance(p, Tensor) and isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and nonfinite([(key, value)]):
-                    found.append((self.name_of(p), key))
-        return found
+                if isinstance(value, Tensor):
+                    kept[str(len(kept))] = p, key, value
+        bad = nonfinite((place, value) for place, (_, _, value) in kept.items())
+        return [(self.name_of(kept[place][0]), kept[place][1]) for place in bad]
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter in the model; its place in the optimizer where the model does not have it."""
@@ -371,29 +372,28 @@ def living(*changes: AbstractContextManager[Any]) -> tuple[Prescription, ...]:
 def _bad_tensors(model: nn.Module, buffers: bool) -> list[BadWeight]:
     found = []
     inner = unwrap(model)
-    seen: set[int] = set()
+    own: dict[int, tuple[str, Tensor, nn.Module, Tensor]] = {}
     for path, module in inner.named_modules():
-        own = module._buffers if buffers else module._parameters
-        for key, tensor in own.items():
-            if tensor is None or id(tensor) in seen:
+        for key, tensor in (module._buffers if buffers else module._parameters).items():
+            if tensor is None or id(tensor) in own:
                 continue
-            seen.add(id(tensor))
             value = local(tensor.detach())
-            if not value.is_floating_point() or value.numel() == 0 or value.layout is not torch.strided or value.is_meta:
-                continue
-            low, high = torch.aminmax(value)
-            if torch.isfinite(low) and torch.isfinite(high):
-                continue
-            if buffers and not torch.isnan(low) and bool(torch.isneginf(low)) and torch.isfinite(high):
-                continue  # a mask of -inf
-            bad = ~torch.isfinite(value)
-            name = clean_name(f"{path}.{key}" if path else key)
-            if value.dim() >= 2:
-                by_row = bad.reshape(len(value), -1)
-                hit = by_row.any(1)
-                rows = tuple(int(i) for i in torch.nonzero(hit).flatten()[:64])
-                whole = bool(by_row[hit].all())
-            else:
-                rows, whole = (), False
-            found.append(BadWeight(name, tensor, int(bad.sum()), rows, whole, module))
+            wide = value.element_size() > 1  # torch cannot tell whether an fp8 is finite
+            if value.is_floating_point() and wide and value.numel() and value.layout is torch.strided and not value.is_meta:
+                own[id(tensor)] = f"{path}.{key}" if path else key, tensor, module, value
+    ends = bounds([value for *_, value in own.values()])
+    for (name, tensor, module, value), (low, high) in zip(own.values(), ends, strict=True):
+        if math.isfinite(low) and math.isfinite(high):
+            continue
+        if buffers and low == -math.inf and math.isfinite(high):
+            continue  # a mask of -inf
+        bad = ~torch.isfinite(value)
+        if value.dim() >= 2:
+            by_row = bad.reshape(len(value), -1)
+            hit = by_row.any(1)
+            rows = tuple(int(i) for i in torch.nonzero(hit).flatten()[:64])
+            whole = bool(by_row[hit].all())
+        else:
+            rows, whole = (), False
+        found.append(BadWeight(clean_name(name), tensor, int(bad.sum()), rows, whole, module))
     return found

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from nanproof.core.judge._parameters import clean_name, unwrap
+from nanproof.core.support._inner import bounds
 from nanproof.explain._graph import is_added_up
 
 
@@ -53,47 +54,28 @@ class Range:
 
 
 GOOD = Range(0.0, 0.0)
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """(low, high) on the device; None for what cannot be bad."""
-    x = tensor.detach()
-    if not x.is_floating_point() or x.numel() == 0 or x.layout is not torch.strided or x.element_size() < 2 or x.is_meta:
+    if not _can_be_bad(tensor):
         return None
-    low, high = torch.aminmax(x)
+    low, high = torch.aminmax(tensor.detach())
     return low, high
 
 
-_SMALL = 1 << 12
-"""Elements of tensors that are stacked to look at them together, at the most."""
-
-
-@torch.no_grad()
 def ranges_of(tensors: Sequence[Tensor]) -> list[Range]:
-    """The ranges of many tensors, for one wait for each device. Small ones of the same shape are looked at together."""
-    alike: dict[Any, list[int]] = {}
-    for i, t in enumerate(tensors):
-        if t.is_floating_point() and t.layout is torch.strided and t.element_size() > 1 and not t.is_meta and (size := t.numel()):
-            key = (t.dtype, t.device, t.shape) if size <= _SMALL and type(t) in _PLAIN else (t.dtype, t.device, i)
-            alike.setdefault(key, []).append(i)
-    ends: dict[Any, list[tuple[list[int], Tensor, Tensor]]] = {}
-    for (dtype, device, _), places in alike.items():
-        if len(places) == 1:
-            low, high = torch.aminmax(tensors[places[0]].detach())
-        else:
-            low, high = torch.aminmax(torch.stack([tensors[i] for i in places]).view(len(places), -1), dim=1)
-        ends.setdefault((dtype, device), []).append((places, low.reshape(-1), high.reshape(-1)))
+    """The ranges of many tensors; the device is waited for once."""
     found = [GOOD] * len(tensors)
-    for parts in ends.values():
-        numbers = torch.cat([end for _, *both in parts for end in both]).tolist()
-        at = 0
-        for places, *_ in parts:
-            many = len(places)
-            for i, low, high in zip(places, numbers[at : at + many], numbers[at + many : at + 2 * many], strict=True):
-                found[i] = Range(low, high)
-            at += 2 * many
+    able = [i for i, t in enumerate(tensors) if _can_be_bad(t)]
+    for i, (low, high) in zip(able, bounds([tensors[i] for i in able]), strict=True):
+        if low or high:
+            found[i] = Range(low, high)
     return found
+
+
+def _can_be_bad(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout is torch.strided and x.element_size() > 1 and x.numel() > 0 and not x.is_meta
 
 
 class Ranges:

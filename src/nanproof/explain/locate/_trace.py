@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import nanproof
+from nanproof.explain._pause import no_collections
 from nanproof.explain.locate._calls import GOOD, Call, CallStack, Range, ranges_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -195,7 +196,7 @@ class Trace(TorchDispatchMode):
         if self._calls is not None:
             on_enter = self._look_at
             on_leave = self._look_at_parent
-        with self._stack.following(on_enter, on_leave):
+        with no_collections(), self._stack.following(on_enter, on_leave):
             self._switch(True)
             try:
                 yield self
@@ -324,18 +325,19 @@ class Trace(TorchDispatchMode):
         op, tensors, outputs = each.op, each.tensors, each.outputs
         if each.node != self._looked_at:
             self._looked_at, self._born, self._last_bad = each.node, False, False
-        for operand, tensor in zip(op.inputs, tensors, strict=True):
-            self._find_producer(operand, tensor)
+        stores = [t.untyped_storage().data_ptr() if t.layout is torch.strided else None for t in tensors]
+        for operand, tensor, store in zip(op.inputs, tensors, stores, strict=True):
+            if store in self._writers:
+                self._find_producer(operand, tensor)
         self.ops.append(op)
         bad = op.bad
         if op.backward:
             self._born, self._last_bad = self._born or (bad and op.newly_bad), bad
         for producer in {id(i.producer): i.producer for i in op.inputs if i.producer is not None}.values():
             producer.consumers.append(op)
-        inside = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
         for tensor in outputs:
             if tensor.layout is torch.strided:
-                self._note_write(tensor, op, each.wrote, inside)
+                self._note_write(tensor, op, each.wrote, stores)
         if bad and self._kept < _KEPT_OPS and (op.newly_bad or op.comes_in):
             self._kept += 1
             self._keep_values(op, each.before if each.before and len(each.before) == len(tensors) else tensors, outputs)
@@ -379,7 +381,7 @@ class Trace(TorchDispatchMode):
             able = [first for first in able if (first.number >= asked.number if reentrant else first.number <= asked.number)]
         return able[0 if reentrant else -1] if able else None
 
-    def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: set[int]) -> None:
+    def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: list[int | None]) -> None:
         storage = tensor.untyped_storage().data_ptr()
         if in_place and storage in self._writers:
             self._writers[storage].append((tensor.data_ptr(), op))

@@ -312,8 +312,9 @@ class Replay:
             gradients = [present[i][1] for i in places]
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             found = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double() / scale
-            largest = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide))
-            finite = finite and bool(torch.isfinite(largest).all())
+            if not bool(torch.isfinite(found).all()):  # the squares of finite numbers may overflow
+                largest = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide))
+                finite = finite and bool(torch.isfinite(largest).all())
             for i, norm in zip(places, found.tolist(), strict=True):
                 norms[i] = norm
         names = [name for name, _ in present]
@@ -377,6 +378,8 @@ def _copy(t: Tensor) -> Tensor:
 
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
+    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_complex():
+        return gradient.detach()
     gradient = local(gradient.detach())
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
