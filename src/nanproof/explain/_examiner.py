@@ -36,6 +36,7 @@ from nanproof.core.support._tree import tensors_in
 from nanproof.explain._case import Case, bad_in_batch, refused
 from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of, outputs_of, targets_of
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
+from nanproof.explain._pause import no_collections
 from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs
 from nanproof.explain._start import WeightsAtStart, garbage_buffers
 from nanproof.explain.bundle._bundle import BundleWriter
@@ -371,6 +372,7 @@ class Examiner(Explainer):
         guilty = next((rank for rank, flags in said.items() if flags[0] and ranks.together), None)
         return replace(found[0], rank=guilty)
 
+    @no_collections()
     def refused(self, incident: Incident, refusal: Refusal) -> Incident:
         attempt, record = refusal.attempt, refusal.record
         kept = self.recorder.at(attempt.step)

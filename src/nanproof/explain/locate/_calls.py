@@ -95,8 +95,7 @@ class Ranges:
             return known[2]
         pair = None
         if look:
-            with torch.no_grad():
-                pair = range_of(tensor)
+            pair = range_of(tensor)
             if pair is None:
                 return None
         self._taken.append(pair)

@@ -24,7 +24,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import nanproof
-from nanproof.explain._pause import no_collections
 from nanproof.explain.locate._calls import GOOD, Call, CallStack, Range, ranges_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -196,7 +195,7 @@ class Trace(TorchDispatchMode):
         if self._calls is not None:
             on_enter = self._look_at
             on_leave = self._look_at_parent
-        with no_collections(), self._stack.following(on_enter, on_leave):
+        with self._stack.following(on_enter, on_leave):
             self._switch(True)
             try:
                 yield self

@@ -28,6 +28,7 @@ from nanproof.core.support._context import Mode, RandomState, rehearsal
 from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._signals import shield
 from nanproof.core.support._tree import map_tensors, own_copy, tensors_in
+from nanproof.explain._pause import no_collections
 from nanproof.explain.replay._attributes import restore_attributes, saved_attributes
 
 _COPIED = 1 << 26
@@ -234,7 +235,7 @@ class Replay:
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
         loss_value, last, error = math.nan, math.nan, None
-        with rehearsal, self._undisturbed():
+        with no_collections(), rehearsal, self._undisturbed():
             with ExitStack() as stack:
                 (random or self.random).restore()
                 stack.enter_context(self.mode.again(self.modules, self.device))
