@@ -447,7 +447,7 @@ class _Kind:
     """What is in the memory it returns means nothing."""
 
 
-_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "empty_permuted"}
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _KINDS: dict[Any, _Kind] = {}
 
 
