@@ -53,6 +53,8 @@ _GRAPH_AT = 2
 DRAWS_ANEW = "the lines draw random numbers before they call the model; the replay drew others than the step"
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
+_SPIKES = 256
+"""Spikes of which something is kept."""
 _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
 _KIND = {
@@ -153,7 +155,7 @@ class Examiner(Explainer):
         self._start = WeightsAtStart(stepper.model) if self.on else None
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
-        """Adam's update over the learning rate, at spikes."""
+        """Adam's update over the learning rate, at the last spikes."""
 
     @property
     def on(self) -> bool:
@@ -263,6 +265,8 @@ class Examiner(Explainer):
         look = self._looks.pop(record.step, _Pending()).read(record)
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
+            if len(self._updates) > _SPIKES:
+                del self._updates[next(iter(self._updates))]
             done = steps_seen(self._stepper.optimizer)
             self._watch.notice(self._watch.lost_state(record, done) if done is not None else None)
         signal = self._watch.see(record, look)

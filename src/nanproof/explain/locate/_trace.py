@@ -305,9 +305,7 @@ class Trace(TorchDispatchMode):
         for (operand, _), known in zip(made, ranges, strict=True):
             operand.known = known
         # Whatever goes into an operation that is not bad is of no interest.
-        taken = [
-            (o, t) for w in waiting if not w.wrote and w.op.bad for o, t in zip(w.op.inputs, w.tensors, strict=True)
-        ]
+        taken = [(o, t) for w in waiting if not w.wrote and w.op.bad for o, t in zip(w.op.inputs, w.tensors, strict=True)]
         there = {id(t): known for (_, t), known in zip(made, ranges, strict=True)}
         missing = list({id(t): t for _, t in taken if id(t) not in there}.values())
         there |= {id(t): known for t, known in zip(missing, ranges_of(missing), strict=True)}

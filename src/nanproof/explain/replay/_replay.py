@@ -314,7 +314,9 @@ class Replay:
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             found = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double() / scale
             if not bool(torch.isfinite(found).all()):  # the squares of finite numbers may overflow
-                largest = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide))
+                largest = torch.stack(
+                    torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide)
+                )
                 finite = finite and bool(torch.isfinite(largest).all())
             for i, norm in zip(places, found.tolist(), strict=True):
                 norms[i] = norm
