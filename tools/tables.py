@@ -236,6 +236,21 @@ def explain_table() -> str:
     return "\n".join(lines)
 
 
+def bad_step_table() -> str:
+    data = load("bad_step")
+    lines = [
+        f"| a bad step of {data['tensors']:,} tensors | healthy step | bad step, told and bundled | ratio |",
+        "|---|---:|---:|---:|",
+    ]
+    for fault, row in data["faults"].items():
+        normal = row["bad step, processor s"] / row["ratio of processor s"]
+        lines.append(f"| {fault} | {normal:.2f} s | {row['bad step, processor s']:.2f} s | {row['ratio of processor s']:.1f} × |")
+    right = sum(row["right"] for row in data["faults"].values())
+    lines += ["", f"Processor time of the training thread; {right} of {len(data['faults'])} diagnoses are right."]
+    lines.append(f"{data['device']}, torch {data['torch']}, {data['date']}. Medians.")
+    return "\n".join(lines)
+
+
 SCAN_ROWS = {
     "cat file > /dev/null": "`cat file > /dev/null`",
     "scan, safetensors": "**`nanproof.scan`**, safetensors",
@@ -485,6 +500,7 @@ BLOCKS = {
     "zoo": zoo_summary,
     "cases": zoo_cases,
     "explain": explain_table,
+    "bad step": bad_step_table,
     "causes": causes_table,
     "scan": scan_table,
     "doctor": doctor_table,
