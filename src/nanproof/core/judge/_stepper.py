@@ -109,7 +109,7 @@ class _Acts:
         return scale if limit is None else scale * max((total + 1e-6) / limit, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Given:
     """What a verdict depends on besides norms and loss."""
 
@@ -757,4 +757,6 @@ class Stepper(Judge):
         return total
 
     def _scalar(self, loss: Tensor) -> Tensor:
+        if loss.dtype is self.parameters.dtype and not loss.dim() and loss.device == self.parameters.device:
+            return loss.detach()
         return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)
