@@ -31,6 +31,7 @@ bench: .venv/bench  ## what the guard and a diagnosis cost on this CPU, beside o
 	$(BIN)/python -m benchmarks.scan --save
 	$(BIN)/python -m benchmarks.doctor --save
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.script --save
 	$(BIN)/python -W ignore -m benchmarks.observe
 
 bench-gpu:  ## the same on a CUDA device, with the python that has torch for it

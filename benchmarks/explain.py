@@ -1,8 +1,9 @@
 """What finding out costs: locating the birth of a bad step, the whole diagnosis, and what the recorder costs while all is well.
 
 python -m benchmarks.explain               # a 7 M Llama on the CPU, a 271 M one in bf16 autocast, batch 8 x 1024, on CUDA
+python -m benchmarks.explain --only tensors     # a bad step of 5,000 small tensors, on one core
 
-Forward + backward of the same step, run in the same process, is 1.
+Forward + backward of the same step, run in the same process, is 1. For the many tensors it is a healthy step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from nanproof.explain._diagnose import explain
 from nanproof.explain.locate._locate import locate, survey
 from nanproof.explain.replay._recorder import Recorder
 from nanproof.explain.replay._replay import Replay
-from tools.results import save
+from tools.results import cpu_name, save
+from zoo import many_tensors
 from zoo.llama import llama
 
 SAMPLE, TOKEN = 3, 17
@@ -223,13 +225,76 @@ def recorder(device: str) -> dict[str, float]:
     return found
 
 
+def bad_steps(tensors: int, rounds: int) -> dict[str, Any]:
+    """A bad step of a model of so many tensors, bundle included, beside its healthy steps. Seconds, and processor seconds of the
+    training thread, which other programs do not disturb."""
+    rows: dict[str, Any] = {}
+    log = logging.getLogger("nanproof")
+    level, threads = log.level, torch.get_num_threads()
+    log.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    try:
+        for name, fault in many_tensors.FAULTS.items():
+            healthy, bad = [], []
+            for _ in range(rounds):
+                steps, last, right = one_bad_step(tensors, fault)
+                healthy += steps
+                bad.append(last)
+            normal = [statistics.median(column) for column in zip(*healthy, strict=True)]
+            took = [statistics.median(column) for column in zip(*bad, strict=True)]
+            rows[name] = {
+                "healthy step, s": normal[0],
+                "bad step, s": took[0],
+                "bad step, processor s": took[1],
+                "ratio of processor s": took[1] / normal[1],
+                "right": right,
+            }
+            print(
+                f"{tensors} tensors, {name}: {took[0]:.2f} s ({took[1]:.2f} of the processor), a healthy step {normal[0]:.2f} s "
+                f"({normal[1]:.2f}); {took[1] / normal[1]:.1f} times; {'right' if right else 'WRONG'}",
+                flush=True,
+            )
+    finally:
+        log.setLevel(level)
+        torch.set_num_threads(threads)
+    return rows
+
+
+def one_bad_step(tensors: int, fault: many_tensors.Fault) -> tuple[list[tuple[float, float]], tuple[float, float], bool]:
+    """(seconds, processor seconds) of healthy steps, then of the bad one, and whether what is said about it is right."""
+    torch.manual_seed(0)
+    model = many_tensors.ManyTensors(tensors)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    took = []
+    with tempfile.TemporaryDirectory() as folder:
+        guard = nanproof.Guard(model, optimizer, loss_fn=many_tensors.loss_fn, run_dir=folder)
+        for i in range(7):
+            batch = torch.randn(4, 8)
+            if i == 6:
+                batch = fault.spoil(model, batch)
+            start = time.perf_counter(), time.thread_time()
+            guard.train_step(batch)
+            took.append((time.perf_counter() - start[0], time.thread_time() - start[1]))
+        guard.close()
+    said = guard.incidents[0].diagnosis if guard.incidents else None
+    right = said is not None and (said.cause, said.op, said.where) == (fault.cause, fault.op, fault.where)
+    return took[2:6], took[6], right and said is not None and (said.verified, said.samples) == (fault.verified, fault.samples)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tensors", type=int, default=5000)
+    parser.add_argument("--only", choices=("faults", "tensors"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
+    if args.device == "cpu" and args.only != "faults":
+        rows = bad_steps(args.tensors, min(args.rounds, 3))
+        print(f"written to {save('bad_step', f'{cpu_name()}, 1 thread', {'tensors': args.tensors, 'faults': rows}, args.out)}")
+    if args.only == "tensors":
+        return
     faults = {name: one_fault(name, args.device, args.rounds) for name in FAULTS}
     results = {"faults": faults, "recorder": recorder(args.device)}
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

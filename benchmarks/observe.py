@@ -1,4 +1,7 @@
-"""What observing costs: whole steps as a ratio to the plain clipped step in the same run, host syncs, and the kernel's bandwidth.
+"""What observing costs: whole steps as a ratio to the plain clipped step in the same run (a Llama, a ResNet-50, the Llama
+compiled), host syncs, memory, the kernels' bandwidth, and, on any device, what is added to a light step by count.
+
+The goals: at most 1.01 with `observe=True` on all three.
 
 python -m benchmarks.observe            # on the device there is: about four minutes on an H200, three on two CPU cores
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanproof
 from benchmarks.variants import LossFn, Step, compare, detect_anomaly, guard_train_step, plain, table, underflow_overflow
 from nanproof.observe._kernels import TritonTable
 from tools.results import RESULTS, cpu_name, save
 from zoo.llama import Llama, llama, next_token_loss
+from zoo.resnet import ResNet50, resnet
 
 EVERYTHING = nanproof.Observe(modules="*", every=1)
 
@@ -109,6 +117,141 @@ def whole_step(rounds: int, device: str, names: list[str]) -> dict[str, Any]:
 FAST = ["plain clip + step", "nanproof, not observing", "nanproof, observe=True", "nanproof, full looks", "nanproof, everything"]
 
 
+def sgd_plain(model: nn.Module, loss_fn: LossFn) -> Any:
+    @contextmanager
+    def variant() -> Iterator[Step]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+
+        def step(batch: Any) -> None:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        yield step
+
+    return variant()
+
+
+def sgd_guarded(observe: Any) -> Callable[[nn.Module, LossFn], Any]:
+    @contextmanager
+    def variant(model: nn.Module, loss_fn: LossFn) -> Iterator[Step]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            nanproof.Guard(model, optimizer, loss_fn=loss_fn, run_dir=folder, observe=observe) as guard,
+        ):
+
+            def step(batch: Any) -> None:
+                guard.train_step(batch)
+
+            yield step
+        assert not guard.incidents, guard.incidents
+
+    return variant
+
+
+SGD_VARIANTS = {
+    "plain clip + step": sgd_plain,
+    "nanproof, not observing": sgd_guarded(None),
+    "nanproof, observe=True": sgd_guarded(True),
+    "nanproof, full looks": sgd_guarded(nanproof.Observe(every=1)),
+}
+
+
+def classification_loss(model: nn.Module, batch: Any) -> Tensor:
+    images, labels = batch
+    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=images.is_cuda):
+        logits = model(images)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def resnet_step(rounds: int, device: str) -> dict[str, Any]:
+    """16 outputs of 13 to 103 MB, on a network whose step is short: SGD, bf16 autocast, channels last."""
+    batch = resnet(device)[1]
+    rows = compare(
+        lambda: resnet(device)[0], classification_loss, batch,
+        rounds=rounds, steps=10 if device == "cuda" else 3, names=list(SGD_VARIANTS), device=device, variants=SGD_VARIANTS,
+    )  # fmt: skip
+    shape = " x ".join(map(str, batch[0].shape))
+    title = f"whole step, ResNet-50{', bf16 autocast' if device == 'cuda' else ' of an eighth of the width'}, batch {shape}"
+    print(table(title, rows), flush=True)
+    return {"title": title, "rows": rows}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts aten operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _python_calls(step: Callable[[], Any]) -> int:
+    count = 0
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def counts(device: str) -> dict[str, Any]:
+    """What observing adds to one light step: Python calls, operations, kernels launched, bytes at the peak. These are not
+    times, so they are the same on every machine."""
+    tokens = torch.randint(0, 1000, (2, 16), device=device)
+    image = torch.randn(8, 3, 64, 64, device=device), torch.randint(0, 1000, (8,), device=device)
+
+    def deep() -> nn.Module:
+        return Llama(hidden=32, layers=16, heads=2, kv_heads=2, intermediate=64, vocab=1000, length=16)
+
+    cases: dict[str, tuple[Callable[[], nn.Module], LossFn, Any]] = {
+        "Llama of 16 layers": (deep, next_token_loss, tokens),
+        "ResNet-50": (lambda: ResNet50(8), classification_loss, image),
+    }
+    found: dict[str, Any] = {}
+    for name, (build, loss_fn, batch) in cases.items():
+        seen: dict[bool, dict[str, int]] = {}
+        for observe in (False, True):
+            torch.manual_seed(0)
+            model = build().to(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+            with nanproof.Guard(model, optimizer, loss_fn=loss_fn, observe=observe) as guard:
+
+                def step(guard: nanproof.Guard = guard, batch: Any = batch) -> None:
+                    guard.train_step(batch)
+
+                for _ in range(43):  # past the early full looks
+                    step()
+                now = {"python_calls": _python_calls(step)}
+                with _Operations() as operations:
+                    step()
+                now["operations"] = operations.count
+                if device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    with profile(activities=[ProfilerActivity.CUDA]) as kernels:
+                        step()
+                        torch.cuda.synchronize()
+                    now["kernels"] = sum(k.count for k in kernels.key_averages())
+                    now["peak_bytes"] = torch.cuda.max_memory_allocated()
+                seen[observe] = now
+                sites = len(guard.history[-1].observed.sites) if guard.history[-1].observed is not None else 0
+        added = {key: seen[True][key] - value for key, value in seen[False].items()}
+        found[name] = {"sites": sites, "without": seen[False], "added": added}
+        print(f"{name}, {sites} outputs, added to a light step: {added}", flush=True)
+    return found
+
+
 def host_time(rounds: int) -> dict[str, Any]:
     """A model of the same depth and next to no width: what a step costs the host, which is what counts where the device waits
     for it."""
@@ -126,8 +269,6 @@ def host_time(rounds: int) -> dict[str, Any]:
 
 def device_time(steps: int = 5) -> dict[str, Any]:
     """Milliseconds a step in which the device computes, summed over its kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
     batch, rows = torch.randint(0, 32000, (8, 1024), device="cuda"), {}
     for name in FAST:
         with VARIANTS[name](llama("cuda")[0], autocast_loss) as step:
@@ -139,7 +280,7 @@ def device_time(steps: int = 5) -> dict[str, Any]:
                     step(batch)
                 torch.cuda.synchronize()
         kernels = seen.key_averages()
-        looks = sum(k.self_device_time_total for k in kernels if k.key in ("_look", "_gather", "_read"))
+        looks = sum(k.self_device_time_total for k in kernels if k.key in ("_largest", "_look", "_gather", "_read"))
         ms = sum(k.self_device_time_total for k in kernels) / steps / 1e3
         rows[name] = {"ms": ms, "ratio": ms / rows[FAST[0]]["ms"] if rows else 1.0, "looks_ms": looks / steps / 1e3}
         print(
@@ -149,18 +290,20 @@ def device_time(steps: int = 5) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def compiled(rounds: int) -> dict[str, Any]:
+def compiled(rounds: int, device: str) -> dict[str, Any]:
     """The same with torch.compile: each variant over a compiled model."""
 
     def build() -> nn.Module:
-        model = llama("cuda")[0]
+        model = llama(device)[0]
         model.compile()
         return model
 
-    batch = torch.randint(0, 32000, (8, 1024), device="cuda")
+    batch = llama(device)[1]
+    loss_fn = autocast_loss if device == "cuda" else next_token_loss
     names = ["plain clip + step", "nanproof, not observing", "nanproof, observe=True"]
-    rows = compare(build, autocast_loss, batch, rounds=rounds, steps=4, names=names, device="cuda", variants=VARIANTS)
-    title = "whole step, the same model compiled"
+    steps = 10 if device == "cuda" else 2
+    rows = compare(build, loss_fn, batch, rounds=rounds, steps=steps, names=names, device=device, variants=VARIANTS)
+    title = "whole step, the same model compiled" if device == "cuda" else "whole step, Llama of 7 M parameters, compiled"
     print(table(title, rows), flush=True)
     return {"title": title, "rows": rows}
 
@@ -195,7 +338,6 @@ def look_at(looks: TritonTable, tensors: list[Tensor]) -> None:
     for row, x in enumerate(tensors):
         looks.look(x, row)
     looks.flush()
-    looks._light.clear()
 
 
 def bandwidth() -> dict[str, Any]:
@@ -245,8 +387,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument(
-        "--only", nargs="*", default=["bandwidth", "no host sync", "whole step", "device time", "host time", "compiled"]
-    )
+        "--only", nargs="*",
+        default=["bandwidth", "no host sync", "whole step", "resnet", "compiled", "device time", "host time", "counts"],
+    )  # fmt: skip
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -258,10 +401,13 @@ def main() -> None:
         "whole step": lambda: whole_step(args.rounds, device, args.variants),
         "device time": device_time,
         "host time": lambda: host_time(args.rounds),
-        "compiled": lambda: compiled(args.rounds),
+        "resnet": lambda: resnet_step(args.rounds, device),
+        "compiled": lambda: compiled(args.rounds, device),
+        "counts": lambda: counts(device),
     }
     results: dict[str, Any] = {}
-    for part in args.only if device == "cuda" else ["whole step"]:
+    anywhere = ("whole step", "resnet", "compiled", "counts")
+    for part in args.only if device == "cuda" else [part for part in args.only if part in anywhere]:
         results[part] = parts[part]()
         path = save("observe_gpu" if device == "cuda" else "observe_cpu", name, results, args.out)
     print(f"written to {path}")

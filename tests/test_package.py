@@ -19,7 +19,7 @@ import nanproof
 SRC = Path(nanproof.__file__).parent
 RECIPES = SRC.parents[1] / "recipes" / "src" / "nanproof_recipes"
 LAYERS = (
-    ("_records", "_wording", "_text", "_access", "_sound"),
+    ("_records", "_wording", "_text", "_access", "_sound", "files"),
     ("_errors",),
     ("logs",),
     ("_policy",),

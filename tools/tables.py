@@ -240,6 +240,21 @@ def explain_table() -> str:
     return "\n".join(lines)
 
 
+def bad_step_table() -> str:
+    data = load("bad_step")
+    lines = [
+        f"| a bad step of {data['tensors']:,} tensors | healthy step | bad step, told and bundled | ratio |",
+        "|---|---:|---:|---:|",
+    ]
+    for fault, row in data["faults"].items():
+        normal = row["bad step, processor s"] / row["ratio of processor s"]
+        lines.append(f"| {fault} | {normal:.2f} s | {row['bad step, processor s']:.2f} s | {row['ratio of processor s']:.1f} × |")
+    right = sum(row["right"] for row in data["faults"].values())
+    lines += ["", f"Processor time of the training thread; {right} of {len(data['faults'])} diagnoses are right."]
+    lines.append(f"{data['device']}, torch {data['torch']}, {data['date']}. Medians.")
+    return "\n".join(lines)
+
+
 SCAN_ROWS = {
     "cat file > /dev/null": "`cat file > /dev/null`",
     "scan, safetensors": "**`nanproof.scan`**, safetensors",
@@ -329,7 +344,8 @@ def recovery_table() -> str:
     notes = []
     for name, where in (("recovery_gpu", "271 M Llama, batch 8 x 1024"), ("recovery_cpu", "7 M Llama, batch 8 x 128")):
         data = load(name)
-        for row, found in data["rows"].items():
+        small = {f"model of {row}": found for row, found in data.get("small", {}).items()}
+        for row, found in {**data["rows"], **small}.items():
             steps = found["extra steps"]
             shares = " | ".join(f"{100 * steps / every:.2g} %" for every in (50, 100, 500, 1000))
             lines.append(f"| {data['device']}: {row} | {found['extra ms']:.0f} ms, {steps:.2g} steps | {shares} |")
@@ -353,12 +369,14 @@ def kills_table() -> str:
         resumed = f"{part['resumed_good']} of {part['resumes']}" if part["resumes"] else "-"
         ends = f"{part['identical']} of {part['ends']}" if part["ends"] else "-"
         lines.append(f"| {name} | {part['trials']} | {resumed} | {ends} | {part['lost']} | {part['bad_loads']} |")
-    inside = sum(count for what, count in data["parts"]["killed"]["details"].items() if what.startswith("inside"))
+    details = data["parts"]["killed"]["details"]
+    inside, writer = (sum(n for what, n in details.items() if what.startswith(how)) for how in ("inside", "only the writer"))
+    apart = f"{writer} more times only the process that writes was killed, and the run went on; " if writer else ""
     lines += [
         "",
         f"`make campaign`, {data['seconds']} s. SIGKILL at random moments and, {inside} times, inside an operation (resuming, "
-        "saving, promoting, rotating, deleting, going back); files cut, emptied, exchanged, with a flipped bit; a full tmpfs, a "
-        "file-size limit, a folder that vanishes. The end is compared with an undisturbed run over the same data. "
+        f"saving, promoting, rotating, deleting, going back); {apart}files cut, emptied, exchanged, with a flipped bit; a full "
+        "tmpfs, a file-size limit, a folder that vanishes. The end is compared with an undisturbed run over the same data. "
         f"torch {data['torch']}, {data['date']}.",
     ]
     return "\n".join(lines)
@@ -487,6 +505,7 @@ BLOCKS = {
     "zoo": zoo_summary,
     "cases": zoo_cases,
     "explain": explain_table,
+    "bad step": bad_step_table,
     "causes": causes_table,
     "scan": scan_table,
     "doctor": doctor_table,
@@ -500,6 +519,7 @@ BLOCKS = {
     "trainer kills": trainer_kills_table,
     "interrupts": interrupts_table,
     "lines": program_tables.lines_cost,
+    "script": program_tables.script_cost,
     "programs": program_tables.programs,
     "not explained": program_tables.not_explained,
     "poison": poison_table,

@@ -6,7 +6,8 @@
 - `healthy`: trainings that must stay quiet, `architectures` among them.
 - `faults`: random faults in random places, with an independent oracle.
 - `forecast/`: runs that fail slowly. `kills/`: a training that is killed, and whose checkpoints are damaged.
-- `llama` is the model of the benchmarks; `two_ranks` runs functions on two ranks of this machine.
+- `llama` is the model of the benchmarks; `many_tensors` has thousands of small parameters, and faults.
+- `two_ranks` runs functions on two ranks of this machine.
 
 `python -m zoo.faults`, `zoo.healing`, `zoo.healthy`, `zoo.kills` and `zoo.reported` run whole campaigns.
 """

@@ -196,8 +196,9 @@ class Guard(Face):
     def sync(self) -> None:
         """Wait for the verdicts still under way, and train again on batches they held up. Call it
         before saving anything, or before your own loop after `train_step`; it matters on CUDA only,
-        where verdicts come two steps late."""
+        where verdicts come two steps late. What is recorded by then is in the files of `run_dir` afterwards."""
         self.engine.sync()
+        self.engine.tell.flush()
 
     def close(self) -> None:
         """Take in the last records, look at weights and optimizer state once more, and let go of

@@ -79,7 +79,7 @@ class Policy:
     """Steps between a verdict on the device and its record on the host. None: 0 on CPU, 2 on CUDA."""
 
     history: int = 1000
-    """How many step records `guard.history` keeps in memory; `run_dir/steps.jsonl` keeps them all."""
+    """How many step records `guard.history` keeps in memory; `run_dir` keeps their lines."""
 
     diagnose: Literal["new", "always", "never"] = "new"
     """Which incidents are diagnosed: those unlike any that was diagnosed before, all, or none. A diagnosis runs the bad step

@@ -2,14 +2,13 @@
 readers start fast.
 
 On disk every record is one line of strict JSON. A bare `NaN` is not JSON, so non-finite numbers are
-written as the strings "nan", "inf" and "-inf"; a gradient that was absent is null:
+written as the strings "nan", "inf" and "-inf":
 
-    {"v":2,"kind":"header","names":["embed.weight","head.weight"]}
-    {"v":2,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1.0,"lr":[0.001],"scale":null,
-     "norms":["nan",null]}
+    {"v":3,"kind":"step","step":41,"loss":"nan","grad_norm":"nan","action":"skipped","clip":1,"lr":[0.001],"scale":null,...}
 
-Version 2 stores what was decided about an incident in fields; version 1 had it in the text of
-`message`. Both are read.
+The norms of a step are in `norms.bin` (`_blocks`), and older lines in compressed parts (`_parts`). In
+version 2 all was in one file: the norms were in the line, and the names in a line before it. Version 1
+had what was decided about an incident in the text of `message`. All three are read.
 """
 
 from __future__ import annotations
@@ -19,22 +18,26 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from nanproof import _wording as wording
 from nanproof._access import open_regular, parse_json, whole_lines
 from nanproof._sound import check_forecast, check_incident, check_record
 from nanproof._text import shown
+from nanproof.files import _blocks as blocks
+from nanproof.files._parts import STEPS, step_lines
 
 log = logging.getLogger("nanproof")
 Kind = TypeVar("Kind")
 
-VERSION = 2
+VERSION = 3
 _LONGEST = 20_000
 """Characters of a record that are shown as text."""
-ABSENT = -1.0
+ABSENT = blocks.ABSENT
 """Stands for "this parameter had no gradient" among norms, which are never negative."""
 
 KINDS = (
@@ -92,19 +95,6 @@ class Observed:
         """Largest absolute value by module, for those that were called."""
         return {site: value for site, value in zip(self.sites, self.absmax, strict=True) if value != ABSENT}
 
-    def to_text(self) -> str:
-        """As JSON. There can be thousands of numbers in every step, so they are not put into lists
-        first."""
-        parts = [f'"absmax":{_text(self.absmax)}']
-        for name in ("outputs", "gradients", "updates"):
-            columns: dict[str, array[float]] = getattr(self, name)
-            if columns:
-                parts.append(f'"{name}":{{' + ",".join(f'"{key}":{_text(values)}' for key, values in columns.items()) + "}")
-        parts += [
-            f'"{key}":{_dumps(_encode_tree(d))}' for key, d in (("attention", self.attention), ("unmoved", self.unmoved)) if d
-        ]
-        return "{" + ",".join(parts) + "}"
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any], sites: Iterable[str]) -> Observed:
         columns = {
@@ -114,6 +104,34 @@ class Observed:
         attention = {name: (decode(a), decode(b), decode(c)) for name, (a, b, c) in data.get("attention", {}).items()}
         unmoved = {name: decode(share) for name, share in data.get("unmoved", {}).items()}
         return cls(sites=tuple(sites), absmax=_array(data["absmax"]), attention=attention, unmoved=unmoved, **columns)
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], sites: tuple[str, ...]) -> Observed | None:
+        """Return what a block of `norms.bin` holds; None if it holds nothing of this."""
+        if "absmax" not in columns:
+            return None
+        nested: dict[str, dict[str, array[float]]] = {"outputs": {}, "gradients": {}, "updates": {}}
+        for name, values in columns.items():
+            kind, dot, key = name.partition(".")
+            if dot and kind in nested:
+                nested[kind][key] = _numeric(values)
+        more = {name: columns[name] for name in ("attention", "unmoved") if name in columns}
+        rest = cls.from_json({"absmax": [], **more}, sites)
+        return cls(sites=sites, absmax=_numeric(columns["absmax"]), attention=rest.attention, unmoved=rest.unmoved, **nested)
+
+
+def strict_observed(observed: Observed) -> Iterator[tuple[str, str]]:
+    """What is observed by name, as strict JSON; only where there is something."""
+    for name in ("attention", "unmoved"):
+        found = getattr(observed, name)
+        if found:
+            yield name, _dumps(_encode_tree(found))
+
+
+def _numeric(values: Any) -> array[float]:
+    if not isinstance(values, array):
+        raise ValueError("a column that holds no numbers")
+    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +165,8 @@ class StepRecord:
     names: tuple[str, ...]
     """Parameter names, shared by all records of a run."""
     norms: array[float]
-    """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient."""
+    """Gradient norm of each parameter, before clipping; `ABSENT` where there was no gradient. A step read
+    from disk whose norms were not kept has none, and no names."""
     terms: tuple[tuple[str, float], ...] = ()
     """Name and value of each term of the loss, where they are known: without weights, the mean over
     micro-batches."""
@@ -187,14 +206,31 @@ class StepRecord:
         }
 
     def to_line(self) -> str:
-        """One line of strict JSON, with what was observed."""
-        text = line(self.to_json())
-        return text if self.observed is None else f'{text[:-2]},"observed":{self.observed.to_text()}}}\n'
+        """Return one line of strict JSON, without norms and without what was observed. The same as of a
+        dictionary, five times as fast."""
+        low, high = self.typical
+        narrow, wide = self.spread
+        named = "".join(
+            [
+                f',"{key}":{{{",".join([f"{_quoted(name)}:{_number(x)}" for name, x in pairs])}}}'
+                for key, pairs in (("terms", self.terms), ("counters", self.counters))
+                if pairs
+            ]
+        )
+        return (
+            f'{{"v":{VERSION},"kind":"step","step":{self.step},"loss":{_number(self.loss)},"grad_norm":{_number(self.grad_norm)}'
+            f',"action":{_quoted(self.action)},"clip":{_number(self.clip)},"lr":[{",".join(map(_number, self.lr))}]'
+            f',"scale":{"null" if self.scale is None else _number(self.scale)},"spike":{"true" if self.spike else "false"}'
+            f',"typical":[{_number(low)},{_number(high)}],"spread":[{_number(narrow)},{_number(wide)}]'
+            f',"loss_size":{_number(self.loss_size)},"weights_checked":{"true" if self.weights_checked else "false"}{named}'
+            f',"time":{"null" if self.time is None else repr(float(self.time))}}}\n'
+        )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], names: Iterable[str], sites: Iterable[str] = ()) -> StepRecord:
-        """The inverse of `to_json`; `names` and `sites` are in the header line. Numbers keep six
-        significant digits on disk."""
+        """The inverse of `to_json`, for lines of all versions. `names` and `sites` belong to the norms and
+        to what was observed, where these are in `data`. Numbers keep six significant digits on disk."""
+        inside = "norms" in data or data["v"] in (1, 2)
         record = cls(
             step=data["step"],
             loss=decode(data["loss"]),
@@ -208,8 +244,8 @@ class StepRecord:
             spread=(decode(data["spread"][0]), decode(data["spread"][1])),
             loss_size=decode(data["loss_size"]),
             weights_checked=data["weights_checked"],
-            names=tuple(names),
-            norms=_array(data["norms"]),
+            names=tuple(names) if inside else (),
+            norms=_array(data["norms"]) if inside else array("d"),
             terms=_pairs(data.get("terms", {})),
             counters=_pairs(data.get("counters", {})),
             observed=Observed.from_json(data["observed"], sites) if "observed" in data else None,
@@ -462,6 +498,18 @@ def encode(x: float | None) -> float | str | None:
     return "nan" if x != x else "inf" if x > 0 else "-inf"
 
 
+def _number(x: float) -> str:
+    """The text of a number in strict JSON, as `encode` has it."""
+    if x - x == 0:  # finite
+        return f"{x:.6g}"
+    return '"nan"' if x != x else '"inf"' if x > 0 else '"-inf"'
+
+
+@lru_cache(maxsize=1000)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
 def decode(x: float | str) -> float:
     return float(x)
 
@@ -477,13 +525,6 @@ def _pairs(named: Mapping[str, float | str]) -> tuple[tuple[str, float], ...]:
 def _numbers(values: Iterable[float]) -> list[float | str | None]:
     """An array as JSON; what is absent is null."""
     return [None if x == ABSENT else encode(x) for x in values]
-
-
-def _text(values: array[float]) -> str:
-    """An array as JSON, with six significant digits."""
-    if math.isfinite(sum(values)) and ABSENT not in values:
-        return "[" + ",".join([f"{x:.6g}" for x in values]) + "]"
-    return _dumps(_numbers(values))
 
 
 def _array(values: Iterable[float | str | None]) -> array[float]:
@@ -515,18 +556,70 @@ def read_steps(path: str | Path) -> Iterator[StepRecord]:
     """The steps of a run, from its folder or its `steps.jsonl`. A run that was resumed into the
     same folder repeats the steps it took again.
 
+    Of older steps the norms of each parameter are thinned: such a record has no `names` and no `norms`.
     A line that is not a record is skipped, and counted in one warning at the end. Raises OSError if
     the file cannot be read."""
+    path = Path(path)
+    path = path / STEPS if path.is_dir() else path
     names: tuple[str, ...] = ()
     sites: tuple[str, ...] = ()
+    with Norms(path.parent if path.name == STEPS else None) as norms:
 
-    def record(data: Any) -> StepRecord | None:
-        nonlocal names, sites
-        if data["kind"] == "header":
-            names, sites = tuple(data["names"]), tuple(data.get("sites", ()))
-        return StepRecord.from_json(data, names, sites) if data["kind"] == "step" else None
+        def record(data: Any) -> StepRecord | None:
+            nonlocal names, sites
+            if data["kind"] == "header":
+                names, sites = tuple(data["names"]), tuple(data.get("sites", ()))
+            return norms.with_norms(StepRecord.from_json(data, names, sites)) if data["kind"] == "step" else None
 
-    return _read(path, "steps.jsonl", record)
+        yield from _records(path, step_lines(path), record)
+
+
+class Norms:
+    """Finds the norms of steps in the `norms.bin` of a folder, as it is now. Without one, or with a
+    damaged one, it finds fewer."""
+
+    _MOST = 2_000_000
+    """Blocks that are found again."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file: BinaryIO | None = None
+        self._reader = blocks.BlockReader()
+        self._places: dict[tuple[int, float | None], int] = {}
+        if folder is not None:
+            with suppress(OSError):
+                self._file = open_regular(folder / blocks.NORMS)
+
+    def __enter__(self) -> Norms:
+        with suppress(OSError):
+            for block, payload in self._reader.blocks(self._file) if self._file is not None else ():
+                if block.kind == blocks.HEADER:
+                    self._reader.take_header(block, payload)
+                elif len(self._places) < self._MOST:
+                    self._places[block.key] = block.offset
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def with_norms(self, record: StepRecord) -> StepRecord:
+        """Return the step with its norms and what was observed, if they are there."""
+        place = self._places.get((record.step, record.time))
+        if place is None or self._file is None or record.names:
+            return record
+        try:
+            block, payload = next(blocks.BlockReader(place).blocks(self._file))
+            return with_columns(record, *self._reader.names_of(block), blocks.unpacked_columns(payload))
+        except (OSError, StopIteration, *NOT_A_RECORD):
+            return record
+
+
+def with_columns(record: StepRecord, names: tuple[str, ...], sites: tuple[str, ...], columns: Mapping[str, Any]) -> StepRecord:
+    """Return a step with what a block of `norms.bin` holds. Raises ValueError if it is of other names."""
+    norms, observed = _numeric(columns.get("norms")), Observed.from_columns(columns, sites)
+    if len(norms) != len(names) or (observed is not None and len(observed.absmax) != len(sites)):
+        raise ValueError("a block for other names")
+    return replace(record, names=names, norms=norms, observed=observed)
 
 
 def read_incidents(path: str | Path) -> Iterator[Incident]:
@@ -547,15 +640,19 @@ def _read(path: str | Path, name: str, make: Callable[[Any], Kind | None]) -> It
     """What the lines of a file hold; one cut short by a kill is left out."""
     path = Path(path)
     path = path / name if path.is_dir() else path
-    broken = 0
     with open_regular(path) as file:
-        for text in whole_lines(file):
-            try:
-                record = make(parse_json(text))
-            except NOT_A_RECORD:
-                broken += 1
-                continue
-            if record is not None:
-                yield record
+        yield from _records(path, whole_lines(file), make)
+
+
+def _records(path: Path, lines: Iterable[bytes], make: Callable[[Any], Kind | None]) -> Iterator[Kind]:
+    broken = 0
+    for text in lines:
+        try:
+            record = make(parse_json(text))
+        except NOT_A_RECORD:
+            broken += 1
+            continue
+        if record is not None:
+            yield record
     if broken:
         log.warning("nanproof: %d line(s) of %s are not records and were skipped", broken, path)

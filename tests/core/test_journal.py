@@ -14,8 +14,8 @@ import torch
 import nanproof
 from disks import fill, no_file_larger, small_disk
 from nanproof._records import Forecast, Incident, StepRecord, read_forecasts, read_incidents, read_steps
-from nanproof.core import _telemetry as telemetry
 from nanproof.core._telemetry import Journal
+from nanproof.core.journal._lines import LineFile
 from nanproof.explain.bundle._shelf import Parcel, Shelf
 from nanproof.recover.data._quarantine import Entry, Quarantine
 from nanproof.report.folder._run import Run
@@ -52,6 +52,13 @@ def forecast(step: int) -> Forecast:
     return Forecast(step=step, kind="divergence", message="soon")
 
 
+def steps(journal: Journal, which) -> None:
+    """Steps, each of them written, or kept as there is no room, before the next."""
+    for step in which:
+        journal.step(record(step))
+        journal.flush()
+
+
 def lines(path: Path) -> list[dict]:
     """Every line, all of them whole."""
     text = path.read_text()
@@ -62,29 +69,24 @@ def lines(path: Path) -> list[dict]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Every line is an attempt, so that tests do not wait."""
-    if hasattr(telemetry, "LineFile"):
-        monkeypatch.setattr(telemetry.LineFile, "PAUSE", 0.0)
+    monkeypatch.setattr(LineFile, "PAUSE", 0.0)
 
 
 def little_memory(monkeypatch, size: int) -> None:
-    if hasattr(telemetry, "LineFile"):
-        monkeypatch.setattr(telemetry.LineFile, "KEPT", size)
+    monkeypatch.setattr(LineFile, "KEPT", size)
 
 
 @pytest.mark.parametrize("more", [0, 1, 40, 200, 333, 555])
 def test_steps_go_on_where_there_is_room_again_and_none_is_lost(more, tmp_path, caplog):
     """The disk is full in the middle of any line."""
     journal = Journal(tmp_path)
-    for step in range(10):
-        journal.step(record(step))
+    steps(journal, range(10))
     with no_file_larger((tmp_path / "steps.jsonl").stat().st_size + more):
-        for step in range(10, 20):
-            journal.step(record(step))
+        steps(journal, range(10, 20))
         assert (tmp_path / "steps.jsonl").read_bytes().endswith(b"\n"), "half a line does not stay"
-    for step in range(20, 30):
-        journal.step(record(step))
+    steps(journal, range(20, 30))
     journal.close()
-    assert [one["kind"] for one in lines(tmp_path / "steps.jsonl")] == ["opened", "header", *["step"] * 30, "closed"]
+    assert [one["kind"] for one in lines(tmp_path / "steps.jsonl")] == ["opened", *["step"] * 30, "closed"]
     assert [one.step for one in read_steps(tmp_path)] == list(range(30))
     assert len(caplog.messages) == 2 and "File too large" in caplog.messages[0] and "written again" in caplog.messages[1]
 
@@ -92,21 +94,16 @@ def test_steps_go_on_where_there_is_room_again_and_none_is_lost(more, tmp_path, 
 def test_what_does_not_fit_into_memory_either_is_named_by_a_line(tmp_path, monkeypatch, caplog):
     little_memory(monkeypatch, 600)
     journal = Journal(tmp_path)
-    for step in range(10):
-        journal.step(record(step))
+    steps(journal, range(10))
     with no_file_larger((tmp_path / "steps.jsonl").stat().st_size + 100):
-        for step in range(10, 50):
-            journal.step(record(step))
-    for step in range(50, 60):
-        journal.step(record(step))
+        steps(journal, range(10, 50))
+    steps(journal, range(50, 60))
     journal.close()
     found = lines(tmp_path / "steps.jsonl")
     (gap,) = [one for one in found if one["kind"] == "gap"]
-    steps = [one.step for one in read_steps(tmp_path)]
-    assert steps == sorted({*range(60)} - {*range(gap["first"], gap["last"] + 1)})
+    there = [one.step for one in read_steps(tmp_path)]
+    assert there == sorted({*range(60)} - {*range(gap["first"], gap["last"] + 1)})
     assert gap["lines"] == gap["last"] - gap["first"] + 1 and gap["last"] == 49 and gap["why"] == "File too large"
-    after = found[found.index(gap) + 1]
-    assert after["kind"] == "header", "whoever reads on from here knows the names"
     assert len(caplog.messages) == 2 and f"{gap['lines']} are missing" in caplog.messages[1]
 
 
@@ -116,6 +113,7 @@ def test_incidents_and_forecasts_are_late_not_lost(tmp_path, caplog):
         for step in range(5):
             journal.incident(incident(step))
             journal.forecast(forecast(step))
+        journal.flush()
     journal.incident(incident(5))
     journal.forecast(forecast(5))
     journal.close()
@@ -129,16 +127,17 @@ def test_a_disk_that_is_full_when_the_run_is_opened(tmp_path):
         Journal(tmp_path)
     with no_file_larger(100):
         journal = Journal(tmp_path)
-        journal.step(record(0))
+        steps(journal, [0])
     journal.step(record(1))
     journal.close()
-    assert [one["kind"] for one in lines(tmp_path / "steps.jsonl")] == ["opened", "header", "step", "step", "closed"]
+    assert [one["kind"] for one in lines(tmp_path / "steps.jsonl")] == ["opened", "step", "step", "closed"]
 
 
 def test_what_was_kept_is_written_when_the_run_is_closed(tmp_path):
     journal = Journal(tmp_path)
     with no_file_larger(0):
         journal.incident(incident(1))
+        journal.flush()
     journal.close()
     assert [one.step for one in read_incidents(tmp_path)] == [1]
 
@@ -159,8 +158,8 @@ def test_a_disk_that_is_full_again_and_again_is_not_a_warning_each_time(tmp_path
     journal = Journal(tmp_path)
     for step in range(0, 40, 2):
         with no_file_larger((tmp_path / "steps.jsonl").stat().st_size):
-            journal.step(record(step))
-        journal.step(record(step + 1))
+            steps(journal, [step])
+        steps(journal, [step + 1])
     journal.close()
     assert [one.step for one in read_steps(tmp_path)] == list(range(40))
     assert len(caplog.messages) == 2
@@ -174,8 +173,7 @@ def test_while_the_disk_is_full_an_attempt_is_made_once_a_second(tmp_path, monke
     journal = Journal(tmp_path)
     with no_file_larger(0):
         attempts.clear()
-        for step in range(2000):
-            journal.step(record(step))
+        steps(journal, range(2000))
         assert len(attempts) < 10
     journal.close()
     assert [one.step for one in read_steps(tmp_path)] == list(range(2000))
@@ -189,11 +187,12 @@ def test_the_report_says_that_steps_are_missing(tmp_path, monkeypatch):
 
     little_memory(monkeypatch, 0)
     journal = Journal(tmp_path)
-    journal.step(record(0))
+    steps(journal, [0])
     with no_file_larger(0):
         for step in range(1, 5):
             journal.step(record(step))
             journal.incident(incident(step))
+        journal.flush()
     journal.step(record(5))
     journal.incident(incident(5))
     journal.close()
@@ -211,9 +210,9 @@ def test_doctor_reads_a_journal_with_a_gap(tmp_path, monkeypatch):
 
     little_memory(monkeypatch, 0)
     journal = Journal(tmp_path)
-    journal.step(record(0))
+    steps(journal, [0])
     with no_file_larger(0):
-        journal.step(record(1))
+        steps(journal, [1])
     journal.step(record(2))
     journal.close()
     (source,) = find([tmp_path / "steps.jsonl"])

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import struct
 import zipfile
 import zlib
@@ -22,6 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from fuzz.mutate import sealed
+from nanproof.files._blocks import HEADER, packed, packed_columns
+from nanproof.files._blocks import STEP as A_STEP
 
 LONG = 3_000_000
 ESCAPE = "\x1b[2J\u202egnp\x07"
@@ -879,6 +882,88 @@ for _name, _text in LINES.items():
 
         _written.__name__ = f"{_reader}_{_name.replace(' ', '_')}"
         case(_reader)(_written)
+
+
+def blocks(root: Path, *parts: bytes) -> Path:
+    """A run with these blocks before its own."""
+    path = root / "run" / "run" / "norms.bin"
+    path.write_bytes(b"".join(parts) + path.read_bytes())
+    return path.parent
+
+
+def names_of(text: bytes, number: int) -> bytes:
+    return packed(HEADER, zlib.compress(text, 9), header=number, number=number)
+
+
+def numbers_of(header: int, *columns: tuple[str, str, bytes]) -> bytes:
+    return packed(A_STEP, packed_columns(columns), header=header, number=header, step=0, time=1.0)
+
+
+ODD_COLUMNS = (
+    ("norms", "j", b"[1,2]"), ("absmax", "j", b"{}"), ("outputs.x", "j", b"3"), ("attention", "l", b"\0\0"),
+    ("attention", "j", b"[]"),
+    ("unmoved", "j", b'{"a":{}}'), ("attention", "j", b"[" * 100_000), ("norms", "f", b"\0\0\x80\x7f" * 3), ("\x1b[2J", "l", b""),
+)  # fmt: skip
+BLOCKS: dict[str, Callable[[], list[bytes]]] = {
+    "blocks that are a bomb of names": lambda: [names_of(b'{"names":["' + b"x" * (200 << 20), 1)],
+    "blocks of bombs of names": lambda: [names_of(b'{"names":["%d' % i + b"x" * (8 << 20), i) for i in range(60)],
+    "blocks of names without end": lambda: [
+        names_of(b'{"sites":[],"names":[' + b",".join(b'"%d.%d"' % (i, j) for j in range(300_000)) + b"]}", i) for i in range(9)
+    ],
+    "blocks of empty names": lambda: [names_of(b'{"sites":[],"names":[' + b"[]," * (2 << 20) + b"0]}", i) for i in range(9)],
+    "blocks of odd columns": lambda: [
+        names_of(b'{"sites":["s"],"names":["a","\\u001b[2J","\\ud800"]}', 1),
+        *(numbers_of(1, ("norms", "l", bytes(6)), ("absmax", "f", bytes(4)), one) for one in ODD_COLUMNS),
+        *(numbers_of(1, one) for one in ODD_COLUMNS),
+    ],
+    "blocks that claim more than there is": lambda: [
+        b"NPB1\x02\0\0\0" + length.to_bytes(4, "little") + bytes(32) for length in (1 << 20, 1 << 31, (1 << 32) - 1)
+    ],
+    "blocks that begin everywhere": lambda: [b"NPB1" * (4 << 20)],
+    "blocks of a step beyond any": lambda: [packed(A_STEP, b"", header=0, number=2**32 - 1, step=(1 << 63) - 1, time=1e308)],
+}
+for _name, _parts in BLOCKS.items():
+    for _reader in ("guard", "report", "watch", "records"):
+
+        def _of_blocks(root, parts=_parts, reader=_reader):
+            folder = blocks(root, *parts())
+            return folder.parent if reader == "guard" else folder
+
+        _of_blocks.__name__ = f"{_reader}_{_name.replace(' ', '_')}"
+        case(_reader)(_of_blocks)
+for _file in ("norms.bin", "steps/000001.jsonl.gz", "steps"):
+    for _kind, _put in {"is_a_pipe": pipe, "never_ends": endless}.items():
+        for _reader in ("report", "watch", "records", "doctor"):
+
+            def _not_regular(root, file=_file, put=_put):
+                path = root / "run" / "run" / file
+                if path.is_dir():
+                    shutil.rmtree(path)
+                put(path)
+                return root / "run" / "run"
+
+            _not_regular.__name__ = f"{_reader}_{_file.replace('/', '_')}_{_kind}"
+            case(_reader)(_not_regular)
+PARTS: dict[str, Callable[[], bytes]] = {
+    "a part that is a bomb": lambda: gzip.compress(bytes(300 << 20), 9),
+    "a part of empty lines": lambda: gzip.compress(b"\n" * (300 << 20), 9),
+    "a part of steps without end": lambda: gzip.compress((STEP.replace('"norms":[]', '"x":0').encode() + b"\n") * 200_000),
+    "a part with odd counts": lambda: gzip.compress(
+        b"".join(
+            b'{"v":3,"kind":"thinned","every":2,"left_out":%s,"time":1}\n' % counts
+            for counts in (b"[]", b"7", b'{"a":-1}', b'{"a":1e400}', b'{"a":NaN}', b'{"\\u001b[2J":1}', b'{"a":"x"}', b"{}")
+        )
+    ),
+}
+for _name, _make in PARTS.items():
+    for _reader in ("report", "watch", "records", "doctor"):
+
+        def _with_part(root, make=_make):
+            (root / "run" / "run" / "steps" / "000001.jsonl.gz").write_bytes(make())
+            return root / "run" / "run"
+
+        _with_part.__name__ = f"{_reader}_{_name.replace(' ', '_')}"
+        case(_reader)(_with_part)
 
 
 @case("records", "[9, 1, 1]")

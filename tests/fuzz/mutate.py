@@ -39,8 +39,14 @@ def mutated(data: bytes, rng: random.Random, others: list[bytes], canary: Path) 
     """A file that is like `data`, and not quite."""
     if data[:2] == b"\x1f\x8b" and rng.random() < 0.8:
         return gzip.compress(mutated(gzip.decompress(data), rng, others, canary), mtime=0)
+    if data[:4] == b"NPB1" and rng.random() < 0.7:
+        return _checked(_blindly(data, rng, others, canary))
     if data[:4] == b"PK\x03\x04" and rng.random() < 0.6:
         return _in_zip(data, rng, others, canary)
+    return _blindly(data, rng, others, canary)
+
+
+def _blindly(data: bytes, rng: random.Random, others: list[bytes], canary: Path) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         kinds = [_flip, _flip, _cut, _delete, _double, _insert, _number, _number, _splice]
         if data[:1] == b"\x80" or b"\x80\x02" in data[:64]:
@@ -51,6 +57,18 @@ def mutated(data: bytes, rng: random.Random, others: list[bytes], canary: Path) 
         extra = {_splice: others, _opcode: canary}.get(kind)
         data = (kind(data, rng) if extra is None else kind(data, rng, extra))[:MOST]
     return data
+
+
+def _checked(data: bytes) -> bytes:
+    """Blocks of `norms.bin` whose checksums fit what is in them now."""
+    out = bytearray(data)
+    at = 0
+    while (at := data.find(b"NPB1", at)) >= 0 and at + 44 <= len(data):
+        length = int.from_bytes(data[at + 8 : at + 12], "little")
+        out[at + 36 : at + 40] = zlib.crc32(data[at + 44 : at + 44 + length]).to_bytes(4, "little")
+        out[at + 40 : at + 44] = zlib.crc32(out[at : at + 40]).to_bytes(4, "little")
+        at += 4
+    return bytes(out)
 
 
 def sealed(manifest: Path) -> None:

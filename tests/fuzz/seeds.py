@@ -3,6 +3,7 @@ are those of tests/logs/corpus, which their frameworks wrote."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import shutil
@@ -117,8 +118,9 @@ def _run(root: Path) -> list[Seed]:
         for _ in range(2):
             for batch in wrapped:
                 guard.train_step(batch)
+    _put_away(root / "run")
     (root / "run" / "forecasts.jsonl").write_text(
-        json.dumps({"v": 2, "step": 5, "kind": "divergence", "message": "soon", "where": "0", "steps": 8.0, "margin": 1.0}) + "\n"
+        json.dumps({"v": 3, "step": 5, "kind": "divergence", "message": "soon", "where": "0", "steps": 8.0, "margin": 1.0}) + "\n"
     )
     bundle = next(path for path in (root / "run" / "incidents").iterdir() if path.is_dir())
     shutil.copytree(bundle, root / "bundle")
@@ -132,15 +134,24 @@ def _run(root: Path) -> list[Seed]:
         found.append(Seed("scan", "checkpoint", root, place, what=f"checkpoints/{newest}", seal=sealed))
     files = sorted(path.name for path in (root / "bundle").iterdir())
     found += [Seed("replay", "bundle", root, f"bundle/{file}", what="bundle", seal="bundle/manifest.json") for file in files]
-    lines = ("steps.jsonl", "incidents.jsonl", "forecasts.jsonl", "quarantine.jsonl")
+    lines = ("steps.jsonl", "incidents.jsonl", "forecasts.jsonl", "norms.bin", "steps/000001.jsonl.gz", "quarantine.jsonl")
     for file in lines:
         found += [Seed(reader, "run", root, f"run/{file}", what="run") for reader in ("report", "watch")]
         found.append(Seed("guard", "run", root, f"run/{file}"))
-    found += [Seed("records", "run", root, f"run/{file}", what="run") for file in lines[:3]]
+    found += [Seed("records", "run", root, f"run/{file}", what="run") for file in lines[:5]]
+    found.append(Seed("doctor", "run", root, "run/steps/000001.jsonl.gz", what="run"))
     relative = bundle.relative_to(root)
     for file in ("manifest.json", "batch.safetensors"):
         found.append(Seed("report", "samples", root, f"{relative}/{file}", what="run"))
     return found
+
+
+def _put_away(run: Path) -> None:
+    """Make the first steps an earlier part, as a longer run would."""
+    lines = (run / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "steps").mkdir()
+    (run / "steps" / "000001.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:5])))
+    (run / "steps.jsonl").write_bytes(b'{"v":3,"kind":"part","part":2,"time":1.0}\n' + b"".join(lines[5:]))
 
 
 def _logs(root: Path) -> list[Seed]:

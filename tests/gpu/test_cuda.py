@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.core.judge._kernels import Kernels
+from nanproof.core.fast._kernels import Kernels
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._verdict import judge
 from toys import Lion, Run, batches, finite, mse, net, poison, syncs_raise, whole_state

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nanproof
-from nanproof.core.judge._kernels import Kernels
+from nanproof.core.fast._kernels import Kernels
 from toys import batches, mse, net, poison, syncs_raise
 
 pytestmark = pytest.mark.gpu

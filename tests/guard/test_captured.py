@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import nanproof
-from nanproof.core.judge._captured import Captures
-from nanproof.core.judge._scalars import Scalars
+from nanproof.core.fast._captured import Captures
+from nanproof.core.fast._scalars import Scalars
 
 
 class RecordedGraph:

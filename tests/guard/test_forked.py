@@ -54,6 +54,7 @@ def contents(folder):
 
 def test_steps_in_a_forked_process_leave_no_trace_in_the_runs_files(guard, tmp_path):
     guard.parts.recovery.saver.wait()
+    guard.engine.tell.flush()
     before = contents(tmp_path)
 
     def child():

@@ -25,13 +25,13 @@ def test_every_step_is_recorded_and_read_back(tmp_path):
         guard.train_step(batch)
     guard.close()
     lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
-    strict = [json.loads(x, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")) for x in lines]
-    assert strict[1]["names"] == list(guard.history[0].names)
+    for text in lines:
+        json.loads(text, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
     read = list(read_steps(tmp_path / "run"))
     assert [r.step for r in read] == list(range(6))
     for a, b in zip(read, guard.history, strict=True):
         assert a.action == b.action
-        assert a.norms.tolist() == pytest.approx(b.norms.tolist(), rel=1e-5, nan_ok=True)
+        assert a.names == b.names and a.norms.tolist() == pytest.approx(b.norms.tolist(), rel=1.5e-3, nan_ok=True)
     incidents = list(read_incidents(tmp_path / "run"))
     assert [i.step for i in incidents] == [2, 5]
     assert str(incidents[0]) == str(guard.incidents[0])

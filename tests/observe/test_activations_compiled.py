@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -147,6 +148,158 @@ def test_compiled_after_the_guard_was_made(how):
         check(record.observed, *seen, tolerance=1e-4)
 
 
+def run_once(model: nn.Module, loss_fn: Any) -> None:
+    loss_fn(model, STEPS[0][0]).backward()
+    model.zero_grad()
+
+
+def compiled_as(model: nn.Module, how: str) -> tuple[nn.Module, Any]:
+    """The model and the loss function to call."""
+    if how == "in place":
+        model.compile(**HOW)
+    elif how == "in parts":
+        for layer in model.layers:
+            layer.compile(**HOW)
+    elif how == "wrapped parts":
+        for i in range(len(model.layers)):
+            model.layers[i] = torch.compile(model.layers[i], **HOW)
+    elif how == "wrapped":
+        return torch.compile(model, **HOW), loss
+    else:
+        return model, torch.compile(loss, **HOW)
+    return model, loss
+
+
+@pytest.mark.parametrize("when", ["before", "run before", "after"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "in parts", "wrapped parts", "function"])
+def test_a_model_is_seen_whatever_else_was_compiled(how, when):
+    """Torch shares code between instances of a class and does not check for hooks. Another instance, unobserved, is compiled and
+    called before the guard is made and after every step, with and without gradients."""
+    other, other_loss = compiled_as(built(), how)
+    run_once(other, other_loss)
+    model, loss_fn = built(), loss
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    called: dict[str, Any] = {}
+    if when != "after":
+        model, loss_fn = compiled_as(model, how)
+    if when == "run before":
+        run_once(model, loss_fn)
+    guard = nanproof.Guard(
+        model, optimizer, loss_fn=lambda m, b: called["loss"](called["model"], b), observe=Observe(modules="*", every=2)
+    )
+    if when == "after":
+        model, loss_fn = compiled_as(model, how)
+    called.update(model=model, loss=loss_fn)
+    with guard:
+        for [batch] in STEPS:
+            guard.train_step(batch)
+            run_once(other, other_loss)
+            with torch.no_grad():
+                other(batch[0])
+    for i, (record, seen) in enumerate(zip(guard.history, oracle(STEPS), strict=True)):
+        check(record.observed, *seen, full=i % 2 == 0, tolerance=1e-4)
+
+
+def test_two_guards_see_their_own_model():
+    models = [built(), built()]
+    with torch.no_grad():
+        models[1].first.weight *= 100
+    compiled_models = [torch.compile(m, **HOW) for m in models]
+    guards = [
+        nanproof.Guard(m, torch.optim.SGD(m.parameters(), 1e-6), loss_fn=loss, observe=Observe(modules="*", every=2))
+        for m in compiled_models
+    ]
+    for [batch] in STEPS:
+        for guard in guards:
+            guard.train_step(batch)
+    seen = []
+    for guard in guards:
+        guard.close()
+        seen.append([r.observed.by_site for r in guard.history if r.observed is not None])
+    for mine, its in zip(*seen, strict=True):
+        assert set(mine) == set(its) == set(SITES)
+        assert its["first"] > 10 * mine["first"]
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.head(x)
+
+
+def test_blocks_compiled_one_by_one_share_their_code():
+    """As they do unobserved: torch compiles one function eight times at the most, and with fullgraph raises then."""
+    model = Deep(12)
+    for layer in model.layers:
+        layer.compile(**HOW)
+    guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, every=2)
+    assert not guard.incidents and len(guard.history) == len(STEPS)
+    assert all(r.observed is not None and len(r.observed.by_site) == len(r.observed.sites) for r in guard.history)
+
+
+class Scaled(nn.Module):
+    """Its output is x times a factor, in x's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.inner(x * factor) * 1
+
+
+class Half(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.scaled, self.dtype = nn.Parameter(torch.ones(())), Scaled(), dtype
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return self.weight * self.scaled(x.to(self.dtype), factor).float().nan_to_num(0, 1, 1).mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_light_looks_of_compiled_code_are_exact(backend, dtype):
+    """The compiler computes in float32 what the output holds in 16 bits: 65504 times 1.001 is Inf there. NaN is never lost."""
+    model = Half(dtype)
+    model.compile(backend=backend, fullgraph=True, dynamic=False)
+    odd = [3.14159, 65504.0, math.nan, math.inf, -math.inf, 1e-7]
+    batches = [torch.tensor([0.1, -value, 0.2, 0.3] * 5).to(dtype).float() for value in odd]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    observe = Observe(modules=["scaled", "scaled.inner"], every=1000, forecast=False)
+    with nanproof.Guard(model, optimizer, loss_fn=lambda m, b: m(b, 1.001), observe=observe) as guard:
+        for x in [torch.ones(20), *batches]:
+            guard.train_step(x)
+    for record, x in zip(guard.history[1:], batches, strict=True):
+        expected = float((x.to(dtype) * 1.001).abs().max())
+        assert record.observed is not None and not record.observed.outputs
+        for value in record.observed.absmax:
+            assert value == expected or (value != value and expected != expected), (record.step, value, expected)
+
+
+def test_what_makes_torch_compile_anew_is_taken_back():
+    """Observed modules get a forward of their own, which is their class's. It is gone with the guard, and a copy has its own."""
+    model = built()
+    before = {name: set(vars(m)) for name, m in model.named_modules()}
+    guard = nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=loss, observe=Observe(modules="*"))
+    twin = copy.deepcopy(model)
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for m in (twin, again):
+            m.first.weight.zero_()
+            m.first.bias.zero_()
+            assert torch.equal(m.first(torch.ones(6)), torch.zeros(6)), "it calls itself, not the original"
+        assert not torch.equal(model.first(torch.ones(6)), torch.zeros(6))
+    guard.close()
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == before
+    assert not any(m._forward_hooks for m in model.modules())
+
+
 def test_several_forwards_and_one_backward():
     """What the second forward writes is not what the first one keeps for its backward."""
 
@@ -161,12 +314,18 @@ def test_several_forwards_and_one_backward():
         check(record.observed, *expected, tolerance=1e-4)
 
 
-def test_light_looks_see_less_without_compiling_again():
+def test_full_and_light_looks_are_two_graphs_and_never_more():
     model = torch.compile(built(), **HOW)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        guard = observed_run(model, torch.optim.SGD(model.parameters(), 1e-2), STEPS, loss, every=2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with nanproof.Guard(model, optimizer, loss_fn=loss, observe=Observe(modules="*", every=2)) as guard:
+        for [batch] in STEPS[:2]:
+            guard.train_step(batch)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for [batch] in STEPS + STEPS:
+                guard.train_step(batch)
+    assert len(guard.history) == 8 and not guard.incidents
     for i, record in enumerate(guard.history):
-        assert record.observed is not None
+        assert record.observed is not None and set(record.observed.by_site) == set(SITES)
         assert bool(record.observed.outputs) == bool(record.observed.gradients) == (i % 2 == 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import nanproof
 from nanproof import Forecast, Observe, Observed, StepRecord, read_forecasts, read_steps
 from nanproof._records import ABSENT, line
 from nanproof.core._telemetry import Journal
+from nanproof.core.journal._norms import payloads
+from nanproof.files._blocks import HEADER, STEP, BlockReader, unpacked_columns
 from toys import batches, mse, net, poison
 
 
@@ -29,18 +32,22 @@ def strict(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text, parse_constant=no_constant) for text in path.read_text().splitlines()]
 
 
-def rounded(x: float) -> float:
-    return float(f"{x:.6g}")
+LARGEST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
+
+
+def single(x: float) -> float:
+    """As float32 has it; finite if it is finite."""
+    return float(struct.unpack("<f", struct.pack("<f", max(-LARGEST, min(x, LARGEST))))[0]) if math.isfinite(x) else x
 
 
 def same(a: Any, b: Any) -> bool:
-    """Six significant digits; NaN is itself."""
+    """As float32, or with six significant digits; NaN is itself."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (array, tuple, list)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float):
-        return (a != a and b != b) or rounded(a) == b
+        return (a != a and b != b) or b in (single(a), float(f"{a:.6g}"))
     return bool(a == b)
 
 
@@ -80,18 +87,17 @@ def test_a_run_comes_back(tmp_path):
         for i, ids in enumerate(data):
             guard.train_step([ids, torch.tensor(math.inf if i == 4 else 1.0)])
     lines = strict(tmp_path / "steps.jsonl")
-    assert [x["kind"] for x in lines] == ["opened", "header", *["step"] * 6, "closed"]
-    assert lines[1]["sites"] == [n for n, _ in model.named_modules() if n]
+    assert [x["kind"] for x in lines] == ["opened", *["step"] * 6, "closed"]
+    assert not any("observed" in x or "norms" in x for x in lines)
     back = list(read_steps(tmp_path))
     assert [r.step for r in back] == list(range(6))
     for mine, theirs in zip(guard.history, back, strict=True):
         assert mine.observed is not None and theirs.observed is not None
         assert same_observed(mine.observed, theirs.observed)
-        assert theirs.observed.sites == tuple(lines[1]["sites"])
+        assert theirs.observed.sites == tuple(n for n, _ in model.named_modules() if n)
     full = back[0].observed
     assert full is not None and full.outputs and full.gradients and full.updates and full.attention and full.unmoved
     assert full.absmax[full.sites.index("unused")] == ABSENT and "unused" not in full.by_site
-    assert lines[2]["observed"]["absmax"][full.sites.index("unused")] is None
     bad = back[4].observed
     assert back[4].action == "skipped" and bad is not None and any(not math.isfinite(x) for x in bad.gradients["absmax"])
 
@@ -105,8 +111,8 @@ def test_values_that_are_not_finite(tmp_path):
     ) as guard:
         for batch in data:
             guard.train_step(batch)
-    lines = [x for x in strict(tmp_path / "steps.jsonl") if x["kind"] == "step"]
-    assert lines[1]["observed"]["absmax"][0] == "nan" and lines[2]["observed"]["absmax"][0] == "inf"
+    back = [r.observed.absmax[0] for r in read_steps(tmp_path) if r.observed is not None]
+    assert math.isnan(back[1]) and back[2] == math.inf
     for mine, theirs in zip(guard.history, read_steps(tmp_path), strict=True):
         assert mine.observed is not None and theirs.observed is not None and same_observed(mine.observed, theirs.observed)
 
@@ -131,9 +137,9 @@ def observations(draw: Any) -> Observed:
 @settings(max_examples=150)
 @given(observations())
 def test_any_observation_comes_back(observed):
-    text = observed.to_text()
-    assert "\n" not in text
-    assert same_observed(observed, Observed.from_json(json.loads(text, parse_constant=no_constant), observed.sites))
+    (payload,) = payloads([record(0, observed)])
+    again = Observed.from_columns(unpacked_columns(payload), observed.sites)
+    assert again is not None and same_observed(observed, again)
 
 
 def record(step: int, observed: Observed | None, names: tuple[str, ...] = ("w",)) -> StepRecord:
@@ -151,9 +157,10 @@ def test_a_header_is_written_when_names_or_sites_change(tmp_path):
         observed = None if of is None else Observed(sites=of, absmax=array("d", values))
         journal.step(record(step, observed, names))
     journal.close()
-    assert [x["kind"] for x in strict(tmp_path / "steps.jsonl")] == [
-        "opened", "header", "step", "step", "header", "step", "header", "step", "closed",
-    ]  # fmt: skip
+    assert [x["kind"] for x in strict(tmp_path / "steps.jsonl")] == ["opened", *["step"] * 4, "closed"]
+    with open(tmp_path / "norms.bin", "rb") as file:
+        kinds = [block.kind for block, _ in BlockReader().blocks(file)]
+    assert kinds == [HEADER, STEP, STEP, HEADER, STEP, HEADER, STEP]
     back = [r.observed.by_site if r.observed else None for r in read_steps(tmp_path)]
     assert back == [{"a": 1.0}, {"a": 2.0}, {"b": 3.0, "c": 4.0}, None]
 
@@ -161,14 +168,18 @@ def test_a_header_is_written_when_names_or_sites_change(tmp_path):
 def test_old_files_and_runs_that_do_not_observe(tmp_path):
     path = tmp_path / "steps.jsonl"
     old = record(7, None)
-    path.write_text(line({"v": 1, "kind": "header", "names": ["w"]}) + line(old.to_json()))
-    assert list(read_steps(path)) == [old]
-    assert "observed" not in strict(path)[1] and old.to_line() == line(old.to_json())
+    seen = {"absmax": [3.0, None], "outputs": {"rms": [1.0, "nan"]}}
+    plain = {**old.to_json(), "v": 2}
+    path.write_text(
+        line({"v": 1, "kind": "header", "names": ["w"], "sites": ["a", "b"]}) + line(plain) + line({**plain, "observed": seen})
+    )
+    first, second = read_steps(path)
+    assert first == old and second.observed is not None
+    assert second.observed.by_site == {"a": 3.0} and math.isnan(second.observed.outputs["rms"][1])
     model = net()
     with nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, run_dir=tmp_path / "run") as guard:
         guard.train_step(batches(1)[0])
-    _, header, step, _ = strict(tmp_path / "run" / "steps.jsonl")
-    assert "sites" not in header and "observed" not in step and guard.history[0].observed is None
+    assert [r.observed for r in read_steps(tmp_path / "run")] == [None] and guard.history[0].observed is None
     assert guard.forecasts == [] and not (tmp_path / "run" / "forecasts.jsonl").exists()
 
 

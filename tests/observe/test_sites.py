@@ -88,7 +88,7 @@ AUTO = {
     "vit": blocks("vit.layers", "attention", "mlp"),
     "moe": blocks("layers", "attn", "moe"),
     "resnet": blocks("layer1"),
-    "bottleneck": blocks("layer1", "conv3"),
+    "bottleneck": blocks("layer1"),  # its last convolution is as large as the output, and normalised before it is added
     "encoder": blocks("layers", "self_attn", "linear2"),
     "cnn": ["0", "4"],
     "normed": ["0", "2"],

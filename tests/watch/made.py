@@ -30,6 +30,7 @@ def train(guard: nanproof.Guard, first: int, last: int, bad=BAD) -> None:
     for step, batch in enumerate(batches(last)[first:], first):
         guard.train_step(poison(batch) if step in bad else batch)
     guard.sync()
+    guard.engine.tell.flush()
     logging.getLogger("nanproof").setLevel(level)
 
 

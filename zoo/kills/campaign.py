@@ -195,7 +195,8 @@ def points(calls: dict[str, int], order: random.Random) -> Iterator[Plan]:
         for phase in order.sample(sorted(calls), len(calls)):
             left[phase] = left[phase] or order.sample(range(calls[phase] + 1), calls[phase] + 1)
             once = phase in ("building", "resuming", "going back")
-            yield Plan(phase, 1 if once else order.randint(1, 3), left[phase].pop())
+            victim = order.choice(("run", "writer", "both"))
+            yield Plan(phase, 1 if once else order.randint(1, 3), left[phase].pop(), victim)
 
 
 def calls_of(spec: Spec) -> tuple[dict[str, int], float]:
@@ -251,14 +252,20 @@ def _kill_run(
             tally.details[("inside: " if plan else "any time: ") + board.phase] += 1
         elif child.killed:
             tally.problems.append(f"{where}: it hung")
-        elif "finished" in said:
+        elif plan is not None and plan.victim == "writer" and board.read(Board.STRUCK):
+            tally.trials += 1
+            tally.details[f"only the writer: {board.phase}"] += 1
+            if not any("process that writes checkpoints was killed" in line for line in said.get("finished", said)["said"]):
+                tally.problems.append(f"{where}: nobody noticed: {said}")
+        if child.killed:
+            continue
+        if "finished" in said:
             tally.ended(said["finished"], table[spec.steps], where)
             if len(good) < spec.keep or remains(folder):
                 tally.gone(f"{where}: at the end there are {sorted(good)}, and {remains(folder)}")
             return
-        else:
-            tally.problems.append(f"{where}: {said.get('died')}")
-            return
+        tally.problems.append(f"{where}: {said.get('died')}")
+        return
     tally.problems.append(f"{spec.kind}, seed {spec.seed}: never came to its end")
 
 

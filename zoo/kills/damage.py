@@ -19,7 +19,7 @@ from pathlib import Path
 
 import nanproof
 from zoo.kills.campaign import Child, Tally, good_on_disk, newest, remains, table_of
-from zoo.kills.worker import Board, Run, Spec, life, quiet, tell
+from zoo.kills.worker import Board, Run, Spec, fork_writers, life, quiet, tell
 
 SAVED, ALL = 60, 64
 """Steps of the run whose checkpoints are damaged, and of the run that goes on from them."""
@@ -168,6 +168,7 @@ def full_for_a_while(pipe: int, spec: Spec, folder: Path, how: str) -> None:
     """Train while nothing can be written for a third of the time. Reports what is good and what lies around before, while and
     after it is so."""
     told = quiet()
+    fork_writers()
     run = Run(spec, folder / "checkpoints")
     run.data = run.guard.wrap(run.data)
     filler, unlimited = folder / "filler", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -184,13 +185,20 @@ def full_for_a_while(pipe: int, spec: Spec, folder: Path, how: str) -> None:
                 while True:
                     file.write(bytes(4096))
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+            limit((1000, unlimited[1]))
 
     def make_room() -> None:
         if how == "small disk":
             filler.unlink()
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            limit(unlimited)
+
+    def limit(to: tuple[int, int]) -> None:
+        """Here, and in the process that writes."""
+        assert run.guard.parts.recovery.saver is not None
+        writer = run.guard.parts.recovery.saver.writer
+        for pid in (0, *((writer.pid,) if writer is not None and writer.pid is not None else ())):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, to)
 
     moments = {spec.steps // 3: fill, 2 * spec.steps // 3: make_room, spec.steps: lambda: None}
 
@@ -207,6 +215,7 @@ def full_for_a_while(pipe: int, spec: Spec, folder: Path, how: str) -> None:
 def gone_for_a_while(pipe: int, spec: Spec, folder: Path) -> None:
     """The folder is moved away in the middle of training, and comes back."""
     told = quiet()
+    fork_writers()
     run = Run(spec, folder / "checkpoints")
     run.data = run.guard.wrap(run.data)
     looks = []

@@ -3,7 +3,8 @@
 Every life is a forked process. It builds the same small run, resumes it, and trains to the end, unless it is killed. It may be
 told to kill itself inside an operation: at the n-th call that touches the disk (open, write, fsync, rename, mkdir, unlink, rmdir)
 while it saves, promotes, rotates, deletes, goes back, resumes or starts. A write that is struck leaves half of its bytes.
-Nothing in the library knows about this: the calls are replaced in the life's own process.
+Nothing in the library knows about this: the calls are replaced in the life's own process, and in the one that writes its
+checkpoints, which is forked from it. There, the kill strikes either of the two, or both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import mmap
 import os
 import signal
+import socket
 import struct
 import threading
 import warnings
@@ -32,6 +34,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import nanproof
 from nanproof.recover._recovery import Recovery
+from nanproof.recover.state import _writer
+from nanproof.recover.state._apart import serve
 from nanproof.recover.state._store import Store
 
 PHASES = ("training", "building", "resuming", "saving", "promoting", "rotating", "deleting", "going back")
@@ -78,6 +82,8 @@ class Plan:
     phase: str
     turn: int
     call: int
+    victim: str = "run"
+    """Who dies where a process of its own writes: the run, the writer, or both."""
 
 
 class Rows(Dataset):
@@ -208,6 +214,7 @@ class Killer:
         self._turns = dict.fromkeys(PHASES, 0)
         self._open_phases: list[list[Any]] = []
         self._lock = threading.Lock()
+        self._run = os.getpid()
 
     def install(self, struck: dict[str, tuple[Any, str]] = STRUCK) -> None:
         """`struck`: the class and method of each phase."""
@@ -235,7 +242,8 @@ class Killer:
         number = PHASES.index(phase)
 
         def phased(*args: Any, **kwargs: Any) -> Any:
-            place = Board.MAIN if threading.current_thread() is threading.main_thread() else Board.SAVER
+            in_main = threading.current_thread() is threading.main_thread() and os.getpid() == self._run
+            place = Board.MAIN if in_main else Board.SAVER
             before = self._board.read(place)
             self._board.write(place, number)
             self._turns[phase] += 1
@@ -265,8 +273,11 @@ class Killer:
         """From now on the checkpoint of this step must be there; 0: none needs to. What becomes good while the run goes back may
         be given up at once."""
         with self._lock:
-            going_back = any(PHASES[entry[0]] == "going back" for entry in self._open_phases)
+            number, times = PHASES.index("going back"), self._board.read(Board.WENT_BACK)
+            going_back = any(entry[0] == number for entry in self._open_phases) or self._board.read(Board.MAIN) == number
             self._board.write(Board.PROMOTED, 0 if going_back else max(step, self._board.read(Board.PROMOTED)))
+            if self._board.read(Board.WENT_BACK) != times:  # the run's process began to, meanwhile
+                self._board.write(Board.PROMOTED, 0)
 
     def _call(self) -> None:
         """A call to the disk is about to be made."""
@@ -279,7 +290,7 @@ class Killer:
 
     def due(self) -> bool:
         """Like `_call`, for a caller that wants to leave half of something behind first."""
-        plan = self._plan
+        plan = self._plan if not self._board.read(Board.STRUCK) else None
         return plan is not None and any(planned and calls + 1 == plan.call for _, planned, calls in self._open_phases)
 
     def written(self, path: Any) -> None:
@@ -289,8 +300,15 @@ class Killer:
         self._call()
 
     def _strike(self, number: int) -> None:
+        """Once a life: a writer that was struck is replaced by another."""
+        if self._board.read(Board.STRUCK):
+            return
         self._board.write(Board.STRUCK, number)
-        os.kill(os.getpid(), signal.SIGKILL)
+        apart, victim = os.getpid() != self._run, self._plan.victim if self._plan is not None else "run"
+        if apart and victim != "writer":
+            os.kill(self._run, signal.SIGKILL)
+        if not apart or victim != "run":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Torn:
@@ -356,10 +374,47 @@ def reference(pipe: int, spec: Spec) -> None:
     tell(pipe, "reference", table=table, refused=sum(i.action == "skipped" for i in run.guard.incidents))
 
 
+class Forked:
+    """A process that was forked to write checkpoints: what the library uses of `subprocess.Popen`."""
+
+    def __init__(self, channel: socket.socket, folder: Path, keep: int) -> None:
+        run = os.getpid()
+        self._status: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                serve(channel.fileno(), run, str(folder), keep)
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        return self._end(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._end(0)
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _end(self, options: int) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+
+def fork_writers() -> None:
+    """From here on the process that writes is forked: it begins in milliseconds, and what was replaced here is replaced there."""
+    _writer.launch = Forked
+
+
 def life(pipe: int, spec: Spec, folder: Path, board: Board, plan: Plan | None, poison_after: int) -> None:
     """Resume, report, train to the end, report."""
     told = quiet()
     Killer(board, plan).install()
+    fork_writers()
     run = Run(spec, folder)
     start = run.guard.resume()
     run.data = run.guard.wrap(run.data)
@@ -380,4 +435,4 @@ def life(pipe: int, spec: Spec, folder: Path, board: Board, plan: Plan | None, p
 
 def _can_go_back(run: Run) -> bool:
     recovery = run.guard.parts.recovery
-    return recovery.has_good or any(saved.good for saved in recovery.store.checkpoints())
+    return any(s.confirmed for s in recovery.snapshots.kept) or any(saved.good for saved in recovery.store.checkpoints())

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanproof._access import remove
 from nanproof._records import Incident, encode
 from nanproof._wording import repeated, spans
 
@@ -148,10 +148,9 @@ def train(text: list[str], steps: int, seed: int, run_dir: Path | None, tick: Ca
     pool = torch.nonzero(~held_out).squeeze(1)
     bad = torch.nonzero(nothing).squeeze(1)
     result = Result("guarded" if run_dir else "unguarded")
-    for name in ("steps.jsonl", "incidents.jsonl") if run_dir else ():
-        (Path(run_dir or "") / name).unlink(missing_ok=True)
     if run_dir is not None:
-        shutil.rmtree(run_dir / "incidents", ignore_errors=True)
+        for name in ("steps.jsonl", "steps", "norms.bin", "incidents.jsonl", "incidents"):
+            remove(run_dir / name)
     guard = nanproof.Guard(model, optimizer, loss_fn=document_loss, run_dir=run_dir) if run_dir else None
     start = time.perf_counter()
     for step in range(steps):

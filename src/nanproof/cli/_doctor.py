@@ -160,9 +160,9 @@ def _nothing(path: str, error: str) -> Read:
 
 def _read_all(sources: Sequence[Source]) -> Iterable[Read]:
     """Read each log. The optimizers of one run are one log, which starts from what the run recorded."""
+    from nanproof.files._parts import STEPS
     from nanproof.logs.read._sources import find
     from nanproof.report._findings import recorded, run_of
-    from nanproof.report.folder._run import STEPS
 
     runs = {source.files: run for source in sources if (run := run_of(source)) is not None}
     whole = {part.folder.resolve(): run for run in runs.values() for part in run.others}

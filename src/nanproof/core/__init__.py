@@ -6,7 +6,8 @@
 - `_inquest` and `_evidence` find out what a refused step was.
 - `_stopping` knows whether a signal asked the run to stop.
 - `_tell`, `_telemetry`, `_counters` turn verdicts into records, incidents, the journal and log lines.
-- `judge/` is the device side of a step. `support/` holds the small parts that every room uses.
+- `journal/` writes a run's files, in a thread of its own.
+- `judge/` is the device side of a step; `fast/` makes it cheap. `support/` holds the small parts that every room uses.
 
 On the healthy path nothing here makes the host wait for the device.
 """

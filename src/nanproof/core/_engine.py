@@ -41,7 +41,7 @@ from nanproof.core._inquest import Inquest
 from nanproof.core._stopping import Stopping
 from nanproof.core._telemetry import Journal
 from nanproof.core._tell import Account, ForkTeller, Teller
-from nanproof.core._under_way import UNKNOWN, Again, Attempt, LossFn, Remark, UnderWay
+from nanproof.core._under_way import UNKNOWN, Again, Attempt, Begun, LossFn, Remark, UnderWay
 from nanproof.core.judge._judge import Judge, Norms, Report
 from nanproof.core.judge._optimizers import Evaluated, may_evaluate, members_of
 from nanproof.core.judge._stats import Finding, SpikeWatch
@@ -269,7 +269,7 @@ class Engine:
         loss: Tensor | None = None,
         acting: Sequence[Any] | None = None,
         closure: Any = None,
-        begun: Attempt | None = None,
+        begun: Begun | None = None,
     ) -> Tensor:
         """In place of clipping and of the optimizer's step. Returns the norm of the gradients
         before clipping, on the device.

@@ -105,6 +105,10 @@ class Teller:
         if self._loud:
             log.warning("nanproof: %s", forecast)
 
+    def flush(self) -> None:
+        """Wait until all that was told is in the files, as far as the disk has room."""
+        self._journal.flush()
+
     def close(self) -> None:
         self._journal.close()
 
@@ -129,6 +133,9 @@ class ForkTeller(Teller):
         pass
 
     def forecast(self, forecast: Forecast) -> None:
+        pass
+
+    def flush(self) -> None:
         pass
 
     def close(self) -> None:

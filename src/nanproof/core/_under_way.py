@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +33,15 @@ class Again:
     """Why it does not give the loss."""
     written: bool = False
     """Whether the step wrote into the batch, which is no longer what it was."""
+
+
+class Begun(NamedTuple):
+    """What is known of a step in a loop that does not say when its steps begin."""
+
+    again: list[Again]
+    calls: list[tuple[Any, ...]]
+    random: RandomState
+    mode: Mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 - `_examiner` serves the engine: it explains incidents and notices silent failures (`_silent`).
 - `_diagnose` matches a `_case` against the catalogue, ranks the matches and tries their fixes; `_cause` is what an entry of
   the catalogue has to offer, and `_controls` rejects a fix that would help with another cause as well.
-- `_graph` reads the graph of a loss.
+- `_graph` reads the graph of a loss. `_pause` keeps the garbage collector out of a diagnosis.
 - `_known` decides which incidents are new; `_start` knows how large the weights were when the run began, `_growth` whether
   the updates blew them up since.
 - `replay/` runs a step again; `lines/` makes that possible where the loss is computed in the loop.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanproof._records import StepRecord
 from nanproof.core.judge._parameters import clean_name, is_dtensor, local, unwrap
-from nanproof.core.support._inner import nonfinite
+from nanproof.core.support._inner import bounds, nonfinite
 from nanproof.core.support._members import BadSetting, bad_settings, groups_of, states_of
 from nanproof.core.support._tree import map_tensors, positions, tensors_in
 from nanproof.explain.locate._calls import Survey
@@ -26,6 +26,7 @@ from nanproof.explain.locate._trace import Trace
 from nanproof.explain.locate._writes import Write, write_into_batch
 from nanproof.explain.replay._interventions import Intervention
 from nanproof.explain.replay._recorder import Moment
+from nanproof.explain.replay._rehearse import Allowance, rehearse
 from nanproof.explain.replay._replay import Outcome, Replay
 
 
@@ -80,6 +81,11 @@ def bad_in_batch(batch: Any, named: Iterable[tuple[str, Tensor]]) -> list[BadTen
     return found
 
 
+def refused(kind: str) -> bool:
+    """Whether an incident of this kind is a step in which something was NaN or Inf, or raised an exception."""
+    return kind.startswith("nonfinite") or kind in ("gradient-norm-overflow", "exception", "generation", "loss-scale-collapse")
+
+
 class Case:
     """One thing that went wrong."""
 
@@ -104,6 +110,7 @@ class Case:
         scheduler: Any = None,
         details: dict[str, Any] | None = None,
         healing: bool = False,
+        rehearsing: float = math.inf,
     ) -> None:
         self.kind = kind
         self.model = model if model is not None else replay.model if replay is not None else None
@@ -131,18 +138,15 @@ class Case:
         self.details = details or {}
         self.healing = healing
         """The run may go on with the fix, so it is worth a few more runs to find a mild one."""
+        self._allowance = Allowance(rehearsing)
+        """Seconds in which training steps may be rehearsed, all trials together."""
         self.remedies: tuple[Prescription, ...] = ()
         """Left by `explain`: how the run could go on with the fix that held, mildest first."""
 
     @property
     def nonfinite(self) -> bool:
         """Something was NaN or Inf, or an exception was raised."""
-        return self.kind.startswith("nonfinite") or self.kind in (
-            "gradient-norm-overflow",
-            "exception",
-            "generation",
-            "loss-scale-collapse",
-        )
+        return refused(self.kind)
 
     @property
     def error_is_about_sampling(self) -> bool:
@@ -214,12 +218,13 @@ class Case:
     @cached_property
     def bad_state(self) -> list[tuple[str, str]]:
         """(parameter, key) of the optimizer's state that is non-finite."""
-        found = []
+        kept: dict[str, tuple[Tensor, str, Tensor]] = {}
         for p, state in states_of(self.optimizer) if self.optimizer is not None else ():
             for key, value in state.items() if isinstance(p, Tensor) and isinstance(state, dict) else ():
-                if isinstance(value, Tensor) and nonfinite([(key, value)]):
-                    found.append((self.name_of(p), key))
-        return found
+                if isinstance(value, Tensor):
+                    kept[str(len(kept))] = p, key, value
+        bad = nonfinite((place, value) for place, (_, _, value) in kept.items())
+        return [(self.name_of(kept[place][0]), kept[place][1]) for place in bad]
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter in the model; its place in the optimizer where the model does not have it."""
@@ -284,6 +289,15 @@ class Case:
         self.replay.run(trace.recording(), before_backward=trace.backward_begins)
         return trace
 
+    @cached_property
+    def forward_trace(self) -> Trace | None:
+        """Every operation of the forward: half the time of a whole trace, which serves too where there is one."""
+        if self.replay is None or "trace" in self.__dict__:
+            return self.trace
+        trace = Trace(self.replay.model, None)
+        self.replay.run(trace.recording(), before_backward=trace.backward_begins, backward=False)
+        return trace
+
     def cured_by(self, *changes: AbstractContextManager[Any], **kwargs: Any) -> Trial:
         """Run the replay with something changed: is it finite now?"""
         assert self.replay is not None
@@ -302,6 +316,12 @@ class Case:
         if self.replay is None or not any(not bad.only_negative for bad in self.bad_batch):
             return False
         return self.replay.run(batches=self.batches_with(finite)).finite
+
+    def rehearse(self, **how: Any) -> list[float] | None:
+        """The losses of a few training steps over the recent batches, which are undone again. Raises `TakesTooLong` where that
+        takes more time than there is."""
+        assert self.replay is not None
+        return rehearse(self.replay, self.optimizer, self.moments, allowance=self._allowance, **how)
 
     def cured_by_either(self, *sets: tuple[AbstractContextManager[Any], ...]) -> Trial:
         """Try one set of changes after the other, until one helps."""
@@ -352,29 +372,28 @@ def living(*changes: AbstractContextManager[Any]) -> tuple[Prescription, ...]:
 def _bad_tensors(model: nn.Module, buffers: bool) -> list[BadWeight]:
     found = []
     inner = unwrap(model)
-    seen: set[int] = set()
+    own: dict[int, tuple[str, Tensor, nn.Module, Tensor]] = {}
     for path, module in inner.named_modules():
-        own = module._buffers if buffers else module._parameters
-        for key, tensor in own.items():
-            if tensor is None or id(tensor) in seen:
+        for key, tensor in (module._buffers if buffers else module._parameters).items():
+            if tensor is None or id(tensor) in own:
                 continue
-            seen.add(id(tensor))
             value = local(tensor.detach())
-            if not value.is_floating_point() or value.numel() == 0 or value.layout is not torch.strided or value.is_meta:
-                continue
-            low, high = torch.aminmax(value)
-            if torch.isfinite(low) and torch.isfinite(high):
-                continue
-            if buffers and not torch.isnan(low) and bool(torch.isneginf(low)) and torch.isfinite(high):
-                continue  # a mask of -inf
-            bad = ~torch.isfinite(value)
-            name = clean_name(f"{path}.{key}" if path else key)
-            if value.dim() >= 2:
-                by_row = bad.reshape(len(value), -1)
-                hit = by_row.any(1)
-                rows = tuple(int(i) for i in torch.nonzero(hit).flatten()[:64])
-                whole = bool(by_row[hit].all())
-            else:
-                rows, whole = (), False
-            found.append(BadWeight(name, tensor, int(bad.sum()), rows, whole, module))
+            wide = value.element_size() > 1  # torch cannot tell whether an fp8 is finite
+            if value.is_floating_point() and wide and value.numel() and value.layout is torch.strided and not value.is_meta:
+                own[id(tensor)] = f"{path}.{key}" if path else key, tensor, module, value
+    ends = bounds([value for *_, value in own.values()])
+    for (name, tensor, module, value), (low, high) in zip(own.values(), ends, strict=True):
+        if math.isfinite(low) and math.isfinite(high):
+            continue
+        if buffers and low == -math.inf and math.isfinite(high):
+            continue  # a mask of -inf
+        bad = ~torch.isfinite(value)
+        if value.dim() >= 2:
+            by_row = bad.reshape(len(value), -1)
+            hit = by_row.any(1)
+            rows = tuple(int(i) for i in torch.nonzero(hit).flatten()[:64])
+            whole = bool(by_row[hit].all())
+        else:
+            rows, whole = (), False
+        found.append(BadWeight(clean_name(name), tensor, int(bad.sum()), rows, whole, module))
     return found

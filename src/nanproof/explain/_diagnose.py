@@ -25,6 +25,7 @@ from nanproof.explain._case import Case, Prescription, Trial
 from nanproof.explain._cause import Cause, Match
 from nanproof.explain.locate._locate import guilty_sample
 from nanproof.explain.locate._trace import source_line
+from nanproof.explain.replay._rehearse import TakesTooLong
 from nanproof.explain.replay._replay import CannotReplay, Deadline, Replay
 
 log = logging.getLogger("nanproof")
@@ -103,13 +104,15 @@ class _Tried:
     held: bool
     sentence: str
     remedies: tuple[Prescription, ...] = ()
+    untried: bool = False
+    """There was no time for its trial."""
 
     @property
     def rank(self) -> tuple[int, float]:
         """Of the fixes that held, that of the most specific cause; then how well the evidence fits."""
         if self.held:
             return 1 + self.cause.specific, self.match.confidence
-        return 0, self.match.confidence * (1.0 if self.match.trial is None else UNLIKELY)
+        return 0, self.match.confidence * (1.0 if self.match.trial is None or self.untried else UNLIKELY)
 
 
 def _matches(case: Case, troubles: list[str], costly: bool) -> list[tuple[Match, Cause]]:
@@ -143,25 +146,26 @@ def _tried(ranked: list[tuple[Match, Cause]], troubles: list[str]) -> list[_Trie
     for i, (match, cause) in enumerate(ranked):
         least = max((t.cause.specific for t in done if t.held), default=0)
         due = i < TRIED and match.trial is not None and cause.specific >= least
-        done.append(_Tried(match, cause, *(_try(match, troubles) if due else (False, "", ()))))
+        done.append(_try(match, cause, troubles) if due else _Tried(match, cause, False, ""))
     return done
 
 
-def _try(match: Match, troubles: list[str]) -> tuple[bool, str, tuple[Prescription, ...]]:
-    if match.trial is None:
-        return False, "", ()
+def _try(match: Match, cause: Cause, troubles: list[str]) -> _Tried:
+    assert match.trial is not None
     try:
         trial = match.trial()
+    except TakesTooLong as why:
+        return _Tried(match, cause, False, f"not tried on {match.on} with {match.tried}: {why}", untried=True)
     except CannotReplay as why:
         _note(troubles, why)
-        return False, "", ()
+        return _Tried(match, cause, False, "")
     except Exception as error:
         log.debug("nanproof: a fix could not be tried", exc_info=True)
         troubles.append(f"the fix could not be tried: {type(error).__name__}: {error}"[:200])
-        return False, "", ()
+        return _Tried(match, cause, False, "")
     outcome = "it holds" if trial.held else "it does not help"
     said = f"tried on {match.on} with {match.tried}, {outcome}: {trial.result}"
-    return trial.held, said, trial.remedies if trial.held else ()
+    return _Tried(match, cause, trial.held, said, trial.remedies if trial.held else ())
 
 
 def _worth_searching(case: Case, match: Match) -> bool:

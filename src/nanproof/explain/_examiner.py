@@ -33,16 +33,17 @@ from nanproof.core.judge._stepper import Stepper
 from nanproof.core.support._context import Schedule, change_settings
 from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._tree import tensors_in
-from nanproof.explain._case import Case, bad_in_batch
+from nanproof.explain._case import Case, bad_in_batch, refused
 from nanproof.explain._graph import Activated, Broadcast, applied_twice, broadcast_in, nodes_of, outputs_of, targets_of
 from nanproof.explain._known import BadData, Fingerprint, Known, fingerprint
+from nanproof.explain._pause import no_collections
 from nanproof.explain._silent import Look, Signal, SilentWatch, WeightSample, is_shifted, moves_again, shifted_pairs
 from nanproof.explain._start import WeightsAtStart, garbage_buffers
 from nanproof.explain.bundle._bundle import BundleWriter
 from nanproof.explain.causes._raised import device_is_lost, explain_lost_device
 from nanproof.explain.lines._lines import Inputs
 from nanproof.explain.replay._recorder import KEPT, Moment, Recorder
-from nanproof.explain.replay._rehearse import adam_update, steps_seen
+from nanproof.explain.replay._rehearse import REFUSED_STEP, adam_update, steps_seen
 from nanproof.explain.replay._replay import ActivationGradients, CannotReplay, Deadline, Replay
 
 log = logging.getLogger("nanproof")
@@ -52,6 +53,8 @@ _GRAPH_AT = 2
 DRAWS_ANEW = "the lines draw random numbers before they call the model; the replay drew others than the step"
 _LEARN_WRITES = 3
 """Steps in which it is learned which parameters the forward writes."""
+_SPIKES = 256
+"""Spikes of which something is kept."""
 _PATIENCE = 3
 """Diagnoses of one kind that named no sample, after which no more are made for samples' sake."""
 _KIND = {
@@ -152,7 +155,7 @@ class Examiner(Explainer):
         self._start = WeightsAtStart(stepper.model) if self.on else None
         self._last: Case | None = None
         self._updates: dict[int, float | None] = {}
-        """Adam's update over the learning rate, at spikes."""
+        """Adam's update over the learning rate, at the last spikes."""
 
     @property
     def on(self) -> bool:
@@ -262,6 +265,8 @@ class Examiner(Explainer):
         look = self._looks.pop(record.step, _Pending()).read(record)
         if record.spike:
             self._updates[record.step] = adam_update(self._stepper.optimizer)
+            if len(self._updates) > _SPIKES:
+                del self._updates[next(iter(self._updates))]
             done = steps_seen(self._stepper.optimizer)
             self._watch.notice(self._watch.lost_state(record, done) if done is not None else None)
         signal = self._watch.see(record, look)
@@ -371,6 +376,7 @@ class Examiner(Explainer):
         guilty = next((rank for rank, flags in said.items() if flags[0] and ranks.together), None)
         return replace(found[0], rank=guilty)
 
+    @no_collections()
     def refused(self, incident: Incident, refusal: Refusal) -> Incident:
         attempt, record = refusal.attempt, refusal.record
         kept = self.recorder.at(attempt.step)
@@ -660,6 +666,7 @@ class Examiner(Explainer):
             scheduler=self._scheduler,
             details=details,
             healing=self._policy.heal,
+            rehearsing=REFUSED_STEP if refused(kind) and not self._policy.heal else math.inf,
             **facts,
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 NEAR_THE_LOSS = 256
 """Nodes of the graph that are looked through."""
@@ -69,6 +70,14 @@ def nodes_of(loss: Tensor) -> list[Any]:
 def name_of(node: Any) -> str:
     """Return the operation of a node: "Softmax" of SoftmaxBackward0."""
     return re.sub(r"Backward\d*$", "", node.name())
+
+
+def is_added_up(loss: Tensor) -> bool:
+    """Return whether a loss is a sum, seen through views and copies. True where the graph does not say what made it."""
+    node = loss.grad_fn
+    while node is not None and name_of(node) in _VIEWS:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is None or isinstance(node, BackwardCFunction) or name_of(node) in ("Add", "Sum")
 
 
 def targets_of(loss: Tensor) -> list[Tensor]:

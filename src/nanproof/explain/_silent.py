@@ -128,8 +128,11 @@ class SilentWatch:
         """Parameters whose gradient is exactly 0, and for how many steps in a row."""
         self._first: StepRecord | None = None
         self._jumped: StepRecord | None = None
-        self._samples: list[tuple[float, float, float, float]] = []
-        """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate)"""
+        self._samples: deque[tuple[float, float, float, float]] = deque(maxlen=2)
+        """(share of elements that changed, relative size of the update, the same over lr * gradient, learning rate) of the last
+        sampled steps."""
+        self.moves_every_step = True
+        """Whether the sampled steps changed the weights; an optimizer that steps every k-th time accumulates in between."""
         self._due: deque[Signal] = deque()
         """Signals that were noticed and not yet returned."""
         self._largest_rate = 0.0
@@ -156,11 +159,14 @@ class SilentWatch:
             self._early.append(record.loss)
         if look.sample is not None:
             self._samples.append((*look.sample, rate))
-        of_record = (self._foreign, self._missing, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge)
+            self.moves_every_step = self.moves_every_step and look.sample[0] > 0
+        early = (self._foreign, self._missing) if self._steps <= FIRST_STEPS else ()
+        of_record = (*early, self._zeros, self._dead_ones, self._rate, self._unchanged, self._huge)
         signals = [watch(record) for watch in (*of_record, self._jump, self._constant, self._heavy)]
         signals += [self._cleared(record, look), *self._of_loss(record, look)]
         for signal in signals:
-            self.notice(signal)
+            if signal is not None:
+                self.notice(signal)
         return self._due.popleft() if self._due else None
 
     def notice(self, signal: Signal | None) -> None:
@@ -168,11 +174,6 @@ class SilentWatch:
         if signal is not None and signal.name not in self._said:
             self._said.add(signal.name)
             self._due.append(signal)
-
-    @property
-    def moves_every_step(self) -> bool:
-        """Whether the sampled steps changed the weights; an optimizer that steps every k-th time accumulates in between."""
-        return all(share > 0 for share, *_ in self._samples)
 
     def _of_loss(self, record: StepRecord, look: Look) -> list[Signal | None]:
         """What the graph of the loss shows."""
@@ -332,7 +333,7 @@ class SilentWatch:
     def _unchanged(self, record: StepRecord) -> Signal | None:
         if len(self._samples) < 2 or not record.grad_norm > 0:
             return None
-        (share0, size0, kept0, rate0), (share1, size1, kept1, rate1) = self._samples[-2:]
+        (share0, size0, kept0, rate0), (share1, size1, kept1, rate1) = self._samples
         if rate1 > 1.02 * rate0 or rate1 == 0:
             return None  # still warming up
         if max(share0, share1) < UNCHANGED:

@@ -19,6 +19,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -52,8 +54,25 @@ def leaves_of(tensors: Any) -> set[int]:
     return {id(leaf) for leaf in leaf_tensors(tensors)}
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+_groups_of = attrgetter("param_groups")
+_params_of = itemgetter("params")
+_gradient_of = attrgetter("grad")
+_called = methodcaller("__call__")
+_is_curious = attrgetter("curious")
+
+
+def parameters_of(*optimizers: Any) -> list[Tensor]:
+    return list(chain.from_iterable(map(_params_of, chain.from_iterable(map(_groups_of, optimizers)))))
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that are there."""
+    return [g for g in map(_gradient_of, parameters) if g is not None]
+
+
+def referents(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor | None]:
+    """Return what each reference refers to by now."""
+    return list(map(_called, references))
 
 
 def name_of(optimizers: Iterable[Any]) -> str:
@@ -63,7 +82,11 @@ def name_of(optimizers: Iterable[Any]) -> str:
 
 
 def has_gradient(optimizer: Any) -> bool:
-    return any(p.grad is not None for p in parameters_of(optimizer))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                return True
+    return False
 
 
 def finite_gradients(optimizers: Iterable[Any]) -> bool:
@@ -136,7 +159,7 @@ class Group:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [p for member in self.members for p in parameters_of(member)]
+        return parameters_of(*self.members)
 
     def overlaps(self, other: Group) -> bool:
         """Whether a parameter is in both."""
@@ -296,7 +319,11 @@ class Groups(ABC, Generic[G]):
         every = self.every()
         for group in every:
             group.follow()
-        leaves = leaves_of(tensors) if any(group.curious for group in every) else None
+        leaves = leaves_of(tensors) if any(map(_is_curious, every)) else None
+        if leaves is None:
+            for group in every:
+                group.feed(None)
+            return
         reached = [group for group in every if group.feed(leaves)]
         waiting = [group for group in reached if not group.started and not group.left_alone and group.can_start(at_step=False)]
         if waiting and not any(group.stepped for group in reached):

@@ -267,7 +267,7 @@ class ProtectedRun(Face):
     @property
     def engine(self) -> Engine:
         """The engine since the last `start`."""
-        return self._started("engine")
+        return self._engine if self._engine is not None else self._started("engine")
 
     @property
     def open(self) -> bool:

@@ -8,6 +8,7 @@ at the most. Each thing is said once, and again only after it was gone. The limi
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -63,6 +64,9 @@ class Forecaster:
         """By kind: the last step it was true, and in how many steps it was said to come."""
         self._ratio: float | None = None
         """Update over weight, of the middle parameter, at the last full look."""
+        self._limits_of: Sequence[torch.dtype | None] = ()
+        self._limits: list[float] = []
+        """By site: what is large for outputs of these dtypes."""
         self._suspects = False
         self._early = (MomentWatch(optimizer, embeddings), ScaleWatch(), SizeWatch(), DepthWatch(self._sites), EntropyWatch())
 
@@ -107,8 +111,10 @@ class Forecaster:
 
     def _large(self, observed: Observed, dtypes: Sequence[torch.dtype | None]) -> bool:
         """An output is within the upper half of what its dtype can hold, on a logarithmic scale."""
-        limits = {d: torch.finfo(d).max ** LARGE for d in set(dtypes) if d is not None}
-        return any(d is not None and x > limits[d] for x, d in zip(observed.absmax, dtypes, strict=True))
+        if dtypes != self._limits_of:
+            self._limits_of = dtypes
+            self._limits = [math.inf if d is None else torch.finfo(d).max ** LARGE for d in dtypes]
+        return any(map(operator.gt, observed.absmax, self._limits))
 
     def _grows(self, record: StepRecord) -> bool:
         """The loss is well above the least of late."""

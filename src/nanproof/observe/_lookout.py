@@ -20,7 +20,7 @@ from nanproof.observe._activations import Observer
 from nanproof.observe._attention import AttentionWatch, Sharpness
 from nanproof.observe._forecast import Forecaster
 from nanproof.observe._settings import Observe
-from nanproof.observe._tables import COLUMNS, Rows
+from nanproof.observe._tables import COLUMNS, Rows, Seen
 from nanproof.observe._weights import Moved, WeightWatch
 
 log = logging.getLogger("nanproof")
@@ -36,7 +36,7 @@ class _Parcel:
     """What a step sent on its way."""
 
     full: bool
-    rows: Callable[[], Rows]
+    seen: Callable[[], Seen]
     attention: Callable[[], dict[str, Sharpness]]
     moved: Callable[[], Moved] | None = None
 
@@ -125,19 +125,20 @@ class Lookout(contracts.Lookout):
         parcel = self._parcels.pop(record.step, None)
         if parcel is None:
             return None
-        rows, sites = parcel.rows(), self._observer.sites
-        self._notice_blindness(rows)
-        absmax = _largest(rows, 0, len(sites))
+        seen, sites = parcel.seen(), self._observer.sites
+        count = len(sites)
+        self._notice_blindness(seen)
+        absmax = array("d", seen.absmax[:count])
         if not parcel.full:
             return Observed(sites=sites, absmax=absmax)
         moved = parcel.moved() if parcel.moved is not None else None
-        gradients = _largest(rows, len(sites), len(sites))
-        seen = any(value != ABSENT for value in gradients)
+        gradients = array("d", seen.absmax[count:])
+        any_gradient = gradients.count(ABSENT) < count
         return Observed(
             sites=sites,
             absmax=absmax,
-            outputs=_columns(rows, 0, len(sites)),
-            gradients={"absmax": gradients, **_columns(rows, len(sites), len(sites))} if seen else {},
+            outputs=_columns(seen.rows, 0, count),
+            gradients={"absmax": gradients, **_columns(seen.rows, count, count)} if any_gradient else {},
             updates={} if moved is None else self._updates(moved, record),
             attention=parcel.attention(),
             unmoved={} if moved is None else moved.unmoved,
@@ -150,8 +151,7 @@ class Lookout(contracts.Lookout):
     def _foresee(self, record: StepRecord) -> list[Forecast]:
         if self._forecaster is None:
             return []
-        dtypes = [self._observer.dtypes.get(i) for i in range(len(self._observer.sites))]
-        return self._forecaster.see(record, dtypes)
+        return self._forecaster.see(record, self._observer.dtypes[: len(self._observer.sites)])
 
     def rewound(self) -> None:
         self._parcels.clear()
@@ -176,9 +176,10 @@ class Lookout(contracts.Lookout):
             over.append(update / lr if there and lr > 0 else ABSENT)
         return {"ratio": ratio, "changed": moved.changed, "over_lr": over}
 
-    def _notice_blindness(self, rows: Rows) -> None:
+    def _notice_blindness(self, seen: Seen) -> None:
         """Hooks that torch ignores say nothing: then this must."""
-        self._blind = 0 if rows or not self._observer.sites or not self._observer.on else self._blind + 1
+        nothing = seen.absmax.count(ABSENT) == len(seen.absmax)
+        self._blind = 0 if not nothing or not self._observer.sites or not self._observer.on else self._blind + 1
         if self._blind == 2:
             log.warning(
                 "nanproof: none of the %d observed modules was seen in two steps. Code compiled before the guard was made does "
@@ -186,11 +187,6 @@ class Lookout(contracts.Lookout):
                 "vmap and grad nothing is seen",
                 len(self._observer.sites),
             )
-
-
-def _largest(rows: Rows, first: int, count: int) -> array[float]:
-    """Absmax of some rows."""
-    return array("d", (rows[i][0] if i in rows else ABSENT for i in range(first, first + count)))
 
 
 def _columns(rows: Rows, first: int, count: int) -> dict[str, array[float]]:

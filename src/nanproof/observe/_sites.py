@@ -17,7 +17,7 @@ from nanproof.observe._settings import AUTO
 MOST = 512
 """Sites that "auto" takes at the most."""
 _PARTS = re.compile(r"attn|attention|mlp|ffn|feed_?forward|moe|mixer|^ff\d?$", re.IGNORECASE)
-_ENDS = re.compile(r"^(o|wo|o_proj|out|out_proj|c_proj|proj|proj_out|dense|down|down_proj|w2|w_down|fc2|lin2|linear2|conv3)$")
+_ENDS = re.compile(r"^(o|wo|o_proj|out|out_proj|c_proj|proj|proj_out|dense|down|down_proj|w2|w_down|fc2|lin2|linear2)$")
 _NO_SITES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
 """Never called; or called where no hook is run."""
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nanproof._records import ABSENT
 from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import local
 
@@ -22,7 +24,23 @@ COLUMNS = ("absmax", "count", "squares", "nan", "inf", "zeros", "near")
 looks also the sum of squares, and how many are NaN, Inf, 0, and finite but within a factor of 8 of the dtype's maximum."""
 NEAR = 8
 Rows = dict[int, list[float]]
-"""By row, what was seen: all columns after a full look, the first two after a light one. Rows not reached are not there."""
+"""By row, what a full look saw: all columns. Rows not reached are not there."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen in a step."""
+
+    absmax: list[float]
+    """By row: the largest absolute value; `ABSENT` where nothing was seen."""
+    rows: Rows = field(default_factory=dict)
+    """Of full looks."""
+
+    def take(self, other: Seen) -> None:
+        """What was seen elsewhere in the same step."""
+        self.absmax = list(map(largest, self.absmax, other.absmax))
+        for row, values in other.rows.items():
+            add(self.rows, row, values)
 
 
 class Table(Protocol):
@@ -30,12 +48,12 @@ class Table(Protocol):
 
     full: bool
     """Whether looks are full ones."""
-    dtypes: dict[int, torch.dtype]
+    dtypes: list[torch.dtype | None]
     """By row, of what was seen last."""
 
     def look(self, x: Tensor, row: int) -> None: ...
     def flush(self) -> None: ...
-    def send(self) -> Callable[[], Rows]: ...
+    def send(self) -> Callable[[], Seen]: ...
     def clear(self) -> None: ...
 
 
@@ -58,52 +76,65 @@ class PlainTable:
     KEPT = 1 << 14
     """Looks on a device between two steps; of more (an evaluation between steps, say) the oldest are dropped."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device) -> None:
         self.full = False
-        self.dtypes: dict[int, torch.dtype] = {}
+        self.dtypes: list[torch.dtype | None] = [None] * rows
         self._device = device
         self._courier = Courier(device)
-        self._seen: deque[tuple[int, int, Sequence[Tensor]]] = deque(maxlen=self.KEPT)
-        self._rows = Rows()
+        self._waiting: deque[tuple[int, int, Sequence[Tensor]]] = deque(maxlen=self.KEPT)
+        self._absent = [ABSENT] * rows
+        self._seen = Seen(self._absent.copy())
         """Of tensors on the host, whose numbers are known at once."""
 
     def look(self, x: Tensor, row: int) -> None:
-        x = local(x.detach())
+        x = x.detach() if type(x) is Tensor else local(x.detach())
         count = x.numel()
         if not count or not x.is_floating_point():
             return
         self.dtypes[row] = x.dtype
         low, high = torch.aminmax(x)
-        if x.device.type == "cpu":
-            top = largest(-low.item(), high.item())
-            add(self._rows, row, [top, float(count), *(_rest_on_host(x, top) if self.full else ())])
+        if x.is_cpu:
+            below, above = -low.item(), high.item()
+            top = below if below != below or below > above else above
+            if self.full:
+                self._add(self._seen, row, [top, float(count), *_rest_on_host(x, top)])
+                return
+            before = self._seen.absmax[row]  # as in `largest`, without the calls
+            if not (before != before or before > top):
+                self._seen.absmax[row] = top
         else:
-            self._seen.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
+            self._waiting.append((row, count, [torch.maximum(-low, high), *(_rest(x) if self.full else ())]))
 
     def flush(self) -> None:
         """Nothing waits here."""
 
-    def send(self) -> Callable[[], Rows]:
-        seen, rows = list(self._seen), self._rows
+    def send(self) -> Callable[[], Seen]:
+        looks, seen = list(self._waiting), self._seen
         self.clear()
-        if not seen:
-            return lambda: rows
-        waiting = [v for _, _, values in seen for v in values]
+        if not looks:
+            return lambda: seen
+        waiting = [v for _, _, values in looks for v in values]
         wide = torch.float64 if any(v.dtype == torch.float64 for v in waiting) else torch.float32
         parcel = self._courier.send(torch.stack([v.to(self._device, wide, non_blocking=True) for v in waiting]))
 
-        def read() -> Rows:
+        def read() -> Seen:
             arrived = iter(parcel())
-            for row, count, values in seen:
+            for row, count, values in looks:
                 top, *rest = (next(arrived) for _ in values)
-                add(rows, row, [top, float(count), *_squared(rest)])
-            return rows
+                self._add(seen, row, [top, float(count), *_squared(rest)])
+            return seen
 
         return read
 
     def clear(self) -> None:
-        self._seen.clear()
-        self._rows = Rows()
+        self._waiting.clear()
+        self._seen = Seen(self._absent.copy())
+
+    @staticmethod
+    def _add(seen: Seen, row: int, values: list[float]) -> None:
+        seen.absmax[row] = largest(seen.absmax[row], values[0])
+        if len(values) == len(COLUMNS):
+            add(seen.rows, row, values)
 
 
 def _squared(rest: list[float]) -> list[float]:

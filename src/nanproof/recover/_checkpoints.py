@@ -31,7 +31,7 @@ class Checkpoints:
     """Accepted steps, without divergence or broken weights, that must follow before a candidate is good."""
 
     background: bool = True
-    """Write in a thread while training goes on; False waits for the disk."""
+    """Write while training goes on, in a process or a thread; False waits for the disk."""
 
     on_signal: bool = False
     """On SIGTERM or SIGUSR1, finish the step, save, and end the program. A second signal ends it at once. The saved state counts

@@ -36,6 +36,7 @@ from nanproof.recover.state._saver import Saver
 from nanproof.recover.state._snapshots import Snapshot, Snapshots
 from nanproof.recover.state._state import Part, RunState
 from nanproof.recover.state._store import Saved, Store
+from nanproof.recover.state._writer import possible
 from nanproof.scan._manifest import NotWhole
 
 log = logging.getLogger("nanproof")
@@ -72,12 +73,14 @@ class Recovery(contracts.Recovery):
         self._ranks, self._structure = stepper.ranks, stepper.structure
         self._rewarm = Rewarm(stepper.optimizer, policy.rewarm_steps)
         self.state = RunState(stepper, under_way.scheduler, {**parts, "rewarm": self._rewarm})
-        self.snapshots = Snapshots(self.state, self._ranks, stepper.parameters.device, policy.snapshot_to == "device")
+        apart = checkpoints is not None and checkpoints.background and not self._ranks.together and possible()
+        on_device = policy.snapshot_to == "device"
+        self.snapshots = Snapshots(self.state, self._ranks, stepper.parameters.device, on_device, shared=apart)
         self.store: Store | None = None
         self.saver: Saver | None = None
         if checkpoints is not None:
             self.store = Store(checkpoints.folder, checkpoints.keep, self._ranks, _own_group(self._ranks))
-            self.saver = Saver(self.store, checkpoints.background, self._ranks.together)
+            self.saver = Saver(self.store, checkpoints.background, self._ranks.together, apart)
         home = run_dir if run_dir is not None else checkpoints.folder if checkpoints is not None else None
         self.supply = Supply(home, even=self._ranks.together)
         self._taken: list[_Taken] = []
@@ -181,8 +184,11 @@ class Recovery(contracts.Recovery):
         every = self._policy.snapshot_every
         if every > 0 and next_step // every > self._kept_at // every:
             self._due_keep, self._kept_at = True, next_step
-        if self._checkpoints is not None and next_step // self._checkpoints.every > self._saved_at // self._checkpoints.every:
-            self._due_save, self._saved_at = True, next_step
+        if self._checkpoints is not None and self.saver is not None:
+            if 2 * (next_step % self._checkpoints.every) >= self._checkpoints.every:
+                self.saver.warm_up()
+            if next_step // self._checkpoints.every > self._saved_at // self._checkpoints.every:
+                self._due_save, self._saved_at = True, next_step
         if not (self._due_keep or self._due_save) or self._under_way.held or not settled:
             return None
         host = self.state.host(next_step, self._under_way.devices)

@@ -9,12 +9,13 @@ from typing import Any
 
 from nanproof._text import shown
 from nanproof._wording import place, spans
+from nanproof.files._parts import STEPS
 from nanproof.logs._curve import Place
 from nanproof.logs._story import Story
 from nanproof.logs.judge._finding import PROTECT, REPLAY, REPORT, RUN, Finding, Likely, Recorded
 from nanproof.logs.judge._findings import judge
 from nanproof.logs.read._sources import Source
-from nanproof.report.folder._run import STEPS, Run
+from nanproof.report.folder._run import Run
 from nanproof.report.folder._troubles import Trouble, troubles
 from nanproof.report.page._contents import optimizers
 

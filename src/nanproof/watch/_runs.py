@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nanproof._records import Forecast, Incident, encode
-from nanproof.report.folder._run import STEPS, Run, runs_in
+from nanproof.files._parts import STEPS
+from nanproof.report.folder._run import Run, runs_in
 from nanproof.report.folder._series import METRICS, Bucket
 from nanproof.report.folder._troubles import troubles
 from nanproof.report.page._contents import optimizers

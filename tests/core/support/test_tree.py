@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import UserDict, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanproof.core.support._tree import map_tensors, positions, tensors_in
+from nanproof.core.support._tree import all_tensors, map_tensors, positions, tensors_in
 
 Pair = namedtuple("Pair", "first second")
 
@@ -148,3 +149,35 @@ def test_a_field_that_was_not_set_is_passed_over():
     batch = Late(torch.ones(2))
     assert [name for name, _ in tensors_in(batch)] == ["batch.x"]
     assert map_tensors(batch, lambda t: t + 1).x.sum() == 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_tensors_are_those_that_the_walk_finds(seed):
+    """In batches as people make them, and in containers of every kind; what is met twice may be there twice."""
+    draw = random.Random(seed)
+
+    def made(depth):
+        kinds = ["tensor", "number", "text", "nothing"] + ["tuple", "list", "dict", "pair", "user", "node", "object"] * (
+            depth > 0
+        )
+        kind, some = draw.choice(kinds), range(draw.randrange(4))
+        if kind == "tensor":
+            return torch.zeros(draw.randrange(3))
+        if kind in ("tuple", "list"):
+            return {"tuple": tuple, "list": list}[kind](made(depth - 1) for _ in some)
+        if kind in ("dict", "user"):
+            return {"dict": dict, "user": UserDict}[kind]({f"k{i}": made(depth - 1) for i in some})
+        if kind == "pair":
+            return Pair(made(depth - 1), made(depth - 1))
+        if kind == "node":
+            return Node(torch.zeros(1), [made(depth - 1) for _ in some])
+        return {"number": 1.5, "text": "a", "nothing": None, "object": object()}[kind]
+
+    batch = made(5)
+    assert {id(t) for t in all_tensors(batch)} == {id(t) for _, t in tensors_in(batch)}
+
+
+def test_all_tensors_of_what_refers_to_itself_come_to_an_end():
+    batch = [torch.zeros(1)]
+    batch += [batch, batch, {"again": batch}]
+    assert {id(t) for t in all_tensors(batch)} == {id(batch[0])}

@@ -11,6 +11,7 @@ import torch
 
 import forked
 from integrations.script.clipping_loops import BAD, CULPRIT, LOOPS, REPLACES
+from nanproof import read_steps
 
 SCRIPT = Path(__file__).with_name("clipping_loops.py")
 
@@ -142,3 +143,37 @@ print(reads.count)
 
 def test_clipping_by_value_reads_one_number_on_the_host(tmp_path):
     assert stdout(tmp_path, MODEL + READS, "-m", "nanproof", "run").split() == ["1"]
+
+
+IN_ANOTHER_ORDER = """
+import json, sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+decay, rest = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+norms = []
+for _ in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(16, 6)).square().mean().backward()
+    norms.append({name: p.grad.norm().item() for name, p in model.named_parameters()})
+    nn.utils.clip_grad_norm_(model.parameters(), float(sys.argv[1]))
+    optimizer.step()
+print(json.dumps([norms, [p.tolist() for p in model.parameters()]]))
+"""
+
+
+@pytest.mark.parametrize("limit", ["0.01", "0.3", "1e9", "inf", "0"])
+def test_clipping_all_gradients_at_once_gives_torchs_bits_and_the_norms_from_before(limit, tmp_path):
+    """Also where the optimizer has them in another order, and where nothing has to be clipped."""
+    (tmp_path / "train.py").write_text(IN_ANOTHER_ORDER)
+    plain = forked.python("train.py", limit, cwd=tmp_path)
+    done = forked.python("-m", "nanproof", "run", "--run-dir", "records", "train.py", limit, cwd=tmp_path)
+    assert done.returncode == plain.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    history = list(read_steps(tmp_path / "records"))
+    norms, _ = json.loads(plain.stdout)
+    for record, expected in zip(history, norms, strict=True):
+        assert record.by_parameter == pytest.approx(expected, rel=1e-5)

@@ -35,6 +35,7 @@ def test_what_a_guard_wrote_is_read_as_it_is_written(tmp_path):
         assert run.state == "running" and run.steps == 0 and run.about["optimizer"] == "AdamW"
         for i, batch in enumerate(data):
             guard.train_step(batch)
+            guard.engine.tell.flush()
             assert run.poll() and run.steps == i + 1 and run.last.step == i
         assert not run.poll()
     assert run.poll() and run.state == "ended" and run.seconds > 0
@@ -43,7 +44,8 @@ def test_what_a_guard_wrote_is_read_as_it_is_written(tmp_path):
     records = list(read_steps(tmp_path))
     assert again.curves.steps == [r.step for r in records]
     assert again.curves.low("loss") == pytest.approx([r.loss for r in records], nan_ok=True)
-    assert [list(c) for c in again.norms.columns] == [[x if math.isfinite(x) else math.inf for x in r.norms] for r in records]
+    norms = [[x if math.isfinite(x) else math.inf for x in r.norms] for r in records]
+    assert [list(c) for c in again.norms.columns] == [list(c) for c in run.norms.columns] == norms
     assert again.absmax.names == list(records[0].observed.sites) and len(again.absmax.columns) == 12
     assert [i.step for i in again.incidents] == [4]
     assert sorted(again.near) == sorted(run.near) == list(range(12)) and math.isnan(again.near[4].loss)
@@ -76,7 +78,7 @@ def test_a_killed_run_is_stopped_and_its_last_line_left_out(tmp_path):
     script = (
         "import sys, os, torch, nanproof\nfrom toys import batches, mse, net\n"
         "model = net(); g = nanproof.Guard(model, torch.optim.SGD(model.parameters(), 1e-2), loss_fn=mse, run_dir=sys.argv[1])\n"
-        "[g.train_step(b) for b in batches(5)]\nos._exit(9)"
+        "[g.train_step(b) for b in batches(5)]\ng.engine.tell.flush()\nos._exit(9)"
     )
     assert forked.python("-c", script, tmp_path).returncode == 9
     with open(tmp_path / "steps.jsonl", "a") as file:

@@ -36,7 +36,7 @@ MaxNorm: TypeAlias = "float | str | Mapping[Any, float | None] | None"
 """What gradients are clipped to: a norm, "auto", nothing, or of several optimizers each to its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
     """What a step left for the host to read when the device has got that far."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from nanproof._errors import UsageError
-from nanproof.core.judge._fused import FusedStep
+from nanproof.core.fast._fused import FusedStep
 from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, unwrap
 
 _FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -297,7 +297,7 @@ class UndoPath:
 
 
 class Aside(Protocol):
-    """Where tensors are kept on a bad step, without asking the host; see `nanproof.core.judge._kernels`."""
+    """Where tensors are kept on a bad step, without asking the host; see `nanproof.core.fast._kernels`."""
 
     def save(self, tensors: list[Tensor], skip: Tensor) -> None: ...
     def put_back(self, skip: Tensor) -> None: ...

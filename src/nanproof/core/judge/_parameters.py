@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-_grad, _dtype, _spec = attrgetter("grad"), attrgetter("dtype"), attrgetter("_spec")
+_grad, _dtype, _sharding = attrgetter("grad"), attrgetter("dtype"), attrgetter("_spec")
 _stride = Tensor.stride
 _numbers = count()
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
@@ -65,7 +65,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class NormKernels(Protocol):
-    """What `nanproof.core.judge._kernels` offers; None means that it does not apply."""
+    """What `nanproof.core.fast._kernels` offers; None means that it does not apply."""
 
     def norms(self, gradients: list[Tensor]) -> Tensor | None: ...
 
@@ -93,7 +93,7 @@ class Present:
             return False
         if self._specs is None:
             return True
-        return bool(self._specs) and all(map(is_, map(_spec, gradients), self._specs))
+        return bool(self._specs) and all(map(is_, map(_sharding, gradients), self._specs))
 
 
 def _specs(gradients: list[Tensor]) -> list[Any] | None:
@@ -101,7 +101,7 @@ def _specs(gradients: list[Tensor]) -> list[Any] | None:
     sharded = sum(map(is_dtensor, gradients))
     if not sharded:
         return None
-    return list(map(_spec, gradients)) if sharded == len(gradients) else []
+    return list(map(_sharding, gradients)) if sharded == len(gradients) else []
 
 
 class Parameters:

@@ -24,11 +24,12 @@ from nanproof._wording import listed
 from nanproof.core._counters import Counters, counted
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._captured import Body, Captures
+from nanproof.core.fast._captured import Body, Captures
+from nanproof.core.fast._kernels import Kernels
+from nanproof.core.fast._scalars import Scalars
 from nanproof.core.judge._copies import WeightKeeper, state_tensors
 from nanproof.core.judge._judge import Judge, MaxNorm, Norms, Report
 from nanproof.core.judge._keepers import BufferKeeper
-from nanproof.core.judge._kernels import Kernels
 from nanproof.core.judge._optimizers import (
     EVALUATES,
     CopyPath,
@@ -46,7 +47,6 @@ from nanproof.core.judge._optimizers import (
     name_of,
 )
 from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, picked
-from nanproof.core.judge._scalars import Scalars
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._structure import Structure
@@ -109,7 +109,7 @@ class _Acts:
         return scale if limit is None else scale * max((total + 1e-6) / limit, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Given:
     """What a verdict depends on besides norms and loss."""
 
@@ -757,4 +757,6 @@ class Stepper(Judge):
         return total
 
     def _scalar(self, loss: Tensor) -> Tensor:
+        if loss.dtype is self.parameters.dtype and not loss.dim() and loss.device == self.parameters.device:
+            return loss.detach()
         return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)

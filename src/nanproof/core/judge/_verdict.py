@@ -15,7 +15,7 @@ from nanproof._records import ABSENT, StepRecord
 from nanproof.core.judge._stats import RunningStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """Device tensors. The optimizer reads `skip` and `divisor`; `packed` travels to the host, where it becomes a `Reading`."""
 
@@ -38,7 +38,7 @@ class Verdict:
     """What the statistics still have to take; None when the kernel has done that already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Learned:
     """What follows from a verdict after the optimizer's step, when it is known whether that made the weights bad."""
 
@@ -49,7 +49,7 @@ class Learned:
     """Bool: the gradients are non-finite although the loss is finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """A verdict as the host reads it."""
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -51,7 +52,7 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> RandomState:
-        states: dict[str, Any] = {"python": python_state(), "cpu": torch.get_rng_state()}
+        states: dict[str, Any] = {"python": python_state(), "cpu": torch.default_generator.get_state()}
         if "numpy" in sys.modules:
             states["numpy"] = NumpyState.now()
         for device in devices:
@@ -88,13 +89,11 @@ def python_state() -> Any:
     bytes of memory tells in one."""
     global _python_seen
     spare = getattr(random._inst, "gauss_next", None)
-    if _can_look and _python_seen is not None:
-        now = ctypes.string_at(_PYTHON, 2500)
-        if _python_seen[0] == now and _python_seen[1] == spare:
-            return _python_seen[2]
+    if _can_look and _python_seen is not None and _python_seen[0] == _python_memory.raw and _python_seen[1] == spare:
+        return _python_seen[2]
     state = random.getstate()
     if _can_look:
-        _python_seen = ctypes.string_at(_PYTHON, 2500), spare, state
+        _python_seen = _python_memory.raw, spare, state
     return state
 
 
@@ -108,6 +107,7 @@ def _looks_right() -> bool:
 
 
 _can_look = _looks_right()
+_python_memory: Any = (ctypes.c_char * 2500).from_address(_PYTHON) if _can_look else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,19 @@ class NumpyState:
 
     @classmethod
     def now(cls) -> NumpyState:
-        global _numpy_seen
-        from numpy.random import get_state, mtrand
-
+        global _numpy_seen, _numpy_memory
+        mtrand: Any = sys.modules.get("numpy.random.mtrand") or import_module("numpy.random.mtrand")
         generator = mtrand._rand._bit_generator
         seen = None
         if type(generator).__name__ == "MT19937":
-            seen = ctypes.string_at(generator.ctypes.state_address, 2500)
+            if _numpy_memory is None or _numpy_memory[0] is not generator:
+                _numpy_memory = generator, (ctypes.c_char * 2500).from_address(generator.ctypes.state_address)
+            seen = _numpy_memory[1].raw
             # A second normal number that is kept in reserve lies elsewhere: with one, the memory does not tell.
             if _numpy_seen is not None and _numpy_seen[0] == seen and not _numpy_seen[1].has_gauss:
                 return _numpy_seen[1]
+        from numpy.random import get_state
+
         full: Any = get_state(legacy=True)  # noqa: NPY002
         kind, key, position, has_gauss, gauss = full
         state = cls(str(kind), key.tobytes(), int(position), int(has_gauss), float(gauss))
@@ -149,6 +152,8 @@ class NumpyState:
 
 
 _numpy_seen: tuple[bytes, NumpyState] | None = None
+_numpy_memory: tuple[Any, Any] | None = None
+"""The generator, and where it keeps its numbers: alive as long as the generator is."""
 
 
 def _same(a: Any, b: Any) -> bool:

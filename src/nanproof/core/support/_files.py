@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,10 @@ except ImportError:  # not a POSIX system: no locks there
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
+_HELPER = 1 << 30
+"""The byte of the lock file that a process locks which writes for the holder of the rest."""
+_PATIENCE = 60.0
+"""Seconds for the helper of a process that has ended to end as well. It takes milliseconds, but for a disk that hangs."""
 
 
 def sync(path: Path) -> None:
@@ -39,12 +44,12 @@ def strict_json(data: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A small file that is there with all of its text, or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is there with all of its content, or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with create(partial) as file:
-            file.write(text.encode())
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
@@ -111,7 +116,8 @@ class FolderLock:
             return -1
         handle = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _HELPER)
+            _wait_for_helper(handle)
         except (BlockingIOError, PermissionError):
             holder = one_line(os.pread(handle, 200, 0).decode(errors="replace")) or "unknown"
             os.close(handle)
@@ -127,3 +133,32 @@ class FolderLock:
             os.close(handle)
             raise
         return handle
+
+
+def _wait_for_helper(handle: int) -> None:
+    """Until no process writes any more for the one that had this lock before."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _HELPER)
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+        else:
+            fcntl.lockf(handle, fcntl.LOCK_UN, 1, _HELPER)
+            return
+
+
+def lock_as_helper(folder: Path) -> None:
+    """Lock a folder, until this process ends, for writing on behalf of the process that holds its `FolderLock`."""
+    if fcntl is None:
+        return
+    handle = open_own(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _HELPER)
+    except (BlockingIOError, PermissionError):
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks
+        pass

@@ -4,8 +4,9 @@ copied and put back bit for bit: most operations are not defined on the shell.""
 from __future__ import annotations
 
 import copy
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def numbers(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors in it that can be non-finite, in a form whose norm can be taken."""
     if is_opaque(tensor):
         return
-    for _, part in plain(tensor):
+    for _, part in [("", tensor.detach())] if type(tensor) in _PLAIN else plain(tensor):
         if part.layout is torch.sparse_coo:
             part = part.coalesce().values()
         elif part.layout is not torch.strided:
@@ -54,18 +55,65 @@ def numbers(tensor: Tensor) -> Iterator[Tensor]:
         yield part.float() if part.element_size() == 1 else part  # no norm is defined on 8-bit floats
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether every number in it is finite. Reads all of them and waits: for failures and the end."""
-    for part in numbers(tensor):
-        low, high = torch.aminmax(part)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            return False
-    return True
+SMALL = 1 << 12
+"""Elements of a tensor that is looked at together with others, at the most."""
+_TOGETHER = 1 << 10
+"""Small tensors that are looked at together, at the most."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@torch.no_grad()
+def bounds(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Return the smallest and the largest number of each plain tensor that is not empty; both are NaN where it holds one.
+
+    Small tensors of one shape are looked at together, and the device is waited for once. For failures and the end only.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        small = t.numel() <= SMALL and type(t) in _PLAIN
+        alike.setdefault((t.dtype, t.device, t.shape if small else i), []).append(i)
+    ends: dict[Any, list[tuple[list[int], Tensor, Tensor]]] = {}
+    for (dtype, device, _), every in alike.items():
+        for first in range(0, len(every), _TOGETHER):
+            places = every[first : first + _TOGETHER]
+            if len(places) == 1:
+                low, high = torch.aminmax(tensors[places[0]].detach())
+            else:
+                low, high = torch.aminmax(torch.stack([tensors[i] for i in places]).view(len(places), -1), dim=1)
+            ends.setdefault((dtype, device), []).append((places, low.reshape(-1), high.reshape(-1)))
+    found = [(0.0, 0.0)] * len(tensors)
+    for parts in ends.values():
+        numbers_read, at = torch.cat([end for _, *both in parts for end in both]).tolist(), 0
+        for places, *_ in parts:
+            highest = at + len(places)
+            for k, i in enumerate(places):
+                found[i] = numbers_read[at + k], numbers_read[highest + k]
+            at = highest + len(places)
+    return found
 
 
 def nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the tensors that hold a NaN or an Inf. Waits: for failures and `close` only."""
-    return [name for name, tensor in tensors if not is_finite(tensor)]
+    names: list[str] = []
+    bad: set[int] = set()
+    small: list[tuple[int, Tensor]] = []
+
+    def look(parts: list[tuple[int, Tensor]]) -> None:
+        ends = bounds([part for _, part in parts])
+        bad.update(i for (i, _), pair in zip(parts, ends, strict=True) if not all(map(math.isfinite, pair)))
+
+    for i, (name, tensor) in enumerate(tensors):
+        names.append(name)
+        for part in numbers(tensor):
+            if part.numel() > SMALL:
+                look([(i, part)])
+            else:
+                small.append((i, part))
+        if len(small) >= _TOGETHER:
+            look(small)
+            small = []
+    look(small)
+    return [name for i, name in enumerate(names) if i in bad]
 
 
 def own_copy_of(value: Any) -> Any:

@@ -53,6 +53,11 @@ class Shield:
         """Whether an interrupt waits for the shield to end: end soon."""
         return self._count > 0
 
+    @property
+    def holds(self) -> bool:
+        """Whether it is in force here and not lifted: another one inside would change nothing."""
+        return bool(self._lifted) and not self._lifted[-1] and threading.get_ident() == self._main
+
     def lifted(self) -> _Lift:
         """Return a context in which Ctrl-C is raised at once. An interrupt that waits already is raised as it opens."""
         return self._lift
@@ -123,6 +128,8 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> T:
+        if shield.holds:
+            return function(*args, **kwargs)
         with shield:
             return function(*args, **kwargs)
 

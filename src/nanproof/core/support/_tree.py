@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-_grad, _version = attrgetter("grad"), attrgetter("_version")
 log = logging.getLogger("nanproof")
 
 
@@ -22,6 +21,7 @@ def own_copy(batch: Any) -> Any:
 
 
 _PLAIN = (int, float, str, bytes, type(None))
+_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 _DEEPEST = 100
 """Levels of a batch that are looked at."""
 
@@ -31,6 +31,37 @@ def tensors_in(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     out."""
     found = [(name, value)] if isinstance(value, Tensor) else _walk(value, name, {})
     return ((path, item) for path, item in found if isinstance(item, Tensor) and not item.is_nested)
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """The tensors of `tensors_in`, perhaps one of them more often. Most batches are nearly flat, and need neither names nor a
+    walk."""
+    found: list[Tensor] = []
+    if isinstance(value, Tensor):
+        found.append(value)
+    else:
+        _collect(value, found, 2)
+    return [t for t in found if not t.is_nested]
+
+
+def _collect(value: Any, found: list[Tensor], depth: int) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = value
+    elif isinstance(value, dict) and kind.values is dict.values:
+        items = list(value.values())
+    else:
+        items = ()
+        found += [t for _, t in tensors_in(value)]
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, _PLAIN):
+            continue
+        elif depth:
+            _collect(item, found, depth - 1)
+        else:
+            found += [t for _, t in tensors_in(item)]
 
 
 def _walk(value: Any, name: str, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -130,12 +161,12 @@ def _refilled(value: Any, items: dict[Any, Any]) -> Any:
 
 def writes_to_batch(batch: Any) -> list[int]:
     """How often each tensor of a batch was written so far. A loss that writes into its batch cannot be run again on it."""
-    return [tensor._version for _, tensor in tensors_in(batch) if not tensor.is_inference()]
+    return [tensor._version for tensor in all_tensors(batch) if not tensor.is_inference()]
 
 
 def gradients_now(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
     """The gradients that are there: which, and how often they were written. What a callback writes into them after backward,
     running the step again would not."""
-    gradients = list(map(_grad, parameters))
+    gradients = list(map(_gradient_of, parameters))
     there = list(compress(gradients, map(is_not, gradients, repeat(None))))
-    return list(zip(map(id, there), map(_version, there), strict=True))
+    return list(zip(map(id, there), map(_version_of, there), strict=True))

@@ -24,6 +24,7 @@ from nanproof._records import Incident, StepRecord
 from nanproof.core.judge._parameters import clean_name, local, unwrap
 from nanproof.core.support._context import Mode, RandomState
 from nanproof.core.support._environment import device_name, policy_out, versions_now, without_home
+from nanproof.explain._pause import no_collections
 from nanproof.explain.bundle._facts import (
     ModeFacts,
     OptimizerFacts,
@@ -109,7 +110,8 @@ class BundleWriter:
         Weights, buffers and optimizer state are taken as they are now, so call it while they are those of the bad step.
         """
         try:
-            return self._write(incident, batches, random, mode, model, optimizer, record, policy, checkpoint)
+            with no_collections():
+                return self._write(incident, batches, random, mode, model, optimizer, record, policy, checkpoint)
         except Exception as error:
             log.debug("nanproof: a bundle could not be made", exc_info=True)
             self._say(incident, f"{type(error).__name__}: {error}")

@@ -37,6 +37,7 @@ _NATIVE = {
     torch.float32,
     torch.float64,
 }
+_USUAL = (Tensor, torch.nn.Parameter)
 """What every version of safetensors holds; other dtypes (complex, float8, ...) are stored as their bytes."""
 
 
@@ -57,7 +58,11 @@ class Packer:
     def copies(self) -> dict[str, Tensor]:
         """The tensors in host memory, as the file wants them: dense, row by row, none sharing memory with another."""
         with torch.no_grad():
-            return {name: t.to("cpu", copy=True).contiguous() for name, t in self.tensors.items()}
+            usual = {name: t.is_cpu and t.is_contiguous() for name, t in self.tensors.items()}
+            return {
+                name: t.clone(memory_format=torch.contiguous_format) if usual[name] else t.to("cpu", copy=True).contiguous()
+                for name, t in self.tensors.items()
+            }
 
     def pack(self, value: Any, name: str) -> Node:
         """The value as JSON; `name` is the expression that reaches it, for its tensors and for the list of what is left out."""
@@ -86,14 +91,24 @@ class Packer:
             self._path.discard(id(value))
 
     def tensor(self, value: Tensor, name: str) -> Node:
+        node: dict[str, Any]
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
+        if type(value) in _USUAL and value.dtype in _NATIVE and value.layout is torch.strided and value.is_contiguous():
+            plain = value.detach()
+            if plain.is_cpu and not plain.is_neg():
+                node = {"tensor": self._unique(name)}
+                if value.requires_grad:
+                    node["requires_grad"] = True
+                self.tensors[node["tensor"]] = plain
+                self._known[id(value)] = value, node
+                return node
         why = _no_form(value)
         if why:
             return self._without(name, why)
         plain = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-        node: dict[str, Any] = {"tensor": self._unique(name)}
+        node = {"tensor": self._unique(name)}
         if plain.dtype not in _NATIVE:
             node["dtype"], node["shape"] = dtype_name(plain.dtype), list(plain.shape)
             stored = plain.contiguous().reshape(-1).view(torch.uint8)

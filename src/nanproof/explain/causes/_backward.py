@@ -348,7 +348,7 @@ class ExplodingGradient(Cause):
         return Match(confidence=0.88, evidence=(said,), phase="backward", trial=trial, tried=tried, where=_largest(case))
 
     def _sizes(self, case: Case, in_forward: bool) -> list[float]:
-        trace = case.trace
+        trace = case.forward_trace if in_forward else case.trace
         assert trace is not None
         names = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "mv", "addmv", "mul", "linear")
         ops = [op for op in trace.ops if op.backward != in_forward and op.name in names and op.outputs]

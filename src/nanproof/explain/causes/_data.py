@@ -21,7 +21,6 @@ from nanproof.explain.locate._locate import extreme, far_off, guilty_sample
 from nanproof.explain.locate._trace import Operand
 from nanproof.explain.locate._writes import write_into_batch
 from nanproof.explain.replay._interventions import Intervention, NoEmptyMean, SafeDivision, ZeroInfinity
-from nanproof.explain.replay._rehearse import rehearse
 
 FAR = 1e6
 """A sample that is so many times larger than the others of its batch is no sample of the same kind."""
@@ -291,9 +290,9 @@ class InputsNotNormalised(Cause):
         fresh = not case.details.get("before_the_run")
         how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": fresh}
         whole = {id(t) for m in case.moments for b in m.batches for n, t in tensors_in(b) if n in names}
-        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
+        as_is = case.rehearse(**how)
         change = partial(_standard, whole)
-        return compared(as_is, rehearse(case.replay, case.optimizer, case.moments, change=change, **how), fresh)
+        return compared(as_is, case.rehearse(change=change, **how), fresh)
 
 
 def _standard(which: set[int], t: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from nanproof.explain._silent import FAINT, TINY
 from nanproof.explain.locate._calls import tensors_of
 from nanproof.explain.replay._copies import HALVES, changed_share, step_on_copies
 from nanproof.explain.replay._interventions import Leaky
-from nanproof.explain.replay._rehearse import rehearse, slope_ratio
+from nanproof.explain.replay._rehearse import slope_ratio
 from nanproof.explain.replay._surroundings import Attached, GradEnabled, NonReentrant, weights_as
 
 
@@ -268,7 +268,7 @@ class LearningRateZero(Cause):
         found, ends = [], {}
         for share in (0.0, 1.0, 0.1):
             rates = [share * rate for rate in usual]
-            losses = rehearse(case.replay, case.optimizer, case.moments, rates=rates, max_norm=case.max_norm)
+            losses = case.rehearse(rates=rates, max_norm=case.max_norm)
             ends[share] = losses[-1] if losses is not None and math.isfinite(losses[-1]) else math.inf
             if share and ends[share] <= ends[0.0] < math.inf:
                 floor = rates[0] if len(set(rates)) == 1 else rates

@@ -19,7 +19,6 @@ from nanproof.explain._cause import Cause, Match
 from nanproof.explain._graph import applied_twice, nodes_of
 from nanproof.explain.locate._trace import Op, source_of_operation
 from nanproof.explain.replay._interventions import Intervention
-from nanproof.explain.replay._rehearse import rehearse
 
 LARGE_UPDATE = 0.02
 """Size of an update, next to the weights, from which a loss that does not fall may be the fault of too large steps."""
@@ -66,8 +65,8 @@ class ActivationAppliedTwice(Cause):
         """Train on as it is, and without the activation. Fails where the loss falls as well with it."""
         assert case.replay is not None
         how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case)}
-        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
-        without = rehearse(case.replay, case.optimizer, case.moments, under=lambda: _Without(call.numbers), **how)
+        as_is = case.rehearse(**how)
+        without = case.rehearse(under=lambda: _Without(call.numbers), **how)
         if as_is is None or without is None:
             return Trial(False, "whole steps cannot be rehearsed here")
         fell = [(losses[0] - losses[-1]) / max(abs(losses[0]), 1e-12) for losses in (as_is, without)]
@@ -318,6 +317,8 @@ class AccumulationNotAveraged(Cause):
             return None
         if case.signal and case.details.get("moved", 0.0) < LARGE_UPDATE:
             return None
+        if case.nonfinite and (case.bad_weights or any(not bad.only_negative for bad in case.bad_batch)):
+            return None  # whatever the loss is divided by, it is not finite
         terms = _terms(case)
         if len(terms) < 2 or not case.moments:
             return None
@@ -341,8 +342,8 @@ class AccumulationNotAveraged(Cause):
         how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case)}
         trial = Trial(False, "nothing was tried")
         for fresh in (True, False):
-            as_is = rehearse(case.replay, case.optimizer, case.moments, from_start=fresh, **how)
-            mean = rehearse(case.replay, case.optimizer, case.moments, from_start=fresh, loss_factor=1 / count, **how)
+            as_is = case.rehearse(from_start=fresh, **how)
+            mean = case.rehearse(from_start=fresh, loss_factor=1 / count, **how)
             trial = compared(as_is, mean, fresh)
             if trial.held:
                 break
@@ -388,7 +389,9 @@ def _end(losses: list[float]) -> float:
 
 def _terms(case: Case) -> list[Op]:
     """Return the terms that the last additions of the loss sum up, if one line computes them all and nothing averages them."""
-    trace = case.trace
+    if case.look is None or not case.look.added_up:
+        return []  # its graph says so, and every operation needs not be looked at
+    trace = case.forward_trace
     ops = [op for op in trace.ops if not op.backward and op.name != "ones_like"] if trace is not None else []
     scalar = [op for op in ops if op.outputs and op.outputs[0].shape == () and op.outputs[0].dtype.is_floating_point]
     if not scalar or scalar[-1].name not in ("add", "add_", "sum"):

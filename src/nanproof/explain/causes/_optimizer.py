@@ -19,7 +19,7 @@ from nanproof.explain._growth import Growth, growth
 from nanproof.explain.causes._objective import LARGE_UPDATE, compared, rounds
 from nanproof.explain.causes._update import gradients_of
 from nanproof.explain.replay._copies import Copied, all_finite, step_on_copies
-from nanproof.explain.replay._rehearse import adam_update, initialise, rehearse, slope_ratio, steps_seen, undone
+from nanproof.explain.replay._rehearse import adam_update, initialise, slope_ratio, steps_seen, undone
 from nanproof.explain.replay._surroundings import weights_as
 
 CANNOT_REHEARSE = "whole steps cannot be rehearsed here: the model is too large, or the optimizer needs a closure"
@@ -366,10 +366,10 @@ class LearningRateTooHigh(Cause):
         assert case.replay is not None
         fresh = not case.details.get("before_the_run")
         how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 40), "from_start": fresh}
-        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
+        as_is = case.rehearse(**how)
         trial = Trial(False, CANNOT_REHEARSE)
         for factor in (0.1, 0.01):
-            slower = rehearse(case.replay, case.optimizer, case.moments, factor=factor, **how)
+            slower = case.rehearse(factor=factor, **how)
             trial = compared(as_is, slower, fresh)
             if trial.held:
                 return replace(trial, remedies=(Prescription("learning-rate", {"factor": factor}),))
@@ -393,7 +393,7 @@ class LearningRateTooHigh(Cause):
         assert case.replay is not None and case.optimizer is not None
         results: dict[float, float] = {}
         for factor in (1.0, 0.1, 0.01):
-            losses = rehearse(case.replay, case.optimizer, case.moments, factor=factor, max_norm=case.max_norm, rounds=2)
+            losses = case.rehearse(factor=factor, max_norm=case.max_norm, rounds=2)
             if losses is None:
                 return Trial(False, CANNOT_REHEARSE)
             results[factor] = losses[-1] if math.isfinite(losses[-1]) else math.inf
@@ -521,8 +521,8 @@ class OptimizerStateReset(Cause):
     def _kept(self, case: Case) -> Trial:
         """From here: the next steps with the state there is now, and with none."""
         assert case.replay is not None and case.optimizer is not None
-        fresh = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm, fresh=True)
-        kept = rehearse(case.replay, case.optimizer, case.moments, max_norm=case.max_norm)
+        fresh = case.rehearse(max_norm=case.max_norm, fresh=True)
+        kept = case.rehearse(max_norm=case.max_norm)
         if fresh is None or kept is None:
             return Trial(False, CANNOT_REHEARSE)
         return Trial(max(fresh) > 1.5 * max(kept), f"the loss reaches {max(kept):.4g} instead of {max(fresh):.4g}")

@@ -16,7 +16,6 @@ from nanproof.explain._cause import Cause, Match
 from nanproof.explain._start import Garbage, garbage_buffers
 from nanproof.explain.causes._objective import better, rounds
 from nanproof.explain.locate._locate import batch_shape, extreme, where_in_batch
-from nanproof.explain.replay._rehearse import rehearse
 from nanproof.explain.replay._surroundings import weights_as
 
 
@@ -320,8 +319,8 @@ class UninitializedBuffer(Cause):
         if not trial.held or not before.finite or all(g.fresh is not None for g in found):
             return trial
         how: dict[str, Any] = {"max_norm": case.max_norm, "rounds": rounds(case, 80)}
-        as_is = rehearse(case.replay, case.optimizer, case.moments, **how)
-        written = rehearse(case.replay, case.optimizer, case.moments, under=lambda: weights_as(values), **how)
+        as_is = case.rehearse(**how)
+        written = case.rehearse(under=lambda: weights_as(values), **how)
         return better(as_is, written)
 
 

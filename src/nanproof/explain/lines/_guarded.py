@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core._engine import Engine
-from nanproof.core._under_way import UNKNOWN, Again, Attempt
+from nanproof.core._under_way import UNKNOWN, Again, Begun
 from nanproof.core.judge._parameters import is_compiled
 from nanproof.core.support._context import RandomState
 from nanproof.explain.lines._recorded import NUMERICAL, RootRecorder
@@ -50,7 +50,7 @@ class GuardedLoop:
         self._again.append(self._recorder.source_of(loss, frame=frame or sys._getframe(1), argument="loss"))
         self._calls.append(tuple(self._recorder.calls))
 
-    def at_step(self, loss: Tensor | None, engine: Engine, backwards: int) -> Attempt:
+    def at_step(self, loss: Tensor | None, engine: Engine, backwards: int) -> Begun:
         """Return what is known of the step that is about to be judged. `backwards`: how many passes it adds up."""
         noted = len(engine.judge.noted)
         if noted:  # the gradients of earlier backwards were cleared
@@ -61,8 +61,7 @@ class GuardedLoop:
         if backwards > len(self._again):
             self._again = [Again(UNKNOWN, whole=False, why_not=SEVERAL)]
         random = self._random or RandomState.now(self._devices)
-        mode = engine.under_way.mode()
-        return Attempt(engine.next_step, None, mode=mode, random=random, again=self._again, calls=self._calls)
+        return Begun(self._again, self._calls, random, engine.under_way.mode())
 
     def stepped(self, devices: list[torch.device]) -> None:
         """The step is over."""

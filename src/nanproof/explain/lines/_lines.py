@@ -32,6 +32,7 @@ from nanproof.explain.locate._trace import short
 
 log = logging.getLogger("nanproof")
 
+_KEEPS_LOCALS = sys.version_info < (3, 13)
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _DEEPEST = 12
@@ -45,10 +46,14 @@ _TRIES = 4
 _CODE = (type, FunctionType, MethodType, ModuleType, Tensor)
 
 
-@cache
-def _is_wrapper(filename: str) -> bool:
-    """A file of torch or nanproof: they pass a loss on to backward."""
-    return filename.startswith((_TORCH, _OURS))
+class _Wrappers(dict[str, bool]):
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = found = filename.startswith((_TORCH, _OURS))
+        return found
+
+
+_is_wrapper = _Wrappers().__getitem__
+"""Whether a file is one of torch or nanproof: they pass a loss on to backward."""
 
 
 Op = tuple[str, float]
@@ -78,6 +83,7 @@ class Inputs(dict[str, Any]):
     ) -> None:
         super().__init__(tensors)
         self.chain, self.others, self.then = chain, others, tuple(then)
+        self._objects: list[Any] | None = None
         self.random: RandomState | None = None
         """The random numbers to begin with, where they are not those of the step's beginning."""
         self.earlier: tuple[RandomState, ...] = ()
@@ -104,8 +110,10 @@ class Inputs(dict[str, Any]):
     @property
     def objects(self) -> list[Any]:
         """What else the lines read that has attributes: modules, and objects of the loop's own classes."""
-        values = (value for others in self.others for value in others.values())
-        return [value for value in values if hasattr(value, "__dict__") and not isinstance(value, _CODE)]
+        if self._objects is None:
+            values = [value for others in self.others for value in others.values()]
+            self._objects = [value for value in values if not isinstance(value, _CODE) and hasattr(value, "__dict__")]
+        return self._objects
 
     @property
     def callables(self) -> list[Any]:
@@ -222,7 +230,7 @@ def variables(frame: FrameType) -> dict[str, Any]:
     hands out, with everything in it, until somebody asks again; it is emptied, unless the script holds it too."""
     values = frame.f_locals
     mine = dict(values)
-    kept = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_NEWLOCALS
+    kept = _KEEPS_LOCALS and frame.f_code.co_flags & inspect.CO_NEWLOCALS
     if kept and sys.getrefcount(values) <= 3:
         values.clear()
     return mine
@@ -232,13 +240,16 @@ class Lines:
     """The places of one loop where it calls backward: what leads to the loss there, and what to note as the model is called."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[Worked]] = {}
-        self._depth: dict[tuple[CodeType, int], int] = {}
-        self._early: dict[CodeType, set[str]] = {}
+        self._codes: dict[int, CodeType] = {}
+        """The functions that are known, by id. To hash one, Python hashes all that is in it."""
+        self._known: dict[tuple[tuple[int, int], ...], list[Worked]] = {}
+        """By the functions that are running, and where they are."""
+        self._depth: dict[tuple[int, int], int] = {}
+        self._early: dict[int, set[str]] = {}
         """Variables to note as the model is called, by function."""
         self._learning = 2
         """Steps in which all variables are noted."""
-        self._tries: dict[tuple[CodeType, int], int] = {}
+        self._tries: dict[tuple[int, int], int] = {}
         self._sight = Sight()
         self._seen = False
         self._earlier: list[RandomState] = []
@@ -256,7 +267,7 @@ class Lines:
         """Whether an exception came out of a function that calls backward."""
         codes = {code for code, _ in self._depth}
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code not in codes:
+        while trace is not None and id(trace.tb_frame.f_code) not in codes:
             trace = trace.tb_next
         return trace is not None
 
@@ -270,18 +281,20 @@ class Lines:
     @_harmless
     def model_called(self, frame: FrameType | None) -> None:
         """Note the variables that the loop is going to overwrite. Only the first call since a backward counts."""
+        sight = self._sight
         if self._seen:
-            self._sight.repeated |= self._sight.first == _user(frame)
+            if not sight.repeated:
+                sight.repeated = sight.first == _user(frame)
             return
-        self._seen, self._sight.first = True, _user(frame)
-        frames, stack, early, learning = self._sight.frames, self._sight.stack, self._early, self._learning
+        self._seen, sight.first = True, _user(frame)
+        frames, stack, early, learning = sight.frames, sight.stack, self._early, self._learning
         while frame is not None:
             code = frame.f_code
             if not _is_wrapper(code.co_filename):
                 stack.append(id(frame))
                 if learning:
                     frames[id(frame)] = code, frame.f_lasti, variables(frame)
-                elif (wanted := early.get(code)) is not None:
+                elif early and (wanted := early.get(id(code))) is not None:
                     values = variables(frame)
                     frames[id(frame)] = code, frame.f_lasti, {name: values[name] for name in wanted if name in values}
             frame = frame.f_back
@@ -290,7 +303,8 @@ class Lines:
 
     def forget(self) -> None:
         """A backward needs no lines."""
-        self._sight, self._seen = Sight(), False
+        if self._seen:
+            self._sight, self._seen = Sight(), False
 
     @_harmless
     def at_backward(self, frame: FrameType | None, argument: str = "", then: Sequence[Op] = ()) -> Inputs | Blocked:
@@ -317,12 +331,16 @@ class Lines:
             frame = frame.f_back
         if frame is None:
             return Blocked("the caller of backward() was not found")
-        key = frame.f_code, frame.f_lasti
+        key = id(frame.f_code), frame.f_lasti
         depth = self._depth.get(key)
         if depth is not None:
-            frames = _up(frame, depth)
-            several = self._known.get(tuple([(f.f_code, f.f_lasti) for f in frames]), ())
-            known = next((w.result for w in several if w.called is None or w.called == sight.lasti(frames)), None)
+            frames = _up(frame, depth) if depth > 1 else [frame]
+            several = self._known.get(tuple([(id(f.f_code), f.f_lasti) for f in frames]), ())
+            known = None
+            for worked in several:
+                if worked.called is None or worked.called == sight.lasti(frames):
+                    known = worked.result
+                    break
             if isinstance(known, Blocked):
                 return known
             if known is not None and _is_stale(known, sight):
@@ -416,8 +434,9 @@ class Lines:
             blocked = Blocked(str(why))
         except RecursionError:
             blocked = Blocked("the code is nested too deeply", _short(here))
-        key = tuple((f.f_code, f.f_lasti) for f in frames)
-        self._depth[frame.f_code, frame.f_lasti] = len(frames)
+        key = tuple((id(f.f_code), f.f_lasti) for f in frames)
+        self._codes.update((id(f.f_code), f.f_code) for f in frames)
+        self._depth[id(frame.f_code), frame.f_lasti] = len(frames)
         if blocked is not None:
             self._learning = max(0, self._learning - 1)
             if not self._learning or sight.frames:  # without sight of the model's call, the next step may tell more
@@ -425,7 +444,7 @@ class Lines:
             return blocked
         for part, at in zip(slices, reversed(frames), strict=True):
             if part.early or part.branched:
-                self._early.setdefault(at.f_code, set()).update(part.early)
+                self._early.setdefault(id(at.f_code), set()).update(part.early)
         chain = Chain(tuple(slices), _named(slices, list(reversed(frames)), sight), _draws_first(frames, sight))
         if sight.frames or not self._learning:
             branched = any(part.branched for part in slices)
@@ -526,24 +545,48 @@ def _is_method_call(call: ast.Call, names: Sequence[str], frame: FrameType) -> i
 
 def _is_stale(chain: Chain, sight: Sight) -> bool:
     """Whether the variables noted at the model's first call may be those of a step that the loop gave up."""
-    return sight.repeated and any(part.early for part in chain.slices) and not any(part.loops for part in chain.slices)
+    if not sight.repeated:
+        return False
+    return any(part.early for part in chain.slices) and not any(part.loops for part in chain.slices)
 
 
 def _values_of(part: Slice, frame: FrameType, early: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The inputs of a slice, by the name of its argument; None where one is not there."""
-    now = variables(frame)
+    now = frame.f_locals
+    values = _picked(part, now, frame.f_globals, early)
+    if _KEEPS_LOCALS and frame.f_code.co_flags & inspect.CO_NEWLOCALS and sys.getrefcount(now) <= 3:
+        now.clear()  # see `variables`
+    return values
+
+
+def _picked(
+    part: Slice, now: Mapping[str, Any], namespace: Mapping[str, Any], early: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
     values: dict[str, Any] = {}
     for name in part.late:
-        values[name] = now[name] if name in now else frame.f_globals.get(name, MISSING)
+        value = values[name] = now[name] if name in now else namespace.get(name, MISSING)
+        if value is MISSING:
+            return None
     for name in part.early:
-        values[name] = MISSING if early is None else early.get(name, MISSING)
+        value = values[name] = MISSING if early is None else early.get(name, MISSING)
+        if value is MISSING:
+            return None
     for chain in part.attributes:
-        first, *rest = chain.split(".")
+        first, rest, argument = _path(chain)
         value = values.get(first, now.get(first, MISSING))
         for attribute in rest:
             value = attribute_of(value, attribute)
-        values[argument_for(chain)] = value
-    return None if any(value is MISSING for value in values.values()) else values
+        if value is MISSING:
+            return None
+        values[argument] = value
+    return values
+
+
+@cache
+def _path(chain: str) -> tuple[str, tuple[str, ...], str]:
+    """The name that a chain of attributes begins with, the attributes, and the name of its argument."""
+    first, *rest = chain.split(".")
+    return first, tuple(rest), argument_for(chain)
 
 
 def _shown(part: Slice, argument: str) -> str:
@@ -580,10 +623,11 @@ def _captured(chain: Chain, frames: Sequence[FrameType], sight: Sight) -> Inputs
             return None
         for argument, key in names.items():
             value = tensors[key] = values.pop(argument)
-            if carries_graph(value, 2):
+            if value.grad_fn is not None if isinstance(value, Tensor) else carries_graph(value, 2):
                 return None
-        if any(isinstance(value, Tensor) and value.grad_fn is not None for value in values.values()):
-            return None
+        for value in values.values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                return None
         others.append(values)
     return Inputs(tensors, chain, others)
 

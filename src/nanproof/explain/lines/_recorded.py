@@ -36,7 +36,7 @@ from nanproof.core._under_way import UNKNOWN, WRITES, Again
 from nanproof.core.judge._parameters import unwrap
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
-from nanproof.core.support._tree import map_tensors, tensors_in
+from nanproof.core.support._tree import all_tensors, map_tensors, tensors_in
 from nanproof.explain.lines._lines import Inputs, Lines, Op, finiteness
 from nanproof.explain.lines._slice import carries_graph
 
@@ -100,6 +100,7 @@ class RootRecorder:
             begin: called with the batch just before the first forward of each backward: `Engine.begin`.
         """
         several = [models] if isinstance(models, nn.Module) else list(models)
+        self._known_models = {id(model): weakref.ref(model) for model in several}
         self._names = weakref.WeakKeyDictionary({model: type(unwrap(model)).__name__ for model in several})
         self._begin = begin
         self._calls: list[Call] = []
@@ -172,7 +173,7 @@ class RootRecorder:
             return Again(UNKNOWN, whole=False, why_not=f"what leads to the loss could not be followed: {error!r}"[:200])
 
     def _source_of(self, loss: Tensor, then: Iterable[Op], frame: FrameType, argument: str, late: bool) -> Again:
-        then = tuple(op for op in then if op[1] != 1)
+        then = tuple([op for op in then if op[1] != 1])
         copied = self._copies
         self.recognised = self.recognise(loss, then)
         calls = self._recognised
@@ -222,9 +223,10 @@ class RootRecorder:
         given, self._given = self._given, []
         if len(calls) != 1:
             return False
-        if any(t._version != count for t, count in given):
-            self._copies = True
-            return False
+        for t, count in given:
+            if t._version != count:
+                self._copies = True
+                return False
         for where, found in losses:
             ops = _between(found, loss)
             if ops is not None:
@@ -268,7 +270,7 @@ class RootRecorder:
         if not self._counts(module):
             return
         frame = sys._getframe(2)
-        if self._inside is not None and not any((id(f), f.f_code) == self._outer for f in _above(frame)):
+        if self._inside is not None and not _is_above(self._outer, frame):
             self.forget()  # it was interrupted, and torch called no hook
         if self._inside is None:
             self._inside, self._outer = module, (id(frame), frame.f_code)
@@ -278,40 +280,66 @@ class RootRecorder:
         if module is self._inside:
             self._inside = None
             try:
-                self._losses = list(_candidates(output))
+                if isinstance(output, Tensor):
+                    self._losses = [(None, output)] if output.numel() == 1 and output.requires_grad else []
+                else:
+                    self._losses = list(_candidates(output))
             except Exception:  # an object of the loop's own that raises when it is looked at
                 self._losses = []
 
     def _counts(self, module: nn.Module) -> bool:
-        noted = not (self._again or self.paused or torch._C._get_tracing_state())
-        return noted and torch.is_grad_enabled() and module in self._names
+        if self._again or self.paused or torch._C._get_tracing_state() or not torch.is_grad_enabled():
+            return False
+        known = self._known_models.get(id(module))  # a shallow copy of a model has its hooks
+        return known is not None and known() is module
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None) -> None:
         """A model is called."""
         self.lines.model_called(frame)
         given: Any = (args, dict(kwargs))
-        tensors = [(t, t._version) for _, t in tensors_in(given) if not t.is_inference()]
-        self._copies = self._copies or any(_is_written(t, count) for call in self._recent for t, count in call)
+        tensors = _given_tensors(args, kwargs)
+        if not self._copies:
+            for call in self._recent:
+                for reference, count in call:
+                    if (t := reference()) is not None and t._version != count:
+                        self._copies = True
         self._recent.append([(weakref.ref(t), count) for t, count in tensors])
         if self._copies:
             self._copied = {}
             given = map_tensors(given, self._copy)
-            tensors = [(t, t._version) for _, t in tensors_in(given) if not t.is_inference()]
+            tensors = [(t, t._version) for t in all_tensors(given) if not t.is_inference()]
         batch = Call({"args": given[0], "kwargs": given[1], "loss": None})
         batch.module, batch.written = weakref.ref(module), self._copies
-        if len(self._names) > 1:
+        if len(self._known_models) > 1 and len(self._names) > 1:
             batch["of"] = self._names[module]
         self._given = tensors
         if not self._told:
             self._calls.pop()
         first = not self._calls
         if first:  # what carries a graph would keep it alive
-            self._first = batch if self.lines.draws_first and not carries_graph(given) else None
+            self._first = batch if self.lines.draws_first and not _carries_graph(args, kwargs) else None
         self._calls = [*self._calls[-1:], batch]  # two are too many already: no more are kept alive
         # A forward in eval mode is hardly the beginning of a step. If backward comes to it after all, it was.
         self._told = module.training
         if self._told and first:
             self._begin(batch)
+
+
+def _given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+    """The tensors of a call, and how often each was written."""
+    given = [*args, *kwargs.values()] if kwargs else args
+    for value in given:
+        if not isinstance(value, Tensor):
+            given = all_tensors((args, kwargs))
+            break
+    return [(t, t._version) for t in given if not (t.is_inference() or t.is_nested)]
+
+
+def _carries_graph(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()):
+        if value.grad_fn is not None if isinstance(value, Tensor) else carries_graph(value, 1):
+            return True
+    return False
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -320,16 +348,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _above(frame: FrameType) -> Iterator[FrameType]:
+def _is_above(outer: tuple[int, CodeType] | None, frame: FrameType) -> bool:
+    """Whether this frame is among the callers of another."""
     above = frame.f_back
-    while above is not None:
-        yield above
+    while above is not None and outer is not None:
+        if id(above) == outer[0] and above.f_code is outer[1]:
+            return True
         above = above.f_back
-
-
-def _is_written(reference: weakref.ref[Tensor], count: int) -> bool:
-    tensor = reference()
-    return tensor is not None and tensor._version != count
+    return False
 
 
 def call_again(model: nn.Module, batch: Any) -> Tensor:

@@ -628,6 +628,10 @@ def attribute_of(value: Any, name: str) -> Any:
     """An attribute that is simply there. Nothing of the script runs to find out: a property may draw random numbers."""
     if value is MISSING:
         return MISSING
+    if type(value).__getattribute__ is object.__getattribute__:  # type: ignore[comparison-overlap]
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict and name in held:
+            return held[name]
     for where in ("__dict__", "_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ("__dict__",):
         inside = _plain_attribute(value, where)
         if isinstance(inside, dict) and name in inside:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from torch.nn.modules.module import (
 )
 
 from nanproof.core.judge._parameters import clean_name, unwrap
+from nanproof.core.support._inner import bounds
+from nanproof.explain._graph import is_added_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,24 @@ GOOD = Range(0.0, 0.0)
 
 def range_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """(low, high) on the device; None for what cannot be bad."""
-    x = tensor.detach()
-    if not x.is_floating_point() or x.numel() == 0 or x.layout is not torch.strided or x.element_size() < 2 or x.is_meta:
+    if not _can_be_bad(tensor):
         return None
-    low, high = torch.aminmax(x)
+    low, high = torch.aminmax(tensor.detach())
     return low, high
+
+
+def ranges_of(tensors: Sequence[Tensor]) -> list[Range]:
+    """The ranges of many tensors; the device is waited for once."""
+    found = [GOOD] * len(tensors)
+    able = [i for i, t in enumerate(tensors) if _can_be_bad(t)]
+    for i, (low, high) in zip(able, bounds([tensors[i] for i in able]), strict=True):
+        if low or high:
+            found[i] = Range(low, high)
+    return found
+
+
+def _can_be_bad(x: Tensor) -> bool:
+    return x.is_floating_point() and x.layout is torch.strided and x.element_size() > 1 and x.numel() > 0 and not x.is_meta
 
 
 class Ranges:
@@ -80,8 +95,7 @@ class Ranges:
             return known[2]
         pair = None
         if look:
-            with torch.no_grad():
-                pair = range_of(tensor)
+            pair = range_of(tensor)
             if pair is None:
                 return None
         self._taken.append(pair)
@@ -189,6 +203,10 @@ def tensors_of(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_of(getattr(value, f.name), depth - 1)
 
 
+_LAST_GOOD = 2
+"""Gradients before the first bad one whose modules are suspected too."""
+
+
 class Survey:
     """The first look at a bad step: every module call with the ranges of its inputs, outputs and their gradients."""
 
@@ -200,14 +218,17 @@ class Survey:
         self._stack = CallStack(model)
         self._in_backward = False
         self._order = 0
+        self.added_up = False
+        """The loss is a sum, as far as its graph shows."""
 
     @contextmanager
     def watching(self) -> Iterator[Survey]:
         with self._stack.following(on_leave=self._leave):
             yield self
 
-    def backward_begins(self, _loss: Tensor | None = None) -> None:
+    def backward_begins(self, loss: Tensor) -> None:
         self._in_backward = True
+        self.added_up = is_added_up(loss)
 
     def _leave(self, call: Call, inputs: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward:  # the recomputation of a checkpointed part: the same call once more
@@ -249,8 +270,10 @@ class Survey:
         return found
 
     def first_bad_gradients(self) -> list[Call]:
-        """The calls whose output's gradient was bad first in backward; several where they came at the same place."""
-        events = [(order, call) for call in self.calls for order, i in call.gradients if i is not None and self.ranges.of(i).bad]
-        if not events:
-            return []
-        return [min(events, key=lambda e: e[0])[1]]
+        """The call whose output's gradient was bad first in backward, and those whose gradients were the last good ones before
+        it: a module whose output's gradient is good may have made the bad one of its input."""
+        events = sorted(
+            ((order, i, call) for call in self.calls for order, i in call.gradients if i is not None), key=lambda e: e[0]
+        )
+        first = next((place for place, (_, i, _) in enumerate(events) if self.ranges.of(i).bad), None)
+        return [] if first is None else [call for _, _, call in events[max(0, first - _LAST_GOOD) : first + 1][::-1]]

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import nanproof
-from nanproof.explain.locate._calls import GOOD, Call, CallStack, Range, range_of
+from nanproof.explain.locate._calls import GOOD, Call, CallStack, Range, ranges_of
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(nanproof.__file__).parent)
@@ -35,6 +35,12 @@ _KEPT_BYTES = 1 << 30
 """Bytes that are kept of one trace where something is bad; of the rest, as much again."""
 _KEPT_OPS = 24
 """Operations at which something turned bad that are kept with their numbers."""
+_WAITING_OPS = 256
+"""Operations whose numbers are looked at together, at the most: one wait for the device instead of one each."""
+_WAITING_BYTES = 1 << 26
+"""Bytes of tensors that are held for it, at the most."""
+_NODES = 64
+"""Backward nodes after which what waits is looked at: if the origin was among them, the rest is not run."""
 _WORTH_KEEPING = frozenset(
     "acos acosh asin atanh _cdist_forward _euclidean_dist div div_ exp exp2 exp_ expm1 linalg_vector_norm norm log log10 log1p "
     "log2 xlogy pow reciprocal rsqrt sqrt std var var_mean std_mean where logsumexp clamp clamp_max clamp_min minimum relu "
@@ -121,6 +127,20 @@ class Op:
         return (self.nan_out and not nan_in) or (self.inf_out and not inf_in and not nan_in)
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """An operation with its tensors, until its numbers are looked at."""
+
+    op: Op
+    tensors: list[Tensor]
+    outputs: list[Tensor]
+    wrote: bool
+    """Into its arguments; `before` is what they held."""
+    before: list[Tensor]
+    node: int
+    """How many backward nodes had begun."""
+
+
 class Enough(Exception):
     """Ends a backward in which what was looked for has been found."""
 
@@ -144,19 +164,27 @@ class Trace(TorchDispatchMode):
         """The operation that raised."""
         self._stack = CallStack(model)
         self._calls = calls
+        self._count = 0
+        self._waiting: list[_Waiting] = []
+        """Operations whose numbers were not looked at yet."""
+        self._waiting_bytes = 0
         self._writers: dict[int, list[tuple[int, Op]]] = {}
         """By storage: the operations that wrote to it since it was allocated, and where."""
         self._by_sequence: dict[tuple[Any, int], Op] = {}
         """By autograd's sequence numbers, which each thread counts for itself: a part that is checkpointed reentrantly is
         computed again, and gets its graph, in the thread of backward, so what is in there has its own."""
         self._reentrant = False
-        self._forward: dict[Any, list[Op]] = {}
-        """Operations of the forward, to find again those that are repeated."""
+        self._forward: dict[Any, list[Op]] | None = None
+        """Operations of the forward, to find again those that are repeated; None until one is."""
         self._in_backward = False
         self._active = False
         self._node = -1
-        """The sequence number of the backward node that is running; whether something bad was born in it, and came out last."""
+        """The sequence number of the backward node that is running."""
+        self._nodes = self._looked_at = 0
+        """Backward nodes begun so far, and those whose operations were looked at."""
         self._born = self._last_bad = False
+        """Whether something bad was born in the node that was looked at last, and came out of it."""
+        self._enough = False
         self._kept = 0
         self._bytes = [0, 0]
 
@@ -173,6 +201,7 @@ class Trace(TorchDispatchMode):
                 yield self
             finally:
                 self._switch(False)
+                self._look()
 
     def backward_begins(self, _loss: Tensor | None = None) -> None:
         self._in_backward = True
@@ -193,82 +222,135 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        kind = _KINDS.get(func) or _kind_of(func)
         backward = self._in_backward and not torch.is_grad_enabled()
         of, node = None, None
+        outside = False
         if backward:
             node = torch._C._current_autograd_node()
             if node is not None:
-                sequence = node._sequence_nr()
                 of = self._of_node(node)
-                if sequence != self._node:
+                if (sequence := node._sequence_nr()) != self._node:
                     self._next_node(sequence)
-            if of is None and self._calls is not None:
-                return func(*args, **kwargs)
-        elif self._calls is not None and (call := self._stack.current) is not None and call.number not in self._calls:
+            outside = of is None and self._calls is not None
+        elif self._calls is not None:
+            outside = (call := self._stack.current) is not None and call.number not in self._calls
+        if outside or kind.view:
+            if kind.writes and self._waiting:
+                self._look()
             return func(*args, **kwargs)
-        if _is_view(func):
-            return func(*args, **kwargs)
-        return self._record(func, args, kwargs, backward, of, node)
+        return self._record(func, kind, args, kwargs, backward, of, node)
 
     def _next_node(self, sequence: int) -> None:
-        """Backward goes on to another node. If something bad was born in the last one and got out, the rest is not needed."""
-        if self._calls is not None and self._born and self._last_bad:
-            raise Enough
-        self._node, self._born, self._last_bad = sequence, False, False
+        """Backward goes on to another node. If something bad was born in an earlier one and got out, the rest is not needed."""
+        self._node = sequence
+        self._nodes += 1
+        if self._calls is not None:
+            if self._waiting and self._nodes - self._waiting[0].node >= _NODES:
+                self._look()
+            if self._enough:
+                raise Enough
 
-    def _record(self, func: Any, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
+    def _record(self, func: Any, kind: _Kind, args: Any, kwargs: Any, backward: bool, of: Op | None, node: Any) -> Any:
         tensors, scalars = _arguments(args, kwargs)
-        mutated = [t for t in tensors if writes(func)]
-        inputs = [self._operand(t, look=bool(mutated)) for t in tensors]
+        inputs = [Operand(tuple(t.shape), t.dtype, requires_grad=t.requires_grad) for t in tensors]
+        before: list[Tensor] = []
+        if kind.writes and tensors:  # what is in there now is gone afterwards
+            self._look()
+            for operand, known in zip(inputs, ranges_of(tensors), strict=True):
+                operand.known = known
+            before = [t.detach().clone() for t in tensors] if self._kept < _KEPT_OPS else []
         source = of.source if of is not None else source_of_operation()
-        op = Op(len(self.ops), func.__name__.split(".")[0], self._stack.current, source, backward, inputs, scalars, of=of)
+        op = Op(self._count, kind.name, self._stack.current, source, backward, inputs, scalars, of=of)
         if backward:
             op.call = of.call if of is not None else None
             op.node = node.name() if node is not None else ""
-        before = [t.detach().clone() for t in mutated] if mutated and self._kept < _KEPT_OPS else []
         try:
             out = func(*args, **kwargs)
         except Exception:
+            self._look()
             self.failed = op
-            for operand, tensor in zip(inputs, tensors, strict=True):
-                operand.known = _range(tensor)
+            for operand, tensor, known in zip(inputs, tensors, ranges_of(tensors), strict=True):
+                operand.known = known
                 self._find_producer(operand, tensor)
             self._keep_values(op, tensors, [])
             self.ops.append(op)
             raise
-        outputs = list(_flat(out)) or mutated
-        op.outputs = [Operand(tuple(t.shape), t.dtype, _range(t)) for t in outputs]
-        for operand, tensor in zip(op.outputs, outputs, strict=True):
-            operand.requires_grad = tensor.requires_grad
-        if op.bad and not mutated:
-            for operand, tensor in zip(inputs, tensors, strict=True):
-                operand.known = _range(tensor)
-        for operand, tensor in zip(inputs, tensors, strict=True):
-            self._find_producer(operand, tensor)
-        if op.name in _NEVER_WRITTEN:
+        if kind.uninitialised:
             return out
-        self.ops.append(op)
-        if backward:
-            self._born, self._last_bad = self._born or op.newly_bad, op.bad
-        for producer in {id(i.producer): i.producer for i in inputs if i.producer is not None}.values():
-            producer.consumers.append(op)
-        inside = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
-        for tensor in outputs:
-            if tensor.layout is torch.strided:
-                self._note_write(tensor, op, bool(mutated), inside)
-        if not backward:
-            self._note_forward(op)
-        if (op.newly_bad or op.comes_in) and self._kept < _KEPT_OPS:
-            self._kept += 1
-            self._keep_values(op, before if before and len(before) == len(tensors) else tensors, outputs)
-        elif op.name in _WORTH_KEEPING and op.of is None and not backward:
-            self._keep_values(op, tensors, outputs, _LARGEST // 4)
+        written = tensors if kind.writes else []
+        outputs = list(_flat(out)) or written
+        op.outputs = [Operand(tuple(t.shape), t.dtype, requires_grad=t.requires_grad) for t in outputs]
+        self._count += 1
+        repeated = self._in_backward and not backward
+        if not backward and not repeated:
+            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._by_sequence.setdefault((None, sequence), op)
+        self._waiting.append(_Waiting(op, tensors, outputs, bool(written), before, self._nodes))
+        self._waiting_bytes += sum(t.nbytes for t in (*tensors, *outputs) if t.layout is torch.strided)
+        if written or repeated or len(self._waiting) >= _WAITING_OPS or self._waiting_bytes > _WAITING_BYTES:
+            self._look()
+        if repeated:
+            self._note_repeated(op)
         return out
 
-    def _note_forward(self, op: Op) -> None:
-        alike = self._forward.setdefault((op.name, op.source, *(i.shape for i in op.inputs)), [])
+    def _look(self) -> None:
+        """Look at the numbers of the operations that wait, all in one go. Nothing was written into them since: whatever writes
+        asks for this first."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not waiting or self._enough:
+            return
+        made = [(o, t) for w in waiting for o, t in zip(w.op.outputs, w.outputs, strict=True)]
+        ranges = ranges_of([t for _, t in made])
+        for (operand, _), known in zip(made, ranges, strict=True):
+            operand.known = known
+        # Whatever goes into an operation that is not bad is of no interest.
+        taken = [(o, t) for w in waiting if not w.wrote and w.op.bad for o, t in zip(w.op.inputs, w.tensors, strict=True)]
+        there = {id(t): known for (_, t), known in zip(made, ranges, strict=True)}
+        missing = list({id(t): t for _, t in taken if id(t) not in there}.values())
+        there |= {id(t): known for t, known in zip(missing, ranges_of(missing), strict=True)}
+        for operand, tensor in taken:
+            operand.known = there[id(tensor)]
+        for each in waiting:
+            if self._calls is not None and each.node != self._looked_at and self._born and self._last_bad:
+                self._enough = True
+                return
+            self._note(each)
+
+    def _note(self, each: _Waiting) -> None:
+        """Take down an operation whose numbers are known."""
+        op, tensors, outputs = each.op, each.tensors, each.outputs
+        if each.node != self._looked_at:
+            self._looked_at, self._born, self._last_bad = each.node, False, False
+        stores = [t.untyped_storage().data_ptr() if t.layout is torch.strided else None for t in tensors]
+        for operand, tensor, store in zip(op.inputs, tensors, stores, strict=True):
+            if store in self._writers:
+                self._find_producer(operand, tensor)
+        self.ops.append(op)
+        bad = op.bad
+        if op.backward:
+            self._born, self._last_bad = self._born or (bad and op.newly_bad), bad
+        for producer in {id(i.producer): i.producer for i in op.inputs if i.producer is not None}.values():
+            producer.consumers.append(op)
+        for tensor in outputs:
+            if tensor.layout is torch.strided:
+                self._note_write(tensor, op, each.wrote, stores)
+        if bad and self._kept < _KEPT_OPS and (op.newly_bad or op.comes_in):
+            self._kept += 1
+            self._keep_values(op, each.before if each.before and len(each.before) == len(tensors) else tensors, outputs)
+        elif op.of is None and not op.backward and op.name in _WORTH_KEEPING:
+            self._keep_values(op, tensors, outputs, _LARGEST // 4)
+
+    def _note_repeated(self, op: Op) -> None:
+        """An operation with a gradient that runs inside backward: a checkpointed part is computed again."""
+        if self._forward is None:
+            self._forward = {}
+            for first in self.ops:
+                if not first.backward and first is not op:
+                    self._forward.setdefault(_alike(first), []).append(first)
+        alike = self._forward.setdefault(_alike(op), [])
         sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-        node = torch._C._current_autograd_node() if self._in_backward else None
+        node = torch._C._current_autograd_node()
         if node is None:
             alike.append(op)
             self._by_sequence.setdefault((None, sequence), op)
@@ -296,16 +378,12 @@ class Trace(TorchDispatchMode):
             able = [first for first in able if (first.number >= asked.number if reentrant else first.number <= asked.number)]
         return able[0 if reentrant else -1] if able else None
 
-    def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: set[int]) -> None:
+    def _note_write(self, tensor: Tensor, op: Op, in_place: bool, inside: list[int | None]) -> None:
         storage = tensor.untyped_storage().data_ptr()
         if in_place and storage in self._writers:
             self._writers[storage].append((tensor.data_ptr(), op))
         elif in_place or storage not in inside:  # else it only looks at what went in
             self._writers[storage] = [(tensor.data_ptr(), op)]
-
-    def _operand(self, tensor: Tensor, look: bool) -> Operand:
-        known = _range(tensor) if look else None
-        return Operand(tuple(tensor.shape), tensor.dtype, known, requires_grad=tensor.requires_grad)
 
     def _find_producer(self, operand: Operand, tensor: Tensor) -> None:
         """Several may have written to parts of it: for something bad, the last that wrote something bad, best at this place."""
@@ -325,13 +403,12 @@ class Trace(TorchDispatchMode):
                 operand.value = tensor.detach().clone()
 
 
-_NEVER_WRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "empty_permuted"}
-"""What is in uninitialised memory means nothing."""
-
-
 def _range(tensor: Tensor) -> Range:
-    pair = range_of(tensor)
-    return GOOD if pair is None else Range(*torch.stack(pair).tolist())
+    return ranges_of([tensor])[0]
+
+
+def _alike(op: Op) -> Any:
+    return op.name, op.source, *(i.shape for i in op.inputs)
 
 
 def _identity(node: Any) -> tuple[int, int]:
@@ -356,10 +433,27 @@ def _same_module(a: Op, b: Op) -> bool:
     return a.call is not None and b.call is not None and a.call.module is b.call.module
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a trace has to know about an operator, found out once."""
+
+    name: str
+    view: bool
+    writes: bool
+    """Into one of its arguments."""
+    uninitialised: bool
+    """What is in the memory it returns means nothing."""
+
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_KINDS: dict[Any, _Kind] = {}
+
+
+def _kind_of(func: Any) -> _Kind:
+    name, returns = func.__name__.split(".")[0], func._schema.returns
+    view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    kind = _KINDS[func] = _Kind(name, view, writes(func), name in _UNINITIALISED)
+    return kind
 
 
 @cache

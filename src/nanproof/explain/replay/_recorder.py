@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor
 
 from nanproof.core.support._context import Mode, RandomState
-from nanproof.core.support._tree import tensors_in
+from nanproof.core.support._tree import all_tensors, tensors_in
 
 LARGEST = 1 << 30
 """Bytes of batches that are kept alive, at the most; always one."""
@@ -42,17 +43,24 @@ class Recorder:
         self._moments: deque[Moment] = deque(maxlen=KEPT)
 
     def keep(self, step: int, batches: tuple[Any, ...], random: RandomState, mode: Mode) -> None:
-        tensors = [t for batch in batches for _, t in tensors_in(batch)]
-        size = sum(t.numel() * t.element_size() for t in (*tensors, *self._held(batches)))
-        versions = tuple(0 if t.is_inference() else t._version for t in tensors)
+        tensors = [t for batch in batches for t in all_tensors(batch)]
+        size = sum([t.numel() * t.element_size() for t in tensors])
+        size += sum([t.numel() * t.element_size() for t in self._held(batches)])
+        versions = tuple([0 if t.is_inference() else t._version for t in tensors])
         self._moments.append(Moment(step, batches, versions, random, mode))
         while len(self._moments) > max(1, LARGEST // max(size, 1)):
             self._moments.popleft()
 
     def _held(self, batches: tuple[Any, ...]) -> list[Tensor]:
         """The tensors in objects that a batch refers to, of those that the step before did not refer to."""
-        before = {id(value) for batch in (self._moments[-1].batches if self._moments else ()) for value in _objects(batch)}
-        new = [value for batch in batches for value in _objects(batch) if id(value) not in before]
+        now = [value for batch in batches for value in _objects(batch)]
+        if not now:
+            return []
+        before = [value for batch in (self._moments[-1].batches if self._moments else ()) for value in _objects(batch)]
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return []
+        known = set(map(id, before))
+        new = [value for value in now if id(value) not in known]
         return [t for value in new for _, t in tensors_in(vars(value))]
 
     @property
@@ -80,4 +88,4 @@ def _objects(batch: Any) -> list[Any]:
 
 
 def _versions(batches: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(0 if t.is_inference() else t._version for batch in batches for _, t in tensors_in(batch))
+    return tuple([0 if t.is_inference() else t._version for batch in batches for t in all_tensors(batch)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +17,62 @@ from nanproof.core.support._context import RandomState
 from nanproof.core.support._members import groups_of, optimizers_in, states_of
 from nanproof.core.support._tree import map_tensors
 from nanproof.explain.replay._recorder import Moment
-from nanproof.explain.replay._replay import Replay
+from nanproof.explain.replay._replay import CannotReplay, Replay
 from nanproof.explain.replay._surroundings import weights_as
 
 LARGEST_REHEARSAL = 1 << 29
 """Elements of the weights above which whole steps are not rehearsed: it takes a copy of weights and optimizer state."""
+
+REFUSED_STEP = 1.0
+"""Seconds in which the diagnosis of a refused step may rehearse training steps: the run waits for it. What is learned too slowly
+is another matter: nothing but a rehearsal can tell."""
+_HOPELESS = 3.0
+"""Times the seconds that are left, from which on a rehearsal is not begun: one run takes the longer the first time."""
+_MEASURED = 2
+"""Steps after which it is known how long the others will take."""
+
+
+class TakesTooLong(CannotReplay):
+    """A rehearsal would take more time than there is."""
+
+    def __init__(self, steps: int, seconds: float) -> None:
+        super().__init__(steps, seconds)
+        self.steps, self.seconds = steps, seconds
+
+    def __str__(self) -> str:
+        return f"{self.steps} training steps would take {self.seconds:.0f} s or more, and the run waits for this"
+
+
+@dataclass(slots=True)
+class Allowance:
+    """The time that is left to rehearse steps in."""
+
+    seconds: float = math.inf
+
+    @contextmanager
+    def timed(self, steps: int, fastest: float) -> Iterator[Callable[[], None]]:
+        """Take the time of a rehearsal from what is left. Raises `TakesTooLong` if that is hopeless; so does what it yields, to
+        be called after each step, once that is seen.
+
+        Args:
+            fastest: seconds that one run of the step takes at the least; infinite where nobody knows.
+        """
+        left, begun = self.seconds, time.perf_counter()
+        if math.isfinite(fastest) and steps * fastest > _HOPELESS * left:
+            raise TakesTooLong(steps, steps * fastest)
+        done, last, shortest = 0, begun, math.inf
+
+        def step_is_done() -> None:
+            nonlocal done, last, shortest
+            now = time.perf_counter()
+            done, last, shortest = done + 1, now, min(shortest, now - last)
+            if done >= _MEASURED and now - begun + (steps - done) * shortest > left:
+                raise TakesTooLong(steps, steps * shortest)
+
+        try:
+            yield step_is_done
+        finally:
+            self.seconds = max(0.0, left - (time.perf_counter() - begun))
 
 
 def _own(value: Any) -> Any:
@@ -115,6 +168,7 @@ def rehearse(
     loss_factor: float = 1.0,
     max_norm: float | None = None,
     rounds: int = 1,
+    allowance: Allowance | None = None,
 ) -> list[float] | None:
     """The losses of a few steps over recent batches, and of one more forward; everything is undone afterwards.
 
@@ -128,12 +182,14 @@ def rehearse(
         change: applied to each tensor of the batches.
         under: makes a context for each run of a step.
         loss_factor: what gradients are multiplied by.
+        allowance: the time that this and other rehearsals may take. Raises `TakesTooLong` as soon as it is seen to be too short.
     """
     if sum(p.numel() for p in replay.parameters.values()) > LARGEST_REHEARSAL or not moments:
         return None
     named: dict[str, Tensor] = dict(replay.parameters)
     losses = []
-    with undone(replay.model, optimizer):
+    allowance = allowance or Allowance()
+    with allowance.timed(rounds * len(moments), replay.fastest) as step_is_done, undone(replay.model, optimizer):
         if from_start:
             initialise(replay.model)
         for each in optimizers_in(optimizer) if fresh or from_start else ():
@@ -161,6 +217,7 @@ def rehearse(
                     gradient.mul_(share)
                 if not _step(optimizer, named, found):
                     return None
+                step_is_done()
         batches = moments[-1].batches if change is None else [map_tensors(batch, change) for batch in moments[-1].batches]
         losses.append(replay.run(under(), batches=batches, random=moments[-1].random, backward=False).loss)
     return losses

@@ -28,6 +28,7 @@ from nanproof.core.support._context import Mode, RandomState, rehearsal
 from nanproof.core.support._ranks import Ranks
 from nanproof.core.support._signals import shield
 from nanproof.core.support._tree import map_tensors, own_copy, tensors_in
+from nanproof.explain._pause import no_collections
 from nanproof.explain.replay._attributes import restore_attributes, saved_attributes
 
 _COPIED = 1 << 26
@@ -164,6 +165,8 @@ class Replay:
         """The loss scale to run at; 1 where it does not matter, because an overflow that it causes is not the question."""
         self.deadline = deadline or Deadline.after(math.inf)
         self.runs = 0
+        self.fastest = math.inf
+        """Seconds of the shortest run so far that raised nothing."""
         self._buffers = buffers
         self._alone = alone
         """Other ranks train the same model, and do not take part in this."""
@@ -232,7 +235,7 @@ class Replay:
         scale = self.scale if scale is None else scale
         start = time.perf_counter()
         loss_value, last, error = math.nan, math.nan, None
-        with rehearsal, self._undisturbed():
+        with no_collections(), rehearsal, self._undisturbed():
             with ExitStack() as stack:
                 (random or self.random).restore()
                 stack.enter_context(self.mode.again(self.modules, self.device))
@@ -270,7 +273,9 @@ class Replay:
             norms, missing, finite = self._gradients(scale) if backward else ({}, (), True)
             if after is not None and error is None:
                 after()
-        return Outcome(loss_value, error, norms, missing, finite, time.perf_counter() - start, last)
+        seconds = time.perf_counter() - start
+        self.fastest = min(self.fastest, seconds if error is None else math.inf)
+        return Outcome(loss_value, error, norms, missing, finite, seconds, last)
 
     def _accumulated(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if self._ranks is None else self._ranks.accumulate(last)
@@ -308,8 +313,11 @@ class Replay:
             gradients = [present[i][1] for i in places]
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             found = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double() / scale
-            largest = torch.stack(torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide))
-            finite = finite and bool(torch.isfinite(largest).all())
+            if not bool(torch.isfinite(found).all()):  # the squares of finite numbers may overflow
+                largest = torch.stack(
+                    torch._foreach_norm([g for g in gradients if g.numel()] or gradients, torch.inf, dtype=wide)
+                )
+                finite = finite and bool(torch.isfinite(largest).all())
             for i, norm in zip(places, found.tolist(), strict=True):
                 norms[i] = norm
         names = [name for name, _ in present]
@@ -373,6 +381,8 @@ def _copy(t: Tensor) -> Tensor:
 
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
+    if type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_complex():
+        return gradient.detach()
     gradient = local(gradient.detach())
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

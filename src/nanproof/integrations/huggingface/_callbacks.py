@@ -23,7 +23,7 @@ from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.huggingface._attach import follow_callbacks
 from nanproof.observe._activations import Observer
 from nanproof.observe._settings import AUTO, Observe
-from nanproof.observe._tables import COLUMNS, Rows, largest
+from nanproof.observe._tables import COLUMNS, Seen, largest
 
 log = logging.getLogger("nanproof")
 
@@ -241,7 +241,7 @@ class ActivationMonitorCallback(GuardView):
         self._near = 0.0
         """The largest share of an output close to its dtype's maximum, at the last full look."""
         self._observer: Observer | None = None
-        self._sent: tuple[int, Callable[[], Rows]] | None = None
+        self._sent: tuple[int, Callable[[], Seen]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
@@ -287,9 +287,9 @@ class ActivationMonitorCallback(GuardView):
         if sent is None or self._observer is None:
             return
         step, read = sent
-        sites, rows = self._observer.sites, read()
-        near = [row[COLUMNS.index("near")] / row[COLUMNS.index("count")] for row in rows.values() if len(row) == len(COLUMNS)]
-        self._note(step, {site: rows[i][0] for i, site in enumerate(sites) if i in rows}, near)
+        sites, seen = self._observer.sites, read()
+        near = [row[COLUMNS.index("near")] / row[COLUMNS.index("count")] for row in seen.rows.values()]
+        self._note(step, {site: top for site, top in zip(sites, seen.absmax, strict=False) if top != ABSENT}, near)
 
     def _note(self, step: int, by_site: dict[str, float], near: Iterable[float]) -> None:
         bad = [name for name, value in by_site.items() if not math.isfinite(value)]

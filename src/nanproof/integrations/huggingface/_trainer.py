@@ -309,7 +309,7 @@ class _Watch(TrainerCallback):
                 # A loss that writes into its batch would do so twice: this micro-batch is lost, of the next ones a copy is kept.
                 self._writes = True
                 self._cannot_be_run_again()
-            if self.guard.late and any(_sees_gradients(callback) for callback in self.trainer.callback_handler.callbacks):
+            if self.guard.late and any(map(_sees_gradients, self.trainer.callback_handler.callbacks)):
                 self._written = gradients_now(self.guard.engine.trained)
         except torch.OutOfMemoryError:
             self.guard.engine.abandon()

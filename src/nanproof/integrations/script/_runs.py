@@ -64,6 +64,8 @@ class ScriptRuns(Groups[ScriptRun]):
         super().__init__()
         self._session = session
         self._all: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._order: list[weakref.ref[ScriptRun]] | None = None
+        """The runs by number, until an optimizer gets another one."""
         self.last_loss: Any = None
         """Of the last backward."""
         self.first_calls = FirstCalls()
@@ -73,8 +75,8 @@ class ScriptRuns(Groups[ScriptRun]):
     def see(self, optimizer: Optimizer) -> None:
         """An optimizer was made."""
         if self._session.guarding and optimizer not in self._all:
-            self._put(ScriptRun([optimizer], self._session), [optimizer])
             self._all.add(optimizer)
+            self._put(ScriptRun([optimizer], self._session), [optimizer])
             self._session.seen = True
             if not self._session.compiles:
                 self.first_calls.watch()
@@ -120,11 +122,22 @@ class ScriptRuns(Groups[ScriptRun]):
         return run
 
     def every(self) -> list[ScriptRun]:
-        runs = {id(run): run for run in map(self.of, self._all)}
-        return sorted(runs.values(), key=lambda run: run.number)
+        return [run for ref in self._ordered() if (run := ref()) is not None]
+
+    def _ordered(self) -> list[weakref.ref[ScriptRun]]:
+        if self._order is None:
+            runs = {id(run): run for run in map(self.of, self._all)}
+            self._order = [weakref.ref(run) for run in sorted(runs.values(), key=lambda run: run.number)]
+        return self._order
 
     def guarded(self) -> list[ScriptRun]:
-        return [run for run in self.every() if run.guard is not None and not run.left_alone] if self._session.guarding else []
+        found: list[ScriptRun] = []
+        if self._session.guarding:
+            for ref in self._order or self._ordered():
+                run = ref()
+                if run is not None and run.guard is not None and not run.left_alone:
+                    found.append(run)
+        return found
 
     def begin(self, group: ScriptRun, at_step: bool) -> None:
         session = self._session
@@ -179,9 +192,9 @@ class ScriptRuns(Groups[ScriptRun]):
                 run.adopt(self.first_calls)
             run.raised(error)
 
-    @staticmethod
-    def _put(run: ScriptRun, members: list[Any]) -> None:
+    def _put(self, run: ScriptRun, members: list[Any]) -> None:
         """On the optimizers themselves, and there alone, so that all go when the script lets go of them."""
+        self._order = None
         for member in members:
             member._nanproof_watched = run
 
@@ -189,4 +202,4 @@ class ScriptRuns(Groups[ScriptRun]):
         """Those that a backward may concern, and those that none has reached for long, such as the optimizer of a model that is
         trained already."""
         active = [run for run in watching if self.backwards - run.reached <= RECENT] or watching
-        return active, [run for run in watching if run not in active]
+        return active, [run for run in watching if run not in active] if len(active) < len(watching) else []

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import attrgetter, is_
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,21 +27,23 @@ from torch.optim import Optimizer
 
 from nanproof._errors import NanproofError
 from nanproof._records import Forecast, Incident
+from nanproof.core._engine import Engine
 from nanproof.core._under_way import UNKNOWN
 from nanproof.core.judge._judge import Norms
-from nanproof.core.judge._parameters import is_compiled, is_dtensor, local, unwrap
+from nanproof.core.judge._parameters import Parameters, is_compiled, is_dtensor, local, unwrap
 from nanproof.core.judge._stepper import Stepper, guarded
 from nanproof.core.support._context import RandomState
 from nanproof.core.support._hooks import Hook
 from nanproof.core.support._tree import gradients_now
 from nanproof.explain.lines._recorded import NUMERICAL, OUTSIDE, RECORDED, RootRecorder
-from nanproof.integrations._groups import Group, name_of, parameters_of
+from nanproof.integrations._groups import Group, gradients_of, name_of, parameters_of, referents
 from nanproof.integrations._protected import ProtectedRun
 from nanproof.integrations.script._first_calls import FirstCalls
 from nanproof.integrations.script._owners import called, model_of, owning
 from nanproof.integrations.script._session import Session
 
 _NUMBERS = itertools.count()
+version_of = attrgetter("_version")
 
 
 @dataclass(slots=True)
@@ -109,8 +112,9 @@ class ScriptRun(Group):
         self._norms: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """By parameter: its gradient, how often that had been written after clipping, and its norm
         before."""
+        self._whole_norms: tuple[list[weakref.ref[Tensor]], list[int], Tensor] | None = None
+        """The same of all gradients, where they were clipped together."""
         self._max_norm: float | None = None
-        self._whole = False
         self._scaled: tuple[set[int], float] = set(), 1.0
         """Parameters whose gradients still have the loss scale in them, and the scale."""
         self._unclaimed: list[Tensor] = []
@@ -283,7 +287,7 @@ class ScriptRun(Group):
             return None
         self._end()
         if self.under_way(backwards - 1):
-            self._norms, self._max_norm = {}, None  # what was clipped belonged to the last step
+            self._forget_clipping()  # it belonged to the last step
         recorder = self._recorder
         again = recorder.source_of(loss, frame=frame, late=guard.late)
         if not recorder.recognised or not guard.open:
@@ -318,18 +322,16 @@ class ScriptRun(Group):
         """Since the last step."""
         return 0 if self.guard is None else self._stepper.backwards
 
-    @contextmanager
-    def unconcerned(self) -> Iterator[None]:
-        """While another optimizer's step is taken: what its guard runs again to look at it is no
-        business of this one."""
-        count = self.backwards
+    def pause(self) -> int:
+        """Another optimizer's step is taken: what its guard runs again to look at it is no business
+        of this one. Return what `go_on` needs."""
         self._recorder.paused = True
-        try:
-            yield
-        finally:
-            self._recorder.paused = False
-            if self.guard is not None:
-                self._stepper.only_backwards(count)
+        return self.backwards
+
+    def go_on(self, backwards: int) -> None:
+        self._recorder.paused = False
+        if self.guard is not None:
+            self._stepper.only_backwards(backwards)
 
     def before_clipping(self) -> list[tuple[int, int]]:
         """The gradients as clipping finds them, where that is of interest."""
@@ -343,8 +345,9 @@ class ScriptRun(Group):
         mine = {id(p) for p in self.parameters if p.grad is not None}
         there = mine & norms.keys()
         if there:
-            self._whole = there == mine and not self._norms
-            self._max_norm = max_norm if self._whole and len(norms) == len(mine) else None
+            self._part_norms()
+            whole = there == mine and not self._norms
+            self._max_norm = max_norm if whole and len(norms) == len(mine) else None
             for key in there:
                 gradient, written, norm, after = norms[key]
                 earlier = self._norms.get(key)
@@ -353,6 +356,31 @@ class ScriptRun(Group):
                 if gradient is not None:
                     self._norms[key] = weakref.ref(gradient), after, norm
 
+    @property
+    def unclipped(self) -> bool:
+        """Whether nothing was clipped since the last step."""
+        return not self._norms and self._whole_norms is None
+
+    def clipped_whole(
+        self, gradients: list[Tensor], versions: list[int], norms: Tensor, max_norm: float, before: list[tuple[int, int]]
+    ) -> None:
+        """The script clipped all of these gradients to one norm; `versions`: how often each had been written before."""
+        if self.guard is not None and self.guard.late:
+            self._clean = before == self._left
+        self._whole_norms = list(map(weakref.ref, gradients)), list(map(version_of, gradients)), norms
+        self._max_norm = max_norm
+
+    def _part_norms(self) -> None:
+        """Keep the norms of gradients that were clipped together by parameter: some are clipped once more."""
+        whole, self._whole_norms = self._whole_norms, None
+        if whole is not None:
+            references, versions, norms = whole
+            known = dict(zip(map(id, referents(references)), zip(references, versions, norms.unbind(), strict=True), strict=True))
+            self._norms = {id(p): known[id(p.grad)] for p in self.parameters if p.grad is not None and id(p.grad) in known}
+
+    def _forget_clipping(self) -> None:
+        self._norms, self._whole_norms, self._max_norm = {}, None, None
+
     def take(self, member: Optimizer, backwards: int) -> None:
         """In place of the optimizer's step. `backwards`: so far."""
         guard = self.guard
@@ -360,7 +388,7 @@ class ScriptRun(Group):
         self.tally.calls += 1
         self._busy = True
         try:
-            if not (self.goes_on(member, backwards) and self.act(guard.engine, member, self._norms)):
+            if not (self.goes_on(member, backwards) and self._act(guard.engine, member)):
                 self._judge(guard, member, backwards)
             if self.complete:
                 self._busy = False
@@ -368,6 +396,10 @@ class ScriptRun(Group):
         finally:
             self._busy = False
             self._note()
+
+    def _act(self, engine: Engine, member: Optimizer) -> bool:
+        self._part_norms()
+        return self.act(engine, member, self._norms)
 
     def mark(self) -> None:
         """The script is between two forwards, and may draw random numbers for the next."""
@@ -389,7 +421,7 @@ class ScriptRun(Group):
         self._unclaimed = []
         norms = self._before_clipping(stepper.parameters.present())
         self._prepare_to_hold(guard, norms)
-        self._norms, self._max_norm = {}, None
+        self._forget_clipping()
         self.judge(guard.engine, member, backwards, norms)
 
     def timed(self, began: float, others: float) -> None:
@@ -417,7 +449,8 @@ class ScriptRun(Group):
             self.take(member, backwards)
             return
         self.tally.overflows += 1
-        self._norms, self._max_norm, self._unclaimed = {}, None, []
+        self._forget_clipping()
+        self._unclaimed = []
         guard.engine.abandon(keep_gradients=True, counts=True)
         self.leave_out(backwards)
         self._note()
@@ -437,7 +470,7 @@ class ScriptRun(Group):
         if guard is None or self._busy or not guard.engine.taken:
             return
         self._partly |= not self.complete
-        self._norms, self._max_norm = {}, None
+        self._forget_clipping()
         self._busy = True
         began, incidents, explainer = time.perf_counter(), len(guard.incidents), guard.engine.explainer
         diagnosed = explainer.seconds
@@ -473,6 +506,11 @@ class ScriptRun(Group):
         parameters = self._stepper.parameters
         norms: list[Tensor] = []
         (scaled, scale), self._scaled = self._scaled, (set(), 1.0)
+        if self._whole_norms is not None and not scaled:
+            whole = self._of_whole(parameters, *self._whole_norms)
+            if whole is not None:
+                return whole
+        self._part_norms()
         if not self._norms and not scaled:
             return None
         missing: list[tuple[int, Tensor]] = []
@@ -492,6 +530,25 @@ class ScriptRun(Group):
                 norms[place] = norm / scale if id(parameters.tensors[present[place]]) in scaled else norm
         gradients = [g for i in present if (g := parameters.tensors[i].grad) is not None]
         return Norms.of(torch.stack(norms), gradients, clipped=True, max_norm=self._max_norm)
+
+    def _of_whole(
+        self, parameters: Parameters, references: list[weakref.ref[Tensor]], versions: list[int], norms: Tensor
+    ) -> Norms | None:
+        """The norms of gradients that were clipped together, in the order of the parameters. None if those
+        are not all that there are."""
+        gradients, clipped = gradients_of(parameters.tensors), referents(references)
+        if len(gradients) != len(clipped):
+            return None
+        if not all(map(is_, gradients, clipped)):  # clipped in another order
+            places = dict(zip(map(id, clipped), itertools.count()))
+            order = list(map(places.get, map(id, gradients)))
+            if None in order:
+                return None
+            versions, norms = [versions[i] for i in order if i is not None], norms[order]
+        if list(map(version_of, gradients)) != versions:
+            return None
+        norms = norms.to(parameters.device, parameters.dtype, non_blocking=True)
+        return Norms(norms, gradients, versions, clipped=True, max_norm=self._max_norm)
 
     def _prepare_to_hold(self, guard: ProtectedRun, clipped: Norms | None) -> None:
         """Where verdicts come late, a step may be held and taken again by the guard: then it has to

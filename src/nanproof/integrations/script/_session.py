@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +35,10 @@ class Options:
     """Whether activations, weights and attention are looked at too."""
 
 
+def covers(optimizers: Iterable[Any], optimizer: Any) -> bool:
+    return any(map(is_, optimizers, repeat(optimizer)))
+
+
 class Inside:
     """While a guard works by itself, outside of any step of the script: the steps it takes again are the optimizers' own."""
 
@@ -40,7 +46,7 @@ class Inside:
         self._optimizers = list(optimizers)
 
     def covers(self, optimizer: Any) -> bool:
-        return any(own is optimizer for own in self._optimizers)
+        return covers(self._optimizers, optimizer)
 
     def really(self, step: Callable[..., Any], optimizer: Any) -> Any:
         return step(optimizer)
@@ -97,11 +103,12 @@ class Session:
         finally:
             self.taking = before
 
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def enter_backward(self) -> None:
         """Inside one there may be others, of recomputed activations: they are parts of it."""
-        with self.away():
-            yield
+        self._away += 1
+
+    def leave_backward(self) -> None:
+        self._away -= 1
 
     def close(self, error: BaseException | None) -> None:
         """The script has ended."""

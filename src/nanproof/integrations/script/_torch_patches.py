@@ -12,7 +12,6 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from nanproof.integrations._groups import finite_gradients, has_gradient
 from nanproof.integrations._patches import Patches
 from nanproof.integrations.script._clipping import Clipping
 from nanproof.integrations.script._runs import ScriptRuns
-from nanproof.integrations.script._session import Session
+from nanproof.integrations.script._session import Session, covers
 
 
 def install(session: Session) -> Patches:
@@ -90,12 +89,12 @@ def _guarded_step(session: Session, runs: ScriptRuns, step: Callable[..., Any]) 
             return taking.really(step, self)
         others = [other for other in runs.guarded() if other is not watched]
         taking.members, session.taking = watched.members, taking
+        counts = [other.pause() for other in others]
         try:
-            with ExitStack() as stack:
-                for other in others:
-                    stack.enter_context(other.unconcerned())
-                watched.take(self, runs.backwards)
+            watched.take(self, runs.backwards)
         finally:
+            for other, count in zip(others, counts, strict=True):
+                other.go_on(count)
             session.taking = None
             runs.mark()
             watched.reached = runs.backwards
@@ -133,7 +132,7 @@ class Taking:
         self.others += time.perf_counter() - began
 
     def covers(self, optimizer: Optimizer) -> bool:
-        return any(member is optimizer for member in self.members)
+        return covers(self.members, optimizer)
 
     def really(self, step: Callable[..., Any], optimizer: Optimizer) -> Any:
         """The optimizer's own step, with what the script passed to it."""
@@ -192,14 +191,19 @@ def _backward(session: Session, runs: ScriptRuns, original: Callable[..., Any]) 
         # Not before: noting the loss may show that gradients were cleared, and forget the backwards they came from.
         before = [watched.backwards for watched in (*active, *dormant)]
         middle = time.perf_counter()
-        with session.in_backward():
+        session.enter_backward()
+        try:
             original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            session.leave_backward()
         began += time.perf_counter() - middle
         for watched, count in zip((*active, *dormant), before, strict=True):
             if watched.backwards != count or watched.feeds:
                 watched.reached = watched.fed = runs.backwards
             watched.after_backward(count, loss, alone and watched is active[0], late=watched in dormant)
-        active[0].tally.own += time.perf_counter() - began - sum(watched.extraordinary() for watched in (*active, *dormant))
+        for watched in (*active, *dormant):
+            began += watched.extraordinary()
+        active[0].tally.own += time.perf_counter() - began
         return None
 
     return backward

@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 from nanproof._access import open_regular, parse_json
 from nanproof._errors import UsageError
+from nanproof.files._parts import STEPS, earlier, is_part, number_of, part_lines
 from nanproof.logs._points import Item, singly
 from nanproof.logs.read import _files as files
 from nanproof.logs.read import _tables as tables
@@ -124,6 +125,9 @@ def read(source: Source) -> Iterator[Item]:
         yield from tensorboard.points(chain.from_iterable(map(_events, source.files)))
     else:
         for path in source.files:
+            if source.format == "nanproof" and is_part(path):
+                yield from tables.json_lines(text for text, _ in part_lines(path))
+                continue
             with closing(_open(path)) as stream:
                 yield from _read_stream(stream, source.format, _tail(path))
 
@@ -155,7 +159,7 @@ def format_of(head: bytes) -> str:
 
 
 def _json_lines(first: bytes, alone: bool) -> str | None:
-    if re.match(rb'\{"v":\d+,"kind":"(?:opened|header|step)"', first):
+    if re.match(rb'\{"v":\d+,"kind":"(?:opened|header|step|part|thinned)"', first):
         return "nanproof"  # its first line may be longer than the head
     try:
         data = parse_json(first)
@@ -237,6 +241,8 @@ def _in_folder(folder: Path) -> list[Path]:
             if name.lower() in _NEVER or not (_LOG.fullmatch(plain) or _ROTATED.fullmatch(plain)):
                 continue
             path = Path(place) / name
+            if is_part(path):  # of the steps.jsonl above it, with which it is read
+                continue
             if not path.is_file() or not os.access(path, os.R_OK):
                 continue
             if _UNSURE.fullmatch(name) is None or _holds_something(path):
@@ -314,6 +320,10 @@ def _grouped(paths: list[Path]) -> list[list[Path]]:
 def _source(paths: list[Path]) -> Source:
     with closing(_open(paths[-1])) as stream:
         head = files.head(stream)
+    format = format_of(head)
+    if format == "nanproof" and paths[-1].name == STEPS:
+        with open_regular(paths[-1]) as file:
+            paths = [*(path for _, path in earlier(paths[-1].parent, number_of(file))), *paths]
     size = sum(path.stat().st_size for path in paths)
     name = str(paths[-1]) if len(paths) == 1 or not paths[0].name.startswith("events") else str(paths[0].parent)
-    return Source(name, format_of(head), size, tuple(paths))
+    return Source(name, format, size, tuple(paths))

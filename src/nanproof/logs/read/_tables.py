@@ -79,7 +79,7 @@ def _layout(text: bytes, record: dict[str, Any], names: Collector, point: Point)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
-    if text.startswith((b'{"v":1,"kind":"step"', b'{"v":2,"kind":"step"')):
+    if text.startswith((b'{"v":1,"kind":"step"', b'{"v":2,"kind":"step"', b'{"v":3,"kind":"step"')):
         cut = text.find(b',"typical":[')  # thousands of norms may follow, of which none is needed
         text = text[:cut] + b"}" if cut > 0 else text
     if b": nan" in text or b": inf" in text or b": -inf" in text:  # as Python prints them, which is not JSON

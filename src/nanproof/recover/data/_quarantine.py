@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nanproof._access import OddFile, open_append, open_regular, parse_json
-from nanproof.core._telemetry import cut_broken_line
+from nanproof.core.journal._lines import cut_broken_line
 from nanproof.core.support._files import not_writable
 from nanproof.recover.data._hashes import sample_hash
 

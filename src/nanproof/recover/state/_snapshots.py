@@ -12,9 +12,11 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from nanproof.core._telemetry import Courier
 from nanproof.core.judge._parameters import is_dtensor, local
 from nanproof.core.support._inner import nonfinite, numbers, rewrapped
 from nanproof.core.support._ranks import Ranks
+from nanproof.recover.state._shared import SharedBlock, part
 from nanproof.recover.state._state import RunState
 
 log = logging.getLogger("nanproof")
 
 _ALIGN = 256
+_numbers = count()
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,8 @@ class Snapshot:
 
     step: int
     arena: Arena
+    frozen: dict[str, Arena]
+    """Of tensors that are not in that memory: where they are."""
     copies: dict[str, Tensor]
     """This rank's part of every tensor."""
     sharded: dict[str, Any]
@@ -76,27 +82,44 @@ class Arena:
     """The memory of a snapshot: one block for each device that tensors come from, in host memory or on that device. Taken once,
     used again. Blocks of one plan are cut alike, wherever they lie."""
 
-    def __init__(self, plan: Plan, on_device: bool) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, on_device: bool, shared: bool = False, pinned: bool = True) -> None:
+        self.plan, self.number = plan, next(_numbers)
         self.blocks: dict[torch.device, Tensor] = {}
+        self.shared: dict[torch.device, SharedBlock] = {}
+        """The same blocks, where another process can be given them."""
         for device, size in plan.sizes.items():
-            self.blocks[device] = torch.empty(size, dtype=torch.uint8, device=device if on_device else "cpu")
-            if device.type == "cuda" and not on_device:
+            if shared and not (on_device and device.type != "cpu"):
+                with suppress(OSError):
+                    self.shared[device] = SharedBlock(size)
+            if device in self.shared:
+                self.blocks[device] = self.shared[device].bytes
+            else:  # zeros: what lies between the tensors is looked at with them
+                self.blocks[device] = torch.zeros(size, dtype=torch.uint8, device=device if on_device else "cpu")
+            if device.type == "cuda" and not on_device and pinned:
                 _pin(self.blocks[device])
         self.views: dict[str, Tensor] = {}
+        self.starts: dict[str, int] = {}
         used = dict.fromkeys(self.blocks, 0)
         for name, (device, dtype, shape) in plan.items.items():
-            size, start = math.prod(shape) * dtype.itemsize, used[device]
-            used[device] = start + _round_up(size)
-            self.views[name] = _cut(self.blocks[device], start, size, dtype, shape)
+            start = self.starts[name] = used[device]
+            used[device] = start + _round_up(math.prod(shape) * dtype.itemsize)
+            self.views[name] = part(self.blocks[device], start, dtype, shape)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process can be given all of it."""
+        return self.shared.keys() == self.blocks.keys()
 
-def _cut(block: Tensor, start: int, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A part of a block. In host memory it has a storage of its own size: what writes it to the disk need not copy it first."""
-    if block.device.type != "cpu" or not size:
-        return block[start : start + size].view(dtype).view(shape)
-    count = size // dtype.itemsize
-    return torch.frombuffer(block.numpy(), dtype=dtype, count=count, offset=start).view(shape)
+    def stretches(self, names: Set[str]) -> Iterator[Tensor]:
+        """The floating-point numbers of these tensors in host memory. Neighbours of one kind are one tensor: looking at each by
+        itself takes longer than a step, where a model has hundreds of small ones."""
+        kinds = groupby(self.plan.items.items(), lambda item: (item[0] in names, *item[1][:2]))
+        for (asked, device, dtype), items in kinds:
+            if asked and (dtype.is_floating_point or dtype.is_complex):
+                inside = list(items)
+                last, (_, _, shape) = inside[-1]
+                start, end = self.starts[inside[0][0]], self.starts[last] + _round_up(math.prod(shape) * dtype.itemsize)
+                yield from numbers(self.blocks[device][start:end].view(dtype))
 
 
 @dataclass(frozen=True)
@@ -135,12 +158,13 @@ class Snapshots:
 
     KEPT = 2
 
-    def __init__(self, state: RunState, ranks: Ranks, device: torch.device, on_device: bool) -> None:
-        self._state, self._ranks, self._on_device = state, ranks, on_device
+    def __init__(self, state: RunState, ranks: Ranks, device: torch.device, on_device: bool, shared: bool = False) -> None:
+        """`shared`: in memory that another process can be given."""
+        self._state, self._ranks, self._on_device, self._shared = state, ranks, on_device, shared
         self._courier = Courier(device)
         self._free: list[Arena] = []
         self._lock = threading.Lock()
-        self._frozen: dict[str, tuple[Tensor, tuple[int, int], Tensor]] = {}
+        self._frozen: dict[str, tuple[Tensor, tuple[int, int], Arena]] = {}
         self._streams: dict[torch.device, Any] = {}
         self._staged: tuple[Plan, Arena | None] | None = None
         self._said: int | None = None
@@ -150,17 +174,26 @@ class Snapshots:
     def take(self, step: int, host: dict[str, Any]) -> Snapshot | None:
         """Copy the state as it is now. None, with a warning, where there is not enough memory."""
         live = self._state.tensors()
-        parts = {name: local(t) for name, t in live.items()}
+        kinds = set(map(type, live.values())) - {Tensor, torch.nn.Parameter}
+        sharded = {name: t for name, t in live.items() if is_dtensor(t)} if kinds else {}
+        parts = {name: local(t) for name, t in live.items()} if sharded else live
         frozen = self._keep_frozen(parts)
-        moving = {name: t for name, t in parts.items() if name not in frozen}
+        moving = {name: t for name, t in parts.items() if name not in frozen} if frozen else parts
         arena = self._room(Plan.of(moving))
         if arena is None:
             return None
-        sharded = {name: t for name, t in live.items() if is_dtensor(t)}
-        own = frozenset(self._state.buffer_names())
-        snapshot = Snapshot(step, arena, {**arena.views, **frozen}, sharded, host, self._look(parts), own)
-        fickle = self._state.written_by_the_forward() | {n for n in moving if n.startswith(("scaler.", "guard."))}
-        self._copy(snapshot, moving, fickle)
+        buffers = self._state.buffer_names()
+        copies = {**arena.views, **{name: place.views[name] for name, place in frozen.items()}}
+        snapshot = Snapshot(step, arena, frozen, copies, sharded, host, bool, frozenset(buffers))
+        asked = parts.keys() - buffers - {"guard.stats"}
+        places = {device.type for place in (arena, *frozen.values()) for device in place.plan.sizes}
+        on_host = not self._ranks.together and places <= {"cpu"}
+        if not on_host:
+            snapshot.finite = self._look([number for name in parts if name in asked for number in numbers(parts[name])])
+        self._copy(snapshot, moving)
+        if on_host:
+            found = self._is_finite(snapshot, asked)
+            snapshot.finite = lambda: found
         return snapshot
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -192,14 +225,18 @@ class Snapshots:
         self._staged = None
         self._frozen.clear()
 
-    def _look(self, parts: Mapping[str, Tensor]) -> Callable[[], bool]:
-        """Whether weights, moments and buffers are finite: asked on the device now, read later."""
-        not_asked = self._state.buffer_names() | {"guard.stats"}
-        asked = [number for name, t in parts.items() if name not in not_asked for number in numbers(t)]
+    def _is_finite(self, snapshot: Snapshot, asked: Set[str]) -> bool:
+        """Whether weights, moments and buffers are finite, from the copy: it lies in one piece."""
         bad = self._state.bad_buffers()
-        if all(t.device.type == "cpu" for t in asked) and not self._ranks.together:
-            found = bool(nonfinite(("", t) for t in asked)) or (bad is not None and bool(bad))
-            return lambda: not found
+        if bad is not None and bool(bad):
+            return False
+        places = [snapshot.arena, *dict.fromkeys(snapshot.frozen.values())]
+        names = [asked - snapshot.frozen.keys(), *(asked & {n for n, a in snapshot.frozen.items() if a is p} for p in places[1:])]
+        return not nonfinite(("", t) for place, some in zip(places, names, strict=True) for t in place.stretches(some))
+
+    def _look(self, asked: Sequence[Tensor]) -> Callable[[], bool]:
+        """Whether weights, moments and buffers are finite: asked on the device now, read later."""
+        bad = self._state.bad_buffers()
         device = asked[0].device if asked else torch.device("cpu")
         flags = [bad.to(device, non_blocking=True)] if bad is not None else []
         for group in _by_place(asked):
@@ -216,10 +253,10 @@ class Snapshots:
 
         return finite
 
-    def _copy(self, snapshot: Snapshot, moving: Mapping[str, Tensor], fickle: set[str]) -> None:
+    def _copy(self, snapshot: Snapshot, moving: Mapping[str, Tensor]) -> None:
         arena = snapshot.arena
         for device in arena.plan.sizes:
-            names = [name for name, t in moving.items() if t.device == device]
+            names = [name for name, t in moving.items() if t.device == device] if len(arena.blocks) > 1 else list(moving)
             if device.type != "cuda" or self._on_device:
                 torch._foreach_copy_([arena.views[n] for n in names], [moving[n] for n in names])
                 continue
@@ -232,6 +269,7 @@ class Snapshots:
                 pairs = [(arena.blocks[device], aside.blocks[device])]
             else:
                 # No room for that: the next optimizer step waits. What the next forward writes cannot.
+                fickle = self._state.written_by_the_forward() | {n for n in names if n.startswith(("scaler.", "guard."))}
                 pairs = [(arena.views[n], moving[n].clone() if n in fickle else moving[n]) for n in names]
                 snapshot.in_place = True
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -254,25 +292,29 @@ class Snapshots:
                 self._staged = (plan, Arena(plan, on_device=True))
         return self._staged[1]
 
-    def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what nothing trains: made once, and again if it was written. Only where that is most of the model, as under
-        adapters: a teacher that follows its student is written through `.data` too, which nothing counts."""
-        found = {}
-        frozen = self._state.frozen()
+    def _keep_frozen(self, parts: Mapping[str, Tensor]) -> dict[str, Arena]:
+        """Where the copies of what nothing trains are: made once, and again if it was written. Only where that is most of the
+        model, as under adapters: a teacher that follows its student is written through `.data` too, which nothing counts."""
+        if not (frozen := self._state.frozen()):
+            return {}
         size = sum(parts[name].nbytes for name in frozen)
         if 2 * size < sum(t.nbytes for name, t in parts.items() if name.startswith("model.")):
             return {}
+        written = {name: (p._version, parts[name].data_ptr()) for name, p in frozen.items()}
+        wanted = {}
         for name, p in frozen.items():
             known = self._frozen.get(name)
-            same = known is not None and known[0] is p and known[1] == (p._version, parts[name].data_ptr())
+            same = known is not None and known[0] is p and known[1] == written[name]
             if same and known is not None and parts[name].device.type == "cpu":
-                same = torch.equal(known[2], parts[name])
-            if not same or known is None:
-                place = parts[name].device if self._on_device else torch.device("cpu")
-                written = p._version, parts[name].data_ptr()
-                known = self._frozen[name] = (p, written, parts[name].detach().to(place, copy=True))
-            found[name] = known[2]
-        return found
+                same = torch.equal(known[2].views[name], parts[name])
+            if not same:
+                wanted[name] = parts[name].detach()
+        if wanted:  # never into the old place: an older copy of the state has that
+            arena = Arena(Plan.of(wanted), self._on_device, self._shared, pinned=False)
+            for name, tensor in wanted.items():
+                arena.views[name].copy_(tensor)
+                self._frozen[name] = (frozen[name], written[name], arena)
+        return {name: self._frozen[name][2] for name in frozen}
 
     def _room(self, plan: Plan) -> Arena | None:
         while self._free:
@@ -281,7 +323,7 @@ class Snapshots:
                 return arena
         if not self._fits(plan):
             return None
-        return Arena(plan, self._on_device)
+        return Arena(plan, self._on_device, self._shared)
 
     def _fits(self, plan: Plan) -> bool:
         """Say what a snapshot takes before it is taken; not at all if that is more than there is."""
@@ -310,8 +352,8 @@ def _by_place(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+def _size(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def _round_up(size: int) -> int:

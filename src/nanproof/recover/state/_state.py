@@ -26,6 +26,7 @@ from nanproof.core.support._tree import map_tensors
 from nanproof.recover.state._plainly import Plainly
 
 VERSION = 1
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NOT_OF_THE_RUN = ("fused", "foreach", "capturable", "differentiable", "maximize")
 """Settings that say how this process computes, or what the code means: a checkpoint does not change them."""
 
@@ -58,7 +59,10 @@ class RunState:
             if name in parameters.foreign:
                 yield from self._inside(f"foreign.{name}", p)
         for name, tensor in self._moments():
-            yield from self._inside(name, tensor)
+            if type(tensor) in _PLAIN and not tensor.requires_grad:
+                yield name, tensor  # hundreds of them, while training waits
+            else:
+                yield from self._inside(name, tensor)
         if self._stepper.scale is not None:
             for key, value in self._stepper.scale.tensors().items():
                 yield f"scaler.{key}", value
@@ -66,8 +70,8 @@ class RunState:
 
     def _inside(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor, or the plain ones that it is made of. Of one that is sharded as well, each rank has its own."""
-        if not is_shell(tensor):
-            yield name, tensor.detach()
+        if type(tensor) in _PLAIN or not is_shell(tensor):
+            yield name, tensor.detach() if tensor.requires_grad else tensor
             return
         rank = f"@{self._stepper.ranks.rank}" if is_dtensor(tensor) else ""
         for part, plain_one in plain(tensor):
@@ -77,7 +81,7 @@ class RunState:
         """The tensors that optimizers keep of parameters, by name; those of the second optimizer have its number in theirs."""
         for name, _, state, mark in self._states():
             for key, value in state.items():
-                if isinstance(value, Tensor) and not is_opaque(value):
+                if type(value) in _PLAIN or (isinstance(value, Tensor) and not is_opaque(value)):
                     yield f"optimizer.{name}.{mark}{key}", value
 
     def _states(self) -> Iterator[tuple[str, Tensor, dict[Any, Any], str]]:
@@ -210,7 +214,8 @@ class RunState:
                 values.setdefault(name, {}).update(rest)
         holders = holders_of(self._stepper.optimizer)
         more = [(f"{i}/" if i else "", key, value) for i, h in enumerate(holders) for key, value in h.state.items()]
-        shells = {name: shell for name, tensor in self._moments() if (shell := shell_of(tensor)) is not None}
+        odd = [(name, tensor) for name, tensor in self._moments() if type(tensor) not in _PLAIN]
+        shells = {name: shell for name, tensor in odd if (shell := shell_of(tensor)) is not None}
         return {
             "version": VERSION,
             "step": step,

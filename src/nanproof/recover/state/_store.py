@@ -67,14 +67,15 @@ class Store:
 
     _living: ClassVar[weakref.WeakValueDictionary[Path, Store]] = weakref.WeakValueDictionary()
 
-    def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None) -> None:
-        self.folder, self._keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
+    def __init__(self, folder: str | Path, keep: int, ranks: Ranks, group: Any = None, lock: bool = True) -> None:
+        """`lock`: False in the process that writes for another, which has the lock."""
+        self.folder, self.keep, self._ranks, self._group = Path(folder).absolute(), keep, ranks, group
         self._lock: FolderLock | None = None
         self._doomed: set[Path] = set()
         """Marked good, but damaged or of a way that was given up: gone as soon as a better one has been read back."""
         self._read_back: set[Path] = set()
         """Good ones that this process found whole."""
-        if self._leads:
+        if self._leads and lock:
             if (other := self._living.get(self.folder)) is not None and other._lock is not None:
                 raise UsageError(
                     f"Checkpoints(folder={str(folder)!r}) is in use by another guard of this process: close that one first, or "
@@ -90,13 +91,26 @@ class Store:
             except OSError as error:
                 self.close()
                 raise not_writable(f"Checkpoints(folder={str(folder)!r})", error) from error
-            for path in self.folder.iterdir():  # what killed runs left half written, or half deleted
-                if _HIDDEN.fullmatch(path.name):
-                    remove(path)
+            self.clear()
 
     @property
     def _leads(self) -> bool:
         return not self._ranks.together or self._ranks.rank == 0
+
+    @property
+    def findings(self) -> tuple[set[Path], set[Path]]:
+        """What is known of checkpoints beyond what is on the disk: which count no more, and which have been read back."""
+        return set(self._doomed), set(self._read_back)
+
+    @findings.setter
+    def findings(self, known: tuple[set[Path], set[Path]]) -> None:
+        self._doomed, self._read_back = known
+
+    def clear(self) -> None:
+        """Remove what a process that was killed left half written, or half deleted."""
+        for path in self.folder.iterdir():
+            if _HIDDEN.fullmatch(path.name):
+                remove(path)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -289,7 +303,7 @@ class Store:
         if not good:
             return
         stale = [saved for saved in there if saved.path in self._doomed or (not saved.good and saved.order < good[0].order)]
-        if len(good) <= self._keep and not stale:
+        if len(good) <= self.keep and not stale:
             return
         try:
             check_good(good[0].path)
@@ -300,7 +314,7 @@ class Store:
         self._read_back.add(good[0].path)
         kept = 0
         for saved in good:
-            if kept >= self._keep:
+            if kept >= self.keep:
                 self._delete(saved)
             else:
                 kept += self._holds(saved)

@@ -13,21 +13,23 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanproof._access import open_regular, parse_json, whole_lines
+from nanproof._access import open_regular
 from nanproof._errors import UsageError
 from nanproof._records import NOT_A_RECORD, Forecast, Incident, StepRecord, decode, halt
 from nanproof._sound import check_action, check_step
 from nanproof._text import one_line
 from nanproof.core.support._files import LOCK
 from nanproof.core.support._index import INDEX, read_index
+from nanproof.files._blocks import ABSENT, Block
+from nanproof.files._parts import STEPS
 from nanproof.report.folder._series import MOST_TERMS, Curves, Heat
+from nanproof.report.folder._tails import BlockTail, StepTail, Tail
 
-STEPS = "steps.jsonl"
 LONGEST_NAME = 200
 """Characters of the name of a term."""
 NEAR = 50
@@ -90,7 +92,8 @@ class Run:
         self._names: tuple[str, ...] = ()
         self._sites: tuple[str, ...] = ()
         self._reopened: float | None = None
-        self._tails = {name: _Tail(self.folder / f"{name}.jsonl") for name in ("incidents", "forecasts", "steps")}
+        self._tails = {name: Tail(self.folder / f"{name}.jsonl") for name in ("incidents", "forecasts")}
+        self._tails["steps"] = StepTail(self.folder)
         self._no_steps()
 
     def _no_steps(self) -> None:
@@ -118,6 +121,8 @@ class Run:
         self._times: deque[float] = deque(maxlen=NEAR)
         self._last: dict[str, Any] | None = None
         self._next: int | None = None
+        self._blocks = BlockTail(self.folder)
+        self._next_norms: int | None = None
 
     def poll(self, portion: int = PORTION) -> bool:
         """Read what is new, at most about so many bytes of it; True if there was anything. A folder that was emptied and written
@@ -129,6 +134,7 @@ class Run:
             for data in self._tails[name].lines(portion):
                 self._take(take, data)
                 new = True
+        new = self._read_blocks(portion) or new
         for other in self.others:
             new = other.poll(portion) or new
         return new
@@ -178,7 +184,7 @@ class Run:
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step, if all of it can be read."""
+        """The newest step, if all of it can be read. Without norms: they are in `norms`."""
         try:
             return None if self._last is None else StepRecord.from_json(self._last, self._names, self._sites)
         except NOT_A_RECORD:
@@ -242,6 +248,12 @@ class Run:
             check_step(data["first"])
             check_step(data["last"])
             self.gaps = [*self.gaps[-MOST_GAPS + 1 :], (data["first"], data["last"], str(data["why"])[:200])]
+        elif kind == "thinned":
+            for action, count in data["left_out"].items():
+                check_action(action)
+                check_step(count)
+                self.counts[action] += count
+                self.steps += count
 
     def _step(self, data: dict[str, Any]) -> None:
         step, action = data["step"], data["action"]
@@ -250,20 +262,18 @@ class Run:
         lr = decode(data["lr"][0]) if data["lr"] else None
         scale = None if data["scale"] is None else decode(data["scale"])
         brief = Brief(step, decode(data["loss"]), decode(data["grad_norm"]), lr, scale, action, _terms(data.get("terms")))
-        if self._reopened is not None and step == 0 and self.steps:
+        if self._reopened is not None and step == 0 and self._next is not None:
             self._begin_anew(self._reopened)
         self._reopened = None
         if self._next is not None and step < self._next:
             self.turns.append((self._next - 1, step))
-            for series in (self.curves, self.norms, self.absmax):
-                series.go_back(step)
+            self.curves.go_back(step)
         self._next = step + 1
         self.steps += 1
         self.counts[action] += 1
         self.curves.add(step, (brief.loss, brief.grad_norm, lr, scale), action, brief.terms)
-        self.norms.add(step, self._names, data["norms"])
-        if "observed" in data:
-            self.absmax.add(step, self._sites, data["observed"]["absmax"])
+        if "norms" in data or data["v"] in (1, 2):
+            self._cells(step, self._names, data["norms"], self._sites, data.get("observed", {}).get("absmax"))
         self._recent.append(brief)
         if step in self._wanted:
             self._keep(brief)
@@ -273,6 +283,39 @@ class Run:
                 self.seconds += max(0.0, moment - self._times[-1])
             self._times.append(moment)
         self._last = data
+
+    def _read_blocks(self, portion: int) -> bool:
+        """Read on in `norms.bin`. Return whether there was anything."""
+        damaged, new = self._blocks.damaged, False
+        for found in self._blocks.steps(portion):
+            self._block(*found)
+            new = True
+        self.broken += max(0, self._blocks.damaged - damaged)
+        if new:
+            self.norms.close_gaps()
+            self.absmax.close_gaps()
+        return new
+
+    def _block(self, block: Block, names: tuple[str, ...], sites: tuple[str, ...], columns: dict[str, Any]) -> None:
+        """A step in `norms.bin`. Lines and blocks come one after the other, each in their order."""
+        if self.opened is not None and block.time is not None and block.time < self.opened and self.earlier:
+            return  # of a run before this one
+        try:
+            check_step(block.step)
+            norms, absmax = columns["norms"], columns.get("absmax")
+            self._cells(block.step, names, _drawn(norms), sites, None if absmax is None else _drawn(absmax))
+        except NOT_A_RECORD:
+            self.broken += 1
+
+    def _cells(self, step: int, names: tuple[str, ...], norms: Any, sites: tuple[str, ...], absmax: Any) -> None:
+        """Draw a step into the heat maps."""
+        if self._next_norms is not None and step < self._next_norms:
+            self.norms.go_back(step)
+            self.absmax.go_back(step)
+        self._next_norms = step + 1
+        self.norms.add(step, names, norms)
+        if absmax is not None:
+            self.absmax.add(step, sites, absmax)
 
     def _begin_anew(self, opened: float) -> None:
         """A run that was opened again and was not resumed is another one: what came before it is not shown."""
@@ -321,38 +364,6 @@ class Run:
         self.near[brief.step] = brief
 
 
-class _Tail:
-    """Reads the lines that were appended to a file since the last time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._file: int | None = None
-
-    def replaced(self) -> bool:
-        """Whether there is another file in its place, or less in it than was read."""
-        try:
-            found = self._path.stat()
-        except OSError:
-            return False
-        before, self._file = self._file, found.st_ino
-        return (before is not None and before != found.st_ino) or found.st_size < self._offset
-
-    def lines(self, most: int) -> Iterator[Any]:
-        """Whole lines as data; None for one that is not JSON. Stops after about `most` bytes."""
-        end = self._offset + most
-        try:
-            with open_regular(self._path) as file:
-                file.seek(self._offset)
-                for text in whole_lines(file):
-                    self._offset = file.tell()
-                    yield _json(text)
-                    if self._offset >= end:
-                        return
-        except OSError:
-            return
-
-
 def runs_in(folder: str | Path) -> list[Path]:
     """The run in a folder, or all runs up to three levels below it, newest first."""
     folder = Path(folder)
@@ -381,18 +392,18 @@ def one_run(folder: str | Path) -> Path:
     return runs[0]
 
 
+def _drawn(values: Any) -> Any:
+    """The numbers of a column as a heat map has them: Inf where one is not finite. A run that is sound has none."""
+    if math.isfinite(sum(values)):
+        return values
+    return [x if x == ABSENT or math.isfinite(x) else math.inf for x in values]
+
+
 def _terms(found: Any) -> tuple[tuple[str, float], ...]:
     """The terms of a loss as a line has them. One too many is kept, so that it can be told that there are more."""
     if found is None:
         return ()
     return tuple((name[:LONGEST_NAME], decode(x)) for name, x in list(found.items())[: MOST_TERMS + 1])
-
-
-def _json(text: bytes) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
 
 
 def _age(path: Path) -> float:

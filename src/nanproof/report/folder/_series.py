@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
 from nanproof._records import ABSENT
@@ -202,6 +202,14 @@ class Heat:
         """Columns that begin at `step` or later do not count any more."""
         for place in [place for place in self._columns if place * self.width >= step]:
             del self._columns[place]
+
+    def close_gaps(self) -> None:
+        """Make columns wider while most of them are followed by a gap: of an old step the norms are kept only now and then."""
+        while len(self._columns) > 2:
+            places = sorted(self._columns)
+            if 2 * sum(after - place > 1 for place, after in pairwise(places)) <= len(places):
+                return
+            self._double()
 
     @property
     def steps(self) -> list[int]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanproof.core.judge._scalars import Scalars
+from nanproof.core.fast._scalars import Scalars
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._verdict import judge
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import nanproof
-from nanproof.core.judge._fused import FusedStep
+from nanproof.core.fast._fused import FusedStep
 from nanproof.core.judge._parameters import Parameters
 
 
