@@ -79,7 +79,7 @@ def bounds(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
             if len(places) == 1:
                 low, high = torch.aminmax(tensors[places[0]].detach())
             else:
-                low, high = torch.aminmax(torch.stack([tensors[i] for i in places]).view(len(places), -1), dim=1)
+                low, high = torch.aminmax(torch.stack([tensors[i] for i in places]).reshape(len(places), -1), dim=1)
             ends.setdefault((dtype, device), []).append((places, low.reshape(-1), high.reshape(-1)))
     found = [(0.0, 0.0)] * len(tensors)
     for parts in ends.values():
