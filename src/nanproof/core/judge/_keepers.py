@@ -36,7 +36,7 @@ _PATIENT = 4
 """Steps in a row in which buffers were others before they are looked at one by one at every step."""
 _values, _version = methodcaller("values"), attrgetter("_version")
 _data_ptr: Callable[[Any], int] = Tensor.data_ptr
-_kind = attrgetter("device", "dtype", "shape")
+_kind, _stride = attrgetter("device", "dtype", "shape"), Tensor.stride
 _TORCHS = frozenset(nn.Module().__dict__)
 """What every module has."""
 
@@ -88,12 +88,13 @@ class _Seen:
         """`kept`: those whose values are kept. `still`: those that no forward writes. `quiet`: those of them whose address
         counts."""
         self._places = [m._buffers for m in owners]
+        self._names = list(chain.from_iterable(self._places))
         self._all = list(chain.from_iterable(map(_values, self._places)))
         self._untrained = untrained
         held = [_held(key) for key in untrained]
         self._lookup = [getattr(owner, where) for owner, where, _ in untrained], [name for *_, name in untrained], held
         self._kept = [found for key in kept if (found := _held(key)) is not None]
-        self._kinds = list(map(_kind, self._kept))
+        self._kinds, self._strides = list(map(_kind, self._kept)), list(map(_stride, self._kept))
         self._lie = [*self._kept, *quiet]
         self._addresses = list(map(_data_ptr, self._lie))
         self._still, self._versions = still, list(map(_version, still))
@@ -106,10 +107,12 @@ class _Seen:
             untrained is self._untrained
             and len(now) == len(self._all)
             and all(map(is_, now, self._all))
+            and list(chain.from_iterable(self._places)) == self._names
             and all(map(is_, map(dict.get, dicts, names), held))
             and list(map(_version, self._still)) == self._versions
             and list(map(_data_ptr, self._lie)) == self._addresses
             and list(map(_kind, self._kept)) == self._kinds
+            and list(map(_stride, self._kept)) == self._strides
         )
 
 
@@ -219,15 +222,15 @@ class BufferKeeper:
 
     def _note_all(self) -> None:
         """Look at every buffer, so that later it takes one comparison to see that nothing changed. Not in a model that binds
-        buffers anew at every step, nor for sharded ones."""
+        buffers anew at every step, nor for buffers that are sharded or made of others: those can change unseen."""
+        self._seen = None
+        for flat in self._flats:
+            flat.aliases = None
         kept = [key for key, _ in self._layout]
         still = [buffer for buffer, _ in self._untouched.values()] + [buffer for buffer, *_ in self._quiet.values()]
         quiet = [buffer for buffer, *_ in self._quiet.values()]
-        if (
-            self._misses > _PATIENT
-            or any(is_dtensor(x) for key in kept if (x := _held(key)) is not None)
-            or any(map(is_dtensor, still))
-        ):
+        held = [x for key in kept if (x := _held(key)) is not None]
+        if self._misses > _PATIENT or not all(map(is_plain, (*held, *still))):
             return
         self._seen = _Seen(self._owners, kept, self._untrained.kept, still, quiet)
         for flat in self._flats:
@@ -463,8 +466,7 @@ class _Untrained:
         self._begins = 0
         self._before: Any = None
         self._dicts, self._names = [getattr(owner, where) for owner, where, _ in keys], [name for *_, name in keys]
-        self._held = list(map(_held, keys))
-        self._plain = all(p is not None and is_plain(p) and not p.is_inference() for p in self._held)
+        self._hold(list(map(_held, keys)))
         self._counts = self._counted()
         self._said: tuple[Callable[[], list[float]], int] | None = None
         self._small = sum(_live(key).nbytes for key in keys) <= _MOST
@@ -508,10 +510,16 @@ class _Untrained:
             first = flags[0].device
             self._said = Courier(first).send(torch.stack([f.to(first) for f in flags]).float()), self._begins + 3
 
+    def _hold(self, parameters: list[Any]) -> None:
+        self._held = parameters
+        self._plain = all(p is not None and is_plain(p) and not p.is_inference() for p in parameters)
+
     def _counted(self) -> list[list[int]]:
         """How often each was written, and where it lies."""
         now = list(map(dict.get, self._dicts, self._names))
-        if self._plain and all(map(is_, now, self._held)):
+        if not all(map(is_, now, self._held)):
+            self._hold(now)  # replaced ones are let go
+        if self._plain:
             return [list(map(_version, now)), list(map(_data_ptr, now))]
         there = [p for p in now if p is not None]
         return [[0 if p.is_inference() else p._version for p in there], [_address(p) for p in there]]

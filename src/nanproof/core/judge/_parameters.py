@@ -164,12 +164,15 @@ class Parameters:
         tensors = present.parameters if same and present is not None else list(compress(self.tensors, there))
         try:
             laid_out = list(map(_stride, gradients)) == list(map(_stride, tensors))
-        except (RuntimeError, NotImplementedError):  # sparse ones have no strides
+        except (RuntimeError, NotImplementedError):  # sparse ones have no strides, or zeros
             laid_out = False
+        strided = True
         if not laid_out:
             gradients = list(map(_like_its_parameter, tensors))
-        if not same or present is None or not present.holds_for(gradients):
-            present = self._present = Present(self.tensors, absent, gradients)
+            strided = all(g.layout is torch.strided for g in gradients)
+        if not strided or not same or present is None or not present.holds_for(gradients):
+            present = Present(self.tensors, absent, gradients)
+            self._present = present if strided else None  # a gradient may be sparse in some steps only
         return present, gradients
 
     def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None, present: Present | None = None) -> Tensor:

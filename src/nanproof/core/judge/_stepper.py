@@ -24,7 +24,7 @@ from nanproof._wording import listed
 from nanproof.core._counters import Counters, counted
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
-from nanproof.core.fast._captured import Body, Captures
+from nanproof.core.fast._captured import Body, Captures, CudaGraph
 from nanproof.core.fast._kernels import Kernels
 from nanproof.core.fast._scalars import Scalars
 from nanproof.core.judge._copies import WeightKeeper, state_tensors
@@ -199,11 +199,12 @@ class Stepper(Judge):
         judged_here = self.scale is None and self.weights is None and not self.ranks.several
         if not (self.policy.capture and judged_here and on_one and all(isinstance(path, DevicePath) for path in paths) and paths):
             return None
-        if self.parameters.device.type != "cuda":
+        device = self.parameters.device
+        if device.type != "cuda":
             return None
         for path in paths:
             path.captured = True
-        return Captures()
+        return Captures(lambda: CudaGraph(device))
 
     def _watch_steps(self) -> list[Any]:
         watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
@@ -483,7 +484,7 @@ class Stepper(Judge):
             given.latch is None,
         )
 
-        def prepare() -> Body:
+        def prepare() -> tuple[Body, object]:
             kernels = self.kernels.over(gradients, self.parameters, found) if isinstance(self.kernels, Kernels) else None
 
             def body(inputs: Sequence[Tensor | None]) -> Verdict:
@@ -496,7 +497,7 @@ class Stepper(Judge):
                     step.call(each, verdict.skip, verdict.divisor, mine)
                 return replace(verdict, learned=None)
 
-            return body
+            return body, kernels
 
         verdict = captures.take((*key, *(x is None for x in seen)), seen, prepare)
         for step in steps if verdict is not None else ():
