@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._parameters import is_compiled, is_dtensor, is_plain, local, unwrap
+from nanproof.core.judge._parameters import is_compiled, is_dtensor, is_plain, local, moved, unwrap
 from nanproof.core.support._hooks import Hook
 
 Key: TypeAlias = tuple[nn.Module, str, str]
@@ -249,7 +249,7 @@ class BufferKeeper:
         bad = [_worse(flat) for flat in self._floating()]
         if not bad:
             return None
-        marks = bad[0] if len(bad) == 1 else torch.cat([x.to(bad[0].device, non_blocking=True) for x in bad])
+        marks = bad[0] if len(bad) == 1 else torch.cat([moved(x, bad[0].device) for x in bad])
         return torch.where(marks.any(), marks.to(torch.uint8).argmax() + 1, 0)
 
     def name_at(self, place: int) -> str:
@@ -265,7 +265,7 @@ class BufferKeeper:
         """Whether a buffer is non-finite now that is not so on purpose, on the device; None where none can be."""
         bad = [(~torch.isfinite(flat.look()) & ~flat.meant).any() for flat in self._floating()]
         bad += [marks.any() for marks in self._worse_and_quiet().values()]
-        return torch.stack([x.to(bad[0].device, non_blocking=True) for x in bad]).any() if bad else None
+        return torch.stack([moved(x, bad[0].device) for x in bad]).any() if bad else None
 
     def broken(self) -> list[str]:
         """Names of the buffers that are non-finite now, without those that are infinite on purpose. Waits: for failures."""
@@ -293,7 +293,7 @@ class BufferKeeper:
             flags += [written.any() for key, written in pairs if key[1] == "_buffers"]
         if keys:
             place = flags[0].device
-            parcel = Courier(place).send(torch.stack([flag.to(place, non_blocking=True) for flag in flags]).float())
+            parcel = Courier(place).send(torch.stack([moved(flag, place) for flag in flags]).float())
             self._asked = parcel, keys, self._begins + _CALM
 
     def _find_quiet(self) -> bool:

@@ -64,6 +64,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on another device. Waits on the way to the CPU only, where it would be read before it has arrived."""
+    return tensor.to(device, tensor.dtype if dtype is None else dtype, non_blocking=device.type != "cpu")
+
+
 class NormKernels(Protocol):
     """What `nanproof.core.fast._kernels` offers; None means that it does not apply."""
 
@@ -201,7 +206,7 @@ class Parameters:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self.dtype))
         if is_dtensor(norms):
             norms = norms.full_tensor()  # type: ignore[attr-defined]
-        return norms.to(self.device, non_blocking=True)
+        return moved(norms, self.device)
 
 
 def fills_its_memory(p: Tensor) -> bool:
