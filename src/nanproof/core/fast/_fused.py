@@ -33,12 +33,12 @@ class _Lists:
     def __init__(self, group: dict[str, Any], parameters: list[Tensor], places: list[int], state: Any, names: list[str]) -> None:
         self.group, self.parameters, self.names = group, parameters, names
         self.places = places
-        """Of their gradients, among those of the optimizer."""
+        """Positions of their gradients among those of the optimizer."""
         self.device = parameters[0].device
         self.sharded = is_dtensor(parameters[0])
         self._states = [state.get(p, {}) for p in parameters]
         self.kept: list[list[Any]] = [[found.get(name) for found in self._states] for name in names]
-        """What the state holds, by name, in the order of the parameters."""
+        """The state's entries: one list per name, in the order of the parameters."""
 
     @property
     def whole(self) -> bool:
@@ -167,7 +167,7 @@ class FusedStep:
 
 
 def _names(group: dict[str, Any]) -> list[str]:
-    """What the kernel needs of the state."""
+    """Return the names of the state entries that the kernel needs."""
     if "betas" not in group:
         return ["momentum_buffer"] if group["momentum"] else []
     return ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]

@@ -33,7 +33,7 @@ _MOST = 1 << 28
 _CALM = 3
 """The step at which it is looked which buffers are written, and how many steps later the answer is read."""
 _PATIENT = 4
-"""Steps in a row in which buffers were others before they are looked at one by one at every step."""
+"""Consecutive misses after which buffers are no longer compared as a whole, but one by one at every step."""
 _values, _version = methodcaller("values"), attrgetter("_version")
 _data_ptr: Callable[[Any], int] = Tensor.data_ptr
 _kind, _stride = attrgetter("device", "dtype", "shape"), Tensor.stride
