@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -216,3 +218,60 @@ def test_what_other_code_does_to_buffers_between_steps_is_not_undone(whole):
     model[1].running_mean.fill_(7.0)
     step(poison(data[1]))
     assert guard.history[-1].action == "skipped" and bool((model[1].running_mean == 7).all())
+
+
+class Writes(nn.Module):
+    """A forward that writes a buffer, and through a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.layer = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+        self.register_buffer("table", torch.arange(9.0).view(3, 3))
+        self.turns = False
+
+    def forward(self, x):
+        self.table.mul_(1.0)
+        if self.turns:
+            self.table.t_()
+        return self.layer(self.frozen(x))
+
+
+def _steps(model, count, before):
+    optimizer = torch.optim.AdamW(model.layer.parameters())
+    with nanproof.Guard(model, optimizer, policy=nanproof.Policy(diagnose="never")) as guard:
+        for step in range(count):
+            factor = before(step)
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 4)).square().mean() * factor
+            loss.backward()
+            guard.step(loss)
+    return guard
+
+
+def test_a_refused_step_that_transposed_a_buffer_in_place():
+    """Its address and shape are as before; only its strides are others."""
+    model = Writes()
+
+    def before(step):
+        model.turns = step == 7
+        return NAN if model.turns else 1.0
+
+    guard = _steps(model, 9, before)
+    assert [r.step for r in guard.history if r.action == "skipped"] == [7]
+    assert torch.equal(model.table, torch.arange(9.0).view(3, 3))
+
+
+def test_a_frozen_parameter_that_was_replaced_is_let_go():
+    model, old = Writes(), []
+
+    def before(step):
+        if step == 4:
+            old.append(weakref.ref(model.frozen.weight))
+            model.frozen.weight = nn.Parameter(model.frozen.weight.detach().clone(), requires_grad=False)
+        return 1.0
+
+    def looking(step):
+        assert step < 7 or old[0]() is None
+        return before(step)
+
+    _steps(model, 9, looking)

@@ -2,6 +2,7 @@
 effect while it does, forbids reading a value, and replays them on the same memory. tests/gpu has the real ones."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -185,6 +186,28 @@ def test_gradients_that_never_repeat_end_the_attempt():
         kept += [p.grad for p in run.model.parameters()]
     assert run.captures.replays == 0
     assert "not captured: the addresses of gradients do not repeat" in run.guard.path
+
+
+class BareGraph:
+    """Holds no tensor of what it captures, as a CUDA graph does, which knows addresses only."""
+
+    def capture(self, body):
+        return RecordedGraph().capture(body)
+
+    def replay(self):
+        pass
+
+
+def test_a_graph_does_not_keep_gradients_alive():
+    """Their memory would not come again, so no step would ever be replayed, and each graph would hold a set of gradients."""
+    run = Run(True)
+    run.guard.parts.stepper.captures = run.captures = Captures(BareGraph)
+    for _ in range(3):
+        run.step()
+    assert run.captures.replays == 1
+    gradients = [weakref.ref(p.grad) for p in run.model.parameters()]
+    run.model.zero_grad(set_to_none=True)
+    assert [gradient() for gradient in gradients] == [None] * len(gradients)
 
 
 class Reading:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from nanproof.core.judge._parameters import moved
 from nanproof.core.judge._terms import Terms
 
 log = logging.getLogger("nanproof")
@@ -28,7 +29,7 @@ def counted(sources: list[Counters], device: torch.device) -> Terms | None:
     for source in list(sources):
         try:
             found = source()
-            vector = [value.detach().reshape(()).to(device, torch.float32, non_blocking=True) for value in found.values()]
+            vector = [moved(value.detach().reshape(()), device, torch.float32) for value in found.values()]
         except Exception as error:
             sources.remove(source)
             log.warning("nanproof: a counter is left out of the records from now on: %r", error)

@@ -61,7 +61,7 @@ class Courier:
             host, event = self._free.popleft()
             if host.shape == vector.shape and host.dtype == vector.dtype:
                 return host, event
-        return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True), torch.cuda.Event()
+        return torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True), torch.cuda.Event()
 
 
 class Journal:

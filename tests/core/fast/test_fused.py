@@ -170,6 +170,19 @@ def test_state_that_was_replaced_is_noticed():
     assert pair.taken == 7
 
 
+def test_a_parameter_that_moves_to_another_group_gets_its_settings():
+    """From the end of one group to the beginning of the next: all groups together hold the same tensors in the same order."""
+    pair = Pair(MAKERS["two groups"])
+    pair.step(0)
+    pair.step(1)
+    for optimizer in pair.optimizers:
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+    pair.step(2)
+    pair.step(3)
+    assert pair.taken == 2
+
+
 def _ready():
     pair = Pair(MAKERS["AdamW amsgrad=False maximize=False decay=0.1"])
     pair.step(0)

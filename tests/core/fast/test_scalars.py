@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import nanproof
 from nanproof.core.fast._scalars import Scalars
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._verdict import judge
@@ -89,3 +91,27 @@ def test_what_a_checkpoint_brings_is_what_it_goes_on_from():
     assert torch.equal(verdicts[0].packed, verdicts[1].packed)
     assert torch.equal(stats.state, other.state)
     assert saved["state"][0] == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_guard_works_under_another_default_dtype(dtype):
+    """The fused kernels read their flags as fp32, whatever the default is."""
+    runs, before = [], torch.get_default_dtype()
+    for default in (before, dtype):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.set_default_dtype(default)
+        try:
+            guard = nanproof.Guard(model, optimizer, max_norm=0.01, policy=nanproof.Policy(diagnose="never"))
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model(torch.ones(4, 3, dtype=torch.float32)).square().mean() * (math.nan if step == 2 else 1)
+                loss.backward()
+                guard.step(loss)
+            guard.close()
+        finally:
+            torch.set_default_dtype(before)
+        assert [r.action for r in guard.history] == ["clipped", "clipped", "skipped", "clipped", "clipped"]
+        runs.append(model)
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in runs), strict=True))

@@ -73,3 +73,18 @@ def test_dense_memory_is_told_from_gaps():
     assert fills_its_memory(x) and fills_its_memory(x.to(memory_format=torch.channels_last))
     assert fills_its_memory(torch.zeros(3, 4).t()) and fills_its_memory(torch.zeros(()))
     assert not fills_its_memory(x[:, :2]) and not fills_its_memory(torch.zeros(1).expand(5))
+
+
+def test_a_gradient_that_is_sparse_in_some_steps_only():
+    """Norms are grouped anew when a gradient changes its layout and nothing else."""
+    embedding, linear = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+    model = nn.ModuleList([embedding, linear])
+    parameters = Parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for sparse in (False, True, True, False, True):
+        model.zero_grad()
+        loss = linear(embedding(torch.tensor([1, 3]))).square().sum()
+        (loss if sparse else loss + embedding.weight.sum()).backward()
+        present, gradients = parameters.found()
+        assert gradients[0].is_sparse == sparse
+        expected = torch.stack([g.to_dense().norm() for g in gradients])
+        torch.testing.assert_close(parameters.norms(gradients, None, present), expected)

@@ -22,8 +22,8 @@ log = logging.getLogger("nanproof")
 
 Body: TypeAlias = Callable[[Sequence[Tensor | None]], Verdict]
 """The optimizer's part of a step, over a graph's own copies of what differs from step to step."""
-Prepare: TypeAlias = Callable[[], Body]
-"""Makes a body. What it does is not captured."""
+Prepare: TypeAlias = Callable[[], tuple[Body, object]]
+"""Makes a body, and what must live as long as its graph. What it does is not captured."""
 
 
 class Graph(Protocol):
@@ -36,10 +36,15 @@ class Graph(Protocol):
 class CudaGraph:
     """A CUDA graph, captured on a stream of its own. Nothing waits for the device."""
 
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where all of it runs. It need not be the current one."""
+        self._graph, self._device = torch.cuda.CUDAGraph(), device
 
     def capture(self, body: Callable[[], Verdict]) -> Verdict:
+        with torch.cuda.device(self._device):
+            return self._captured(body)
+
+    def _captured(self, body: Callable[[], Verdict]) -> Verdict:
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
@@ -59,8 +64,9 @@ class CudaGraph:
 @dataclass(slots=True)
 class _Captured:
     graph: Graph
-    body: Body
-    """Keeps alive what the graph reads."""
+    kept: object
+    """What the graph reads, and nobody else keeps alive. Not the gradients: held here, their memory could not come again, and
+    a graph is replayed only over gradients that lie where they lay."""
     inputs: list[Tensor | None]
     verdict: Verdict
 
@@ -71,9 +77,9 @@ class Captures:
     MOST = 4
     """Graphs that are kept: an allocator alternates between a few patterns of addresses, if they repeat at all."""
     PATIENCE = 64
-    """Steps without a graph after which no more are looked for."""
+    """Steps without a replay after which no more graphs are looked for."""
 
-    def __init__(self, make: Callable[[], Graph] = CudaGraph) -> None:
+    def __init__(self, make: Callable[[], Graph]) -> None:
         self._make = make
         self._graphs: dict[Hashable, _Captured] = {}
         self._met: dict[Hashable, None] = {}
@@ -101,7 +107,8 @@ class Captures:
             captured = self._capture(key, inputs, prepare)
             if captured is None:
                 return None
-        self._missed = 0
+        else:
+            self._missed = 0
         for own, value in zip(captured.inputs, inputs, strict=True):
             if own is not None and value is not None:
                 own.copy_(value)
@@ -120,7 +127,7 @@ class Captures:
     def _capture(self, key: Hashable, inputs: Sequence[Tensor | None], prepare: Prepare) -> _Captured | None:
         own = [None if value is None else value.clone() for value in inputs]
         try:
-            graph, body = self._make(), prepare()
+            graph, (body, kept) = self._make(), prepare()
             verdict = graph.capture(lambda: body(own))
         except Exception as error:
             self._stop(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -128,7 +135,7 @@ class Captures:
         while len(self._graphs) >= self.MOST:
             del self._graphs[next(iter(self._graphs))]
         del self._met[key]
-        captured = self._graphs[key] = _Captured(graph, body, own, verdict)
+        captured = self._graphs[key] = _Captured(graph, kept, own, verdict)
         return captured
 
     def _stop(self, why: str) -> None:

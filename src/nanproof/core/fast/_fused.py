@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Set
 from itertools import chain, count, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim import optimizer as torchs
 from nanproof.core.judge._parameters import Present, is_dtensor, local, picked
 
 _numbers = count()
-_data_ptr, _local = Tensor.data_ptr, attrgetter("_local_tensor")
+_data_ptr, _local, _params = Tensor.data_ptr, attrgetter("_local_tensor"), itemgetter("params")
 _TORCHS = str(Path(torchs.__file__).parent)
 
 
@@ -33,12 +33,12 @@ class _Lists:
     def __init__(self, group: dict[str, Any], parameters: list[Tensor], places: list[int], state: Any, names: list[str]) -> None:
         self.group, self.parameters, self.names = group, parameters, names
         self.places = places
-        """Of their gradients, among those of the optimizer."""
+        """Positions of their gradients among those of the optimizer."""
         self.device = parameters[0].device
         self.sharded = is_dtensor(parameters[0])
         self._states = [state.get(p, {}) for p in parameters]
         self.kept: list[list[Any]] = [[found.get(name) for found in self._states] for name in names]
-        """What the state holds, by name, in the order of the parameters."""
+        """The state's entries: one list per name, in the order of the parameters."""
 
     @property
     def whole(self) -> bool:
@@ -79,6 +79,7 @@ class FusedStep:
         """Its lists are not those of the optimizer any more."""
         self._kernel = _sgd if type(optimizer) is SGD else _adam
         self._groups = list(optimizer.param_groups)
+        self._sizes = self._sizes_now()
         self._states = list(optimizer.state.values())
         self._lists: list[_Lists] = []
         self._known = type(optimizer) in (Adam, AdamW, SGD) and self._collect(gradients)
@@ -154,14 +155,19 @@ class FusedStep:
         return (
             len(groups) == len(self._groups)
             and all(map(is_, groups, self._groups))
+            and self._sizes_now() == self._sizes
             and len(states) == len(self._states)
             and all(map(is_, states.values(), self._states))
             and all(map(_Lists.hold, self._lists))
         )
 
+    def _sizes_now(self) -> list[int]:
+        """How many parameters each group has: one that moves to the next group changes nothing else that is compared."""
+        return list(map(len, map(_params, self._optimizer.param_groups)))
+
 
 def _names(group: dict[str, Any]) -> list[str]:
-    """What the kernel needs of the state."""
+    """Return the names of the state entries that the kernel needs."""
     if "betas" not in group:
         return ["momentum_buffer"] if group["momentum"] else []
     return ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
@@ -185,14 +191,15 @@ def _settings(lists: _Lists, adamw: bool) -> dict[str, Any] | None:
     return None if any(isinstance(value, Tensor) for name, value in found.items() if name != "lr") else found
 
 
-_CPU, _ONE = torch.device("cpu"), torch.ones(())
+_CPU = torch.device("cpu")
+_ONE = torch.ones((), dtype=torch.float32, device=_CPU)
 
 
 class _Rate:
     """A learning rate as a tensor that a captured graph reads. Setting it is a launch, only when it changes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._tensor = torch.zeros((), device=device)
+        self._tensor = torch.zeros((), dtype=torch.float32, device=device)
         self._value: float | None = None
 
     def set(self, settings: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ class Kernels:
             return None
         try:
             kernels = cls(device)
-            x = torch.ones(8, device=device)
+            x = torch.ones(8, dtype=torch.float32, device=device)
             stats = RunningStats(device, dtype, 20, 8.0)
             norms = kernels.norms([x, x])
             assert norms is not None
@@ -236,7 +236,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tables: dict[tuple[Any, ...], _Table] = {}
-        self._nothing = torch.zeros((), device=device)
+        self._nothing = torch.zeros((), dtype=torch.float32, device=device)
 
     def norms(self, gradients: list[Tensor]) -> Tensor | None:
         """The 2-norm of each gradient; None where the kernel does not apply. All gradients have one dtype and device."""
@@ -250,7 +250,7 @@ class Kernels:
                 return None
             table = self._tables[key] = _Table(sizes, self._device)
         pointers = table.pointers(gradients)
-        norms = torch.empty(len(sizes), device=self._device)
+        norms = torch.empty(len(sizes), dtype=torch.float32, device=self._device)
         with torch.cuda.device(self._device):
             _sums_of_squares[(table.chunks,)](
                 pointers,
@@ -286,8 +286,8 @@ class Kernels:
     ) -> Verdict:
         """`verdict.judge`, the statistics' `take` and the latch in one launch."""
         n, nothing = norms.numel(), self._nothing
-        out = torch.empty(Verdict.HEAD + n, device=self._device)
-        flags = torch.empty(2, device=self._device)
+        out = torch.empty(Verdict.HEAD + n, dtype=torch.float32, device=self._device)
+        flags = torch.empty(2, dtype=torch.float32, device=self._device)
         auto, clips = isinstance(max_norm, str), max_norm is not None
         with torch.cuda.device(self._device):
             _judge[(1,)](
@@ -315,7 +315,7 @@ class Aside:
     def save(self, tensors: list[Tensor], skip: Tensor) -> None:
         sizes = tuple(t.numel() for t in tensors)
         if self._table is None or tuple(k.numel() for k in self._kept) != sizes:
-            self._kept = [torch.empty(count, pin_memory=True) for count in sizes]
+            self._kept = [torch.empty(count, dtype=torch.float32, device="cpu", pin_memory=True) for count in sizes]
             self._table = _Table(sizes, self._device)
             self._places = torch.tensor([k.data_ptr() for k in self._kept], device=self._device)
         self._sources = self._table.pointers(tensors)
@@ -352,10 +352,11 @@ class _Table:
         self.chunk_start = _upload(starts, torch.int64, device)
         self.first_chunk = _upload(firsts, torch.int32, device)
         self.sizes = _upload(list(sizes), torch.int64, device)
-        self.partial = torch.empty(self.chunks, device=device)
+        self.partial = torch.empty(self.chunks, dtype=torch.float32, device=device)
         self._device = device
         self._known: list[int] = []
-        self._slots = [torch.empty(len(sizes), dtype=torch.int64, pin_memory=True) for _ in range(self.SLOTS)]
+        empty = torch.empty(self.SLOTS, len(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
+        self._slots = empty.unbind()
         self._turn = 0
         self._on_device: Any = None
 
@@ -364,11 +365,11 @@ class _Table:
         if now != self._known:
             slot = self._slots[self._turn % self.SLOTS]
             self._turn += 1
-            slot.copy_(torch.tensor(now))
+            slot.copy_(torch.tensor(now, device="cpu"))
             self._on_device = slot.to(self._device, non_blocking=True)
             self._known = now
         return self._on_device  # type: ignore[no-any-return]
 
 
 def _upload(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu").pin_memory().to(device, non_blocking=True)

@@ -35,7 +35,8 @@ class Scalars:
     """Takes the place of `Kernels` where the device is the CPU."""
 
     def __init__(self) -> None:
-        self._flags = torch.zeros(()), torch.ones(())
+        # Users set other default dtypes and devices; the fused kernels read fp32.
+        self._flags = [torch.full((), flag, dtype=torch.float32, device="cpu") for flag in (0.0, 1.0)]
 
     def norms(self, gradients: list[Tensor]) -> Tensor | None:
         """Nothing here is faster than torch."""
@@ -78,7 +79,7 @@ class Scalars:
             latch.fill_(skip)
         return Verdict(
             skip=self._flags[skip],
-            divisor=torch.tensor(clip, dtype=torch.float32) if clip > 1 else None,
+            divisor=torch.tensor(clip, dtype=torch.float32, device="cpu") if clip > 1 else None,
             packed=torch.cat((torch.frombuffer(array(stats.numbers.typecode, head), dtype=norms.dtype), norms)),
         )
 

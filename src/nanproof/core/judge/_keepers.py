@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nanproof.core._telemetry import Courier
-from nanproof.core.judge._parameters import is_compiled, is_dtensor, is_plain, local, unwrap
+from nanproof.core.judge._parameters import is_compiled, is_dtensor, is_plain, local, moved, unwrap
 from nanproof.core.support._hooks import Hook
 
 Key: TypeAlias = tuple[nn.Module, str, str]
@@ -33,10 +33,10 @@ _MOST = 1 << 28
 _CALM = 3
 """The step at which it is looked which buffers are written, and how many steps later the answer is read."""
 _PATIENT = 4
-"""Steps in a row in which buffers were others before they are looked at one by one at every step."""
+"""Consecutive misses after which buffers are no longer compared as a whole, but one by one at every step."""
 _values, _version = methodcaller("values"), attrgetter("_version")
 _data_ptr: Callable[[Any], int] = Tensor.data_ptr
-_kind = attrgetter("device", "dtype", "shape")
+_kind, _stride = attrgetter("device", "dtype", "shape"), Tensor.stride
 _TORCHS = frozenset(nn.Module().__dict__)
 """What every module has."""
 
@@ -88,12 +88,13 @@ class _Seen:
         """`kept`: those whose values are kept. `still`: those that no forward writes. `quiet`: those of them whose address
         counts."""
         self._places = [m._buffers for m in owners]
+        self._names = list(chain.from_iterable(self._places))
         self._all = list(chain.from_iterable(map(_values, self._places)))
         self._untrained = untrained
         held = [_held(key) for key in untrained]
         self._lookup = [getattr(owner, where) for owner, where, _ in untrained], [name for *_, name in untrained], held
         self._kept = [found for key in kept if (found := _held(key)) is not None]
-        self._kinds = list(map(_kind, self._kept))
+        self._kinds, self._strides = list(map(_kind, self._kept)), list(map(_stride, self._kept))
         self._lie = [*self._kept, *quiet]
         self._addresses = list(map(_data_ptr, self._lie))
         self._still, self._versions = still, list(map(_version, still))
@@ -106,10 +107,12 @@ class _Seen:
             untrained is self._untrained
             and len(now) == len(self._all)
             and all(map(is_, now, self._all))
+            and list(chain.from_iterable(self._places)) == self._names
             and all(map(is_, map(dict.get, dicts, names), held))
             and list(map(_version, self._still)) == self._versions
             and list(map(_data_ptr, self._lie)) == self._addresses
             and list(map(_kind, self._kept)) == self._kinds
+            and list(map(_stride, self._kept)) == self._strides
         )
 
 
@@ -219,15 +222,15 @@ class BufferKeeper:
 
     def _note_all(self) -> None:
         """Look at every buffer, so that later it takes one comparison to see that nothing changed. Not in a model that binds
-        buffers anew at every step, nor for sharded ones."""
+        buffers anew at every step, nor for buffers that are sharded or made of others: those can change unseen."""
+        self._seen = None
+        for flat in self._flats:
+            flat.aliases = None
         kept = [key for key, _ in self._layout]
         still = [buffer for buffer, _ in self._untouched.values()] + [buffer for buffer, *_ in self._quiet.values()]
         quiet = [buffer for buffer, *_ in self._quiet.values()]
-        if (
-            self._misses > _PATIENT
-            or any(is_dtensor(x) for key in kept if (x := _held(key)) is not None)
-            or any(map(is_dtensor, still))
-        ):
+        held = [x for key in kept if (x := _held(key)) is not None]
+        if self._misses > _PATIENT or not all(map(is_plain, (*held, *still))):
             return
         self._seen = _Seen(self._owners, kept, self._untrained.kept, still, quiet)
         for flat in self._flats:
@@ -246,7 +249,7 @@ class BufferKeeper:
         bad = [_worse(flat) for flat in self._floating()]
         if not bad:
             return None
-        marks = bad[0] if len(bad) == 1 else torch.cat([x.to(bad[0].device, non_blocking=True) for x in bad])
+        marks = bad[0] if len(bad) == 1 else torch.cat([moved(x, bad[0].device) for x in bad])
         return torch.where(marks.any(), marks.to(torch.uint8).argmax() + 1, 0)
 
     def name_at(self, place: int) -> str:
@@ -262,7 +265,7 @@ class BufferKeeper:
         """Whether a buffer is non-finite now that is not so on purpose, on the device; None where none can be."""
         bad = [(~torch.isfinite(flat.look()) & ~flat.meant).any() for flat in self._floating()]
         bad += [marks.any() for marks in self._worse_and_quiet().values()]
-        return torch.stack([x.to(bad[0].device, non_blocking=True) for x in bad]).any() if bad else None
+        return torch.stack([moved(x, bad[0].device) for x in bad]).any() if bad else None
 
     def broken(self) -> list[str]:
         """Names of the buffers that are non-finite now, without those that are infinite on purpose. Waits: for failures."""
@@ -290,7 +293,7 @@ class BufferKeeper:
             flags += [written.any() for key, written in pairs if key[1] == "_buffers"]
         if keys:
             place = flags[0].device
-            parcel = Courier(place).send(torch.stack([flag.to(place, non_blocking=True) for flag in flags]).float())
+            parcel = Courier(place).send(torch.stack([moved(flag, place) for flag in flags]).float())
             self._asked = parcel, keys, self._begins + _CALM
 
     def _find_quiet(self) -> bool:
@@ -463,8 +466,7 @@ class _Untrained:
         self._begins = 0
         self._before: Any = None
         self._dicts, self._names = [getattr(owner, where) for owner, where, _ in keys], [name for *_, name in keys]
-        self._held = list(map(_held, keys))
-        self._plain = all(p is not None and is_plain(p) and not p.is_inference() for p in self._held)
+        self._hold(list(map(_held, keys)))
         self._counts = self._counted()
         self._said: tuple[Callable[[], list[float]], int] | None = None
         self._small = sum(_live(key).nbytes for key in keys) <= _MOST
@@ -508,10 +510,16 @@ class _Untrained:
             first = flags[0].device
             self._said = Courier(first).send(torch.stack([f.to(first) for f in flags]).float()), self._begins + 3
 
+    def _hold(self, parameters: list[Any]) -> None:
+        self._held = parameters
+        self._plain = all(p is not None and is_plain(p) and not p.is_inference() for p in parameters)
+
     def _counted(self) -> list[list[int]]:
         """How often each was written, and where it lies."""
         now = list(map(dict.get, self._dicts, self._names))
-        if self._plain and all(map(is_, now, self._held)):
+        if not all(map(is_, now, self._held)):
+            self._hold(now)  # replaced ones are let go
+        if self._plain:
             return [list(map(_version, now)), list(map(_data_ptr, now))]
         there = [p for p in now if p is not None]
         return [[0 if p.is_inference() else p._version for p in there], [_address(p) for p in there]]

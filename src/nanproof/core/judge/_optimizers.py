@@ -505,6 +505,8 @@ def _obstacle(model: nn.Module, parameters: Parameters, optimizer: Optimizer) ->
     if isinstance(optimizer, SGD) and any(g["momentum"] and g["dampening"] for g in groups):
         return "SGD with dampening starts its momentum from the first gradient, which a refused first step would leave undefined"
     devices = {p.device.type for p in trainable}
+    if "cpu" in devices and len(devices) > 1:
+        return "weights lie on the CPU and on another device, so the CPU must have the verdict first"
     supported = {"cpu"} if isinstance(optimizer, Adagrad) else {"cpu", "cuda", "xpu", "mps"}
     if not devices <= supported:
         return f"fused {name} does not run on {', '.join(sorted(devices - supported))}"

@@ -64,6 +64,11 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor on another device. Waits on the way to the CPU only, where it would be read before it has arrived."""
+    return tensor.to(device, tensor.dtype if dtype is None else dtype, non_blocking=device.type != "cpu")
+
+
 class NormKernels(Protocol):
     """What `nanproof.core.fast._kernels` offers; None means that it does not apply."""
 
@@ -164,12 +169,15 @@ class Parameters:
         tensors = present.parameters if same and present is not None else list(compress(self.tensors, there))
         try:
             laid_out = list(map(_stride, gradients)) == list(map(_stride, tensors))
-        except (RuntimeError, NotImplementedError):  # sparse ones have no strides
+        except (RuntimeError, NotImplementedError):  # sparse ones have no strides, or zeros
             laid_out = False
+        strided = True
         if not laid_out:
             gradients = list(map(_like_its_parameter, tensors))
-        if not same or present is None or not present.holds_for(gradients):
-            present = self._present = Present(self.tensors, absent, gradients)
+            strided = all(g.layout is torch.strided for g in gradients)
+        if not strided or not same or present is None or not present.holds_for(gradients):
+            present = Present(self.tensors, absent, gradients)
+            self._present = present if strided else None  # a gradient may be sparse in some steps only
         return present, gradients
 
     def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None, present: Present | None = None) -> Tensor:
@@ -198,7 +206,7 @@ class Parameters:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=self.dtype))
         if is_dtensor(norms):
             norms = norms.full_tensor()  # type: ignore[attr-defined]
-        return norms.to(self.device, non_blocking=True)
+        return moved(norms, self.device)
 
 
 def fills_its_memory(p: Tensor) -> bool:

@@ -24,7 +24,7 @@ from nanproof._wording import listed
 from nanproof.core._counters import Counters, counted
 from nanproof.core._evidence import Gradients
 from nanproof.core._telemetry import Courier
-from nanproof.core.fast._captured import Body, Captures
+from nanproof.core.fast._captured import Body, Captures, CudaGraph
 from nanproof.core.fast._kernels import Kernels
 from nanproof.core.fast._scalars import Scalars
 from nanproof.core.judge._copies import WeightKeeper, state_tensors
@@ -46,7 +46,7 @@ from nanproof.core.judge._optimizers import (
     members_of,
     name_of,
 )
-from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, picked
+from nanproof.core.judge._parameters import Parameters, Present, is_dtensor, is_plain, moved, picked
 from nanproof.core.judge._scaling import LossScale
 from nanproof.core.judge._stats import RunningStats
 from nanproof.core.judge._structure import Structure
@@ -199,11 +199,12 @@ class Stepper(Judge):
         judged_here = self.scale is None and self.weights is None and not self.ranks.several
         if not (self.policy.capture and judged_here and on_one and all(isinstance(path, DevicePath) for path in paths) and paths):
             return None
-        if self.parameters.device.type != "cuda":
+        device = self.parameters.device
+        if device.type != "cuda":
             return None
         for path in paths:
             path.captured = True
-        return Captures()
+        return Captures(lambda: CudaGraph(device))
 
     def _watch_steps(self) -> list[Any]:
         watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
@@ -375,7 +376,7 @@ class Stepper(Judge):
         inside, self._inside = self._inside, {}
         stepped, self._stepped = self._stepped, set()
         # The optimizers have acted already.
-        moved = bool(inside) or (not present and self.policy.copy is True)
+        acted = bool(inside) or (not present and self.policy.copy is True)
         if inside:
             present, gradients = [i for i, p in enumerate(parameters.tensors) if id(p) in inside], []
         lr = learning_rates(self.optimizer)
@@ -394,7 +395,7 @@ class Stepper(Judge):
         also = summed if loss is not None and len(losses) > 1 else None
         bad_buffer = self.buffers.look()
         if bad_buffer is not None:
-            bad_buffer = bad_buffer.to(parameters.device, non_blocking=True)
+            bad_buffer = moved(bad_buffer, parameters.device)
         bad_setting = self._bad_setting(settings, tensors) if settings or tensors else None
         given = _Given(max_norm, limits, bad_setting, self._latch if latching else None)
         seen = own, also, bad_buffer
@@ -422,7 +423,7 @@ class Stepper(Judge):
         if self._parted is not None:
             self._forget_copy()  # of a step whose other optimizers never acted
         self._parted = acts if acting is not None else None
-        if moved:  # the others may be containers, whose step is part of the loop
+        if acted:  # the others may be containers, whose step is part of the loop
             acting = [member for member in members if stepped and id(member) not in stepped]
         read = self._apply(acts, acting, mean_of(terms))
         if closure is not None or not self._path.clips:
@@ -483,7 +484,7 @@ class Stepper(Judge):
             given.latch is None,
         )
 
-        def prepare() -> Body:
+        def prepare() -> tuple[Body, object]:
             kernels = self.kernels.over(gradients, self.parameters, found) if isinstance(self.kernels, Kernels) else None
 
             def body(inputs: Sequence[Tensor | None]) -> Verdict:
@@ -496,7 +497,7 @@ class Stepper(Judge):
                     step.call(each, verdict.skip, verdict.divisor, mine)
                 return replace(verdict, learned=None)
 
-            return body
+            return body, kernels
 
         verdict = captures.take((*key, *(x is None for x in seen)), seen, prepare)
         for step in steps if verdict is not None else ():
@@ -524,7 +525,7 @@ class Stepper(Judge):
         device = self.parameters.device
         if settings:
             return torch.ones((), dtype=torch.bool, device=device)
-        vectors = [t.detach().to(device, torch.float32, non_blocking=True).reshape(-1) for t in tensors]
+        vectors = [moved(t.detach(), device, torch.float32).reshape(-1) for t in tensors]
         return ~torch.isfinite(torch.cat(vectors)).all()
 
     def _own_divisors(self, limits: Mapping[Any, float | None], verdict: Verdict, places: list[list[int]]) -> list[Tensor | None]:
@@ -759,4 +760,4 @@ class Stepper(Judge):
     def _scalar(self, loss: Tensor) -> Tensor:
         if loss.dtype is self.parameters.dtype and not loss.dim() and loss.device == self.parameters.device:
             return loss.detach()
-        return loss.detach().reshape(()).to(self.parameters.device, self.parameters.dtype, non_blocking=True)
+        return moved(loss.detach().reshape(()), self.parameters.device, self.parameters.dtype)

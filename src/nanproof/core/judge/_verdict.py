@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanproof._records import ABSENT, StepRecord
+from nanproof.core.judge._parameters import moved
 from nanproof.core.judge._stats import RunningStats
 
 
@@ -153,7 +154,7 @@ def judge(
     norm_finite = torch.isfinite(total)
     finite = norm_finite & loss_finite if loss_decides else norm_finite
     if bad_buffer is not None and loss_decides:
-        finite = finite & (bad_buffer == 0).to(finite.device, non_blocking=True)
+        finite = finite & moved(bad_buffer == 0, finite.device)
     if bad_setting is not None:
         finite = finite & ~bad_setting
     own_loss = loss if loss_decides else torch.zeros_like(total)
@@ -183,7 +184,7 @@ def judge(
         zero if bad_buffer is None else bad_buffer,
     )
     head = (*head, zero if bad_setting is None else bad_setting * Verdict.SETTING_BAD)
-    scalars = torch.stack([x.to(total.device, total.dtype, non_blocking=True) for x in head])
+    scalars = torch.stack([moved(x, total.device, total.dtype) for x in head])
     return Verdict(
         skip=(bad if held is None else bad | held).float(),
         divisor=divisor,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanproof._errors import UnsupportedError
-from nanproof.core.judge._parameters import Parameters, is_dtensor
+from nanproof.core.judge._parameters import Parameters, is_dtensor, moved
 
 
 class Ranks:
@@ -102,7 +102,7 @@ class Ranks:
         gradients they reduce anyway: an Inf loss with finite gradients would else be one rank's secret."""
         good = torch.isfinite(loss)
         if bad_buffer is not None:
-            good = good & (bad_buffer == 0).to(loss.device, non_blocking=True)
+            good = good & moved(bad_buffer == 0, loss.device)
         return torch.where(good, 1.0, torch.nan).to(loss.dtype)
 
     def any_rank(self, flag: Tensor) -> Tensor:
