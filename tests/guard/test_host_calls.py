@@ -129,10 +129,11 @@ CASES = {
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "run_dir"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_loop_over_parameters(name, folder, tmp_path):
-    """A step over 48 layers runs the lines and makes the calls of a step over 6."""
+    """A step over 80 layers runs the lines and makes the calls of a step over 20. Both have more nodes than a look at a graph
+    takes."""
     way, make, options = CASES[name]
     found = []
-    for layers in (6, 48):
+    for layers in (20, 80):
         guard, step = _guarded(layers, way, make, options, tmp_path / str(layers) if folder else None)
         with guard:
             for _ in range(SETTLED):
