@@ -34,7 +34,7 @@ def _step(step, generator):
     return norms, loss, kind
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5, "auto"])
+@pytest.mark.parametrize("max_norm", [None, 0.5, 0.0, "auto"])
 @pytest.mark.parametrize("skip_spikes", [True, False])
 @pytest.mark.parametrize("loss_decides", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
