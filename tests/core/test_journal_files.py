@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import json
 import math
 import os
 import random
 import signal
 import sys
+import threading
 import time
 import zlib
 from array import array
@@ -15,6 +18,8 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -24,10 +29,13 @@ import forked
 from disks import no_file_larger
 from nanproof import StepRecord, read_incidents, read_steps
 from nanproof._records import ABSENT, Incident, line
+from nanproof.core import _telemetry
 from nanproof.core._telemetry import Journal
-from nanproof.core.journal import _steps, _writer
+from nanproof.core.journal import _norms, _steps, _writer
 from nanproof.core.journal._norms import log_codes
 from nanproof.core.journal._steps import StepFile, chosen, compressed
+from nanproof.core.support import _files
+from nanproof.files import _parts
 from nanproof.files._blocks import (
     HEADER,
     STEP,
@@ -319,6 +327,14 @@ def test_a_follower_reads_every_step_once_while_the_run_rotates(portion, tmp_pat
     assert run.norms.steps == list(range(200))
 
 
+def test_a_part_of_lines_that_are_too_long_is_read_as_far_as_a_part_may_go(tmp_path, monkeypatch):
+    """They cost time, though nothing comes of them."""
+    monkeypatch.setattr(_parts, "MOST_PART", 10_000)
+    path = tmp_path / "000001.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}\n" + (b" " * 12_000 + b"\n") * 50))
+    assert [text for text, _ in part_lines(path)] == [b"{}\n"]
+
+
 def test_a_follower_sees_norms_once_while_they_are_thinned(tmp_path, monkeypatch):
     monkeypatch.setattr(_writer, "WHOLE", 30_000)
     journal, run = Journal(tmp_path), Run(tmp_path)
@@ -346,6 +362,24 @@ def test_a_follower_of_a_part_that_was_thinned_goes_on_with_what_is_newer(tmp_pa
     (tmp_path / "steps.jsonl").write_text(line({"v": 3, "kind": "part", "part": 2, "time": 3e9}) + record(100).to_line())
     run.read()
     assert run.curves.steps == [*range(50), *range(50, 100, 2), 100] and run.turns == []
+
+
+@pytest.mark.parametrize("portion", [1, 30_000, 1 << 25])
+def test_a_follower_counts_every_step_once_while_lines_are_left_out(portion, tmp_path):
+    """It has read most of a part when that is thinned. Who reads the same in portions later sees what is left."""
+    rng = random.Random(0)
+    journal, run = Journal(tmp_path), Run(tmp_path)
+    for step in range(900):
+        journal.step(record(step, terms=tuple((f"t{i}", rng.random()) for i in range(40)), action="stepped"))
+        if step % 23 == 0:
+            journal.flush()
+            run.poll()
+    journal.close()
+    assert run.read().steps == 900 and run.counts == Counter(stepped=900) and run.broken == 0
+    late, whole = Run(tmp_path), Run(tmp_path).read()
+    while late.poll(portion):
+        pass
+    assert late.steps == 900 and late.curves.steps == whole.curves.steps
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -380,6 +414,56 @@ def test_a_large_file_of_an_older_version_is_moved_as_it_is(tmp_path, monkeypatc
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [lambda text: '{"v":2,"kind":"st\n' + text, lambda text: text[text.index("\n") + 1 :]])
+def test_parts_outlive_a_file_that_does_not_say_which_part_it_is(damage, tmp_path, small_parts):
+    journal = Journal(tmp_path)
+    for start in range(0, 100, 10):
+        take(journal, range(start, start + 10))
+        journal.flush()
+    journal.close()
+    before, path = {part: part.read_bytes() for _, part in earlier(tmp_path, 1000)}, tmp_path / "steps.jsonl"
+    assert len(before) > 2
+    path.write_text(damage(path.read_text()))
+    journal = Journal(tmp_path)
+    take(journal, range(100, 200))
+    journal.close()
+    assert before == {part: part.read_bytes() for part in before}
+    assert [one.step for one in read_steps(tmp_path)] == list(range(200))
+
+
+def test_a_journal_can_be_collected_in_the_thread_that_writes_it():
+    """That thread may hold the lock of the event at this moment, and would wait for itself."""
+
+    class Held:
+        def set(self):
+            raise AssertionError("it is held")
+
+    writer = SimpleNamespace(jobs=SimpleQueue(), urgent=Held())
+    _telemetry._finish(writer, threading.current_thread(), os.getpid())
+    assert writer.jobs.get_nowait() is None
+
+
+def test_a_folder_that_cannot_be_flushed_loses_nothing(tmp_path, small_parts, monkeypatch):
+    """The new file is in its place by then: what comes next goes there."""
+
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(_files, "sync", sync)
+    monkeypatch.setattr(_norms, "sync", sync)
+    monkeypatch.setattr(_writer, "WHOLE", 30_000)
+    journal = Journal(tmp_path)
+    for step in range(600):
+        journal.step(record(step, 20))
+        if step % 9 == 0:
+            journal.flush()
+    journal.close()
+    there = list(read_steps(tmp_path))
+    assert [one.step for one in there] == list(range(600)) and len(earlier(tmp_path, 1000)) > 5
+    assert there[-1].names and len([one for one in there if one.names]) > 30
 
 
 def killed(folder: Path, text: str) -> None:

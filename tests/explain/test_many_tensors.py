@@ -172,6 +172,25 @@ def test_collections_are_paused_and_come_back():
         gc.enable()
 
 
+@pytest.mark.parametrize("name", ["disable", "collect"])
+def test_collections_come_back_after_ctrl_c(name, monkeypatch):
+    """Python raises it as soon as a call returns."""
+    inner = getattr(gc, name)
+
+    def interrupted(*given):
+        inner(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), no_collections():
+        pass
+    monkeypatch.undo()
+    assert gc.isenabled()
+    with no_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_healthy_step_does_as_much_as_any_before_it(own_loop, tmp_path):
     """Calls of a step are counted in windows of 100 steps, and objects that stay are counted between them."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanproof
 from nanproof import Observe
+from nanproof.observe._activations import Observer
 from toys import batches, poison
 
 pytestmark = [  # torch's own, while it compiles; the second, where any forward hook is inside a compiled part of a model
@@ -400,3 +401,23 @@ def test_an_exported_model_has_no_looks_in_it():
         guard.train_step(STEPS[1][0])
     assert not [n for n in exported.graph.nodes if "nanproof" in str(n.target)]
     assert all(r.observed and set(r.observed.by_site) == set(SITES) for r in guard.history)
+
+
+def test_a_replica_for_another_device_has_its_own_weights():
+    """`nn.DataParallel` copies what is on an instance, its forward too."""
+    import torch._dynamo  # as every optimizer does
+
+    module = nn.Linear(4, 8)
+    observer = Observer(nn.Sequential(module), Observe(), torch.device("cpu"))
+    observer.begin(False)
+    for source in (module, copy.deepcopy(module)):
+        assert "forward" in vars(source)
+        replica = source._replicate_for_data_parallel()
+        again = replica._replicate_for_data_parallel()
+        for each in (replica, again):
+            each.weight, each.bias = torch.zeros(8, 4), torch.zeros(8)  # no parameters: as `nn.parallel.replicate` does
+            assert not each(torch.ones(2, 4)).any()
+    observer.close()
+    assert not {"forward", "_replicate_for_data_parallel"} & vars(module).keys()
+    module.forward = lambda x: x + 1  # of somebody else: as torch does it
+    assert torch.equal(module._replicate_for_data_parallel()(torch.ones(1)), torch.full((1,), 2.0))

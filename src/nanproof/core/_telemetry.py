@@ -185,8 +185,8 @@ def _finish(writer: Writer, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:
         return  # a forked process has no such thread
     writer.jobs.put(None)
-    writer.urgent.set()
-    if thread is not threading.current_thread():
+    if thread is not threading.current_thread():  # where the collector may come while that thread holds the event's lock
+        writer.urgent.set()
         thread.join()
 
 

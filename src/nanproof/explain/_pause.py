@@ -22,12 +22,14 @@ def no_collections() -> Iterator[None]:
     if not (_depth or gc.isenabled()):
         yield
         return
-    gc.disable()
     _depth += 1
     try:
+        gc.disable()
         yield
     finally:
         _depth -= 1
-        gc.collect(0)
-        if not _depth:
-            gc.enable()
+        try:
+            gc.collect(0)
+        finally:  # whenever Ctrl-C comes
+            if not _depth:
+                gc.enable()

@@ -25,14 +25,16 @@ THINNED = b'{"v":3,"kind":"thinned"'
 """How the first line of a part begins of which ordinary steps are left out."""
 
 _SHORT = 64
-_NUMBER = re.compile(rb'\{"v":\d{1,9},"kind":"part","part":(\d{1,9})[,}]')
+_NUMBER = re.compile(rb'^\{"v":\d{1,9},"kind":"part","part":(\d{1,9})[,}]', re.MULTILINE)
+_NEAR_START = 4096
+"""Bytes in which that line is looked for: one that is broken may have come before it."""
 _NAME = re.compile(r"(\d{6,9})\.jsonl(\.gz)?")
 
 
 def number_of(file: BinaryIO) -> int:
     """Return which part an open `steps.jsonl` is. Leaves the file at its start."""
     file.seek(0)
-    match = _NUMBER.match(file.read(100))
+    match = _NUMBER.search(file.read(_NEAR_START))
     file.seek(0)
     return int(match[1]) if match else 1
 
@@ -64,12 +66,14 @@ def part_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
         packed = path.name.endswith(".gz")
         file = cast("BinaryIO", gzip.GzipFile(fileobj=raw)) if packed else raw
         file.seek(start)
-        left = MOST_PART
+        left, before = MOST_PART, start
         for text in whole_lines(file, MOST_PART if packed else SMALL):
-            left -= max(len(text), _SHORT)
+            end = file.tell()
+            left -= max(end - before, _SHORT)  # of a line that is too long, the text is empty
+            before = end
             if packed and left < 0:
                 return
-            yield text, file.tell()
+            yield text, end
 
 
 def step_lines(path: Path) -> Iterator[bytes]:

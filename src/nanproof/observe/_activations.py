@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -323,13 +324,13 @@ class _OwnForward:
     Dynamo shares compiled code between all instances of a class, and by default does not check whether they have hooks
     (`skip_nnmodule_hook_guards`). Code of an instance without hooks, compiled before or after the guard was made, would then run
     in the place of ours. It does check that nobody has put a `forward` of its own on an instance: so each module gets one, which
-    is its class's. A copy of the module gets its own.
+    is its class's. A copy of the module gets its own, and a replica of `nn.DataParallel` none: it has its own weights.
     """
 
     def __init__(self, modules: Iterable[nn.Module], compiled: CompiledLooks) -> None:
         self._modules: list[nn.Module] = list(modules)
         self._compiled = compiled
-        self._put: list[tuple[nn.Module, Any]] = []
+        self._put: list[tuple[nn.Module, str, Any]] = []
 
     def ensure(self) -> bool:
         """Once torch's compiler is loaded; nothing that runs eagerly is touched. Returns whether it is."""
@@ -340,12 +341,25 @@ class _OwnForward:
             for module in self._modules:
                 if "forward" not in vars(module):  # else torch compares that one
                     vars(module)["forward"] = forward = module.forward
-                    self._put.append((module, forward))
+                    self._put.append((module, "forward", forward))
+                    vars(module)["_replicate_for_data_parallel"] = replicate = MethodType(_replicate_for_data_parallel, module)
+                    self._put.append((module, "_replicate_for_data_parallel", replicate))
             self._modules = []
         return True
 
     def remove(self) -> None:
-        for module, forward in self._put:
-            if vars(module).get("forward") is forward:
-                del vars(module)["forward"]
+        for module, name, method in self._put:
+            if vars(module).get(name) is method:
+                del vars(module)[name]
         self._modules, self._put = [], []
+
+
+def _replicate_for_data_parallel(module: nn.Module) -> Any:
+    """As torch does it, which copies what is on the instance: the replica's forward would be that of this module, with this
+    module's weights. Named as what it replaces, by which a pickle finds that again."""
+    replica: Any = type(module)._replicate_for_data_parallel(module)
+    forward = vars(replica).get("forward")
+    if getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward:
+        del vars(replica)["forward"]
+    vars(replica).pop("_replicate_for_data_parallel", None)
+    return replica

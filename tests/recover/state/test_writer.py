@@ -15,8 +15,9 @@ import torch
 
 from forked import python
 from nanproof.core.support._files import FolderLock
-from nanproof.recover.state import _snapshots, _writer
+from nanproof.recover.state import _apart, _snapshots, _writer
 from nanproof.recover.state._pipe import Odd, plain_bytes
+from nanproof.recover.state._shared import SharedBlock
 from nanproof.recover.state._snapshots import Arena, Plan
 from zoo.kills.campaign import good_on_disk
 
@@ -437,3 +438,17 @@ def test_a_stretch_of_neighbours_is_finite_if_each_of_them_is(dtype):
                 found = _snapshots.nonfinite(("", t) for t in arena.stretches(asked))
                 assert bool(found) == (name in asked and not bool(torch.isfinite(arena.views[name].to(torch.complex64)).all()))
             arena.views[name].copy_(live[name])
+
+
+def test_memory_that_came_with_a_write_that_failed_is_not_kept():
+    """The run sends it again, or never says that it is gone."""
+
+    class Full:
+        def write(self, *given):
+            raise OSError("No space left on device")
+
+    block, states = SharedBlock(8), {1: {}}
+    layout = {2: [(block.size, [("a", 0, torch.float32, (2,))])]}
+    with pytest.raises(OSError, match="No space"):
+        _apart._write(Full(), states, [os.dup(block.handle)], 0, layout, [], [(1, None), (2, ["a"])], pickle.dumps({}), [])
+    assert set(states) == {1}

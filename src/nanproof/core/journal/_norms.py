@@ -201,11 +201,12 @@ class NormFile:
                     new.flush()
                     os.fsync(new.fileno())
                 partial.replace(self._path)
-                sync(self._path.parent)
             except BaseException:
                 with suppress(OSError):
                     partial.unlink()
                 raise
+        with suppress(OSError):  # without it, a crash of the whole machine may bring back the file before it
+            sync(self._path.parent)
         self._every, self._dense = every, bool(dense)
         handle, self._handle = self._handle, -1
         with suppress(OSError):

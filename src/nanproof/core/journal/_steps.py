@@ -6,7 +6,9 @@ import gzip
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,6 +44,9 @@ class StepFile:
         self._folder, self._marks = folder, marks
         with open_regular(self.lines.path) as file:
             self._number = number_of(file)
+        newest = max((number for number, _ in earlier(folder, sys.maxsize)), default=0)
+        if newest > self._number:  # the line that says which part this is has been lost: those that are there stay
+            self._number = newest + 1
         self._earlier = sum(path.stat().st_size for _, path in earlier(folder, self._number))
         self._due = 0
         """Bytes before which no rotation is tried again."""
@@ -58,7 +63,7 @@ class StepFile:
     def rotate(self) -> bool:
         """Begin the next part if this one has grown. Return whether it was done: a full disk puts it off."""
         limit = max(min(max(self.SMALLEST, self._earlier // 6), self.LARGEST), self._due)
-        path, size = self.lines.path, self.lines.size
+        path, size, kept = self.lines.path, self.lines.size, 0
         if size < limit or self.lines.waits:
             return False
         try:
@@ -68,10 +73,17 @@ class StepFile:
         except OSError as error:
             log.debug("nanproof: %s goes on as it is: %s", path, error)
             self._due = size + self.SMALLEST
-            return False
+            if not self._is_begun():
+                return False
         self._earlier, self._number, self._due = self._earlier + kept, self._number + 1, 0
         self.lines.reopen()
         return True
+
+    def _is_begun(self) -> bool:
+        """Return whether the next part is in its place, though something went wrong after that: the folder was not flushed."""
+        with suppress(OSError), open_regular(self.lines.path) as file:
+            return number_of(file) == self._number + 1
+        return False
 
     def _put_away(self) -> int:
         """Write the compressed part; return how many bytes it has. A file of an earlier version can be larger than a part may be,

@@ -88,20 +88,25 @@ def _write(
     for number in gone:
         states.pop(number, None)
     try:
-        waiting = iter(handles)
-        for number, blocks in new.items():
-            states[number] = {}
-            for size, inside in blocks:
-                block = mapped(next(waiting), size)
-                states[number].update({name: part(block, start, dtype, shape) for name, start, dtype, shape in inside})
-    finally:
-        for handle in handles:
-            os.close(handle)
-    tensors: dict[str, Tensor] = {}
-    for number, names in use:
-        there = states[number]
-        tensors.update(there if names is None else {name: there[name] for name in names})
-    store.write(step, tensors, pickle.loads(host), own)
+        try:
+            waiting = iter(handles)
+            for number, blocks in new.items():
+                states[number] = {}
+                for size, inside in blocks:
+                    block = mapped(next(waiting), size)
+                    states[number].update({name: part(block, start, dtype, shape) for name, start, dtype, shape in inside})
+        finally:
+            for handle in handles:
+                os.close(handle)
+        tensors: dict[str, Tensor] = {}
+        for number, names in use:
+            there = states[number]
+            tensors.update(there if names is None else {name: there[name] for name in names})
+        store.write(step, tensors, pickle.loads(host), own)
+    except BaseException:
+        for number in new:  # the run does not count on them, and would never say that they are gone
+            states.pop(number, None)
+        raise
 
 
 def _promote(

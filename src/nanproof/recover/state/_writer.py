@@ -175,6 +175,8 @@ class Writer:
 
     def _stop(self) -> str:
         """Make sure that the process is gone. Returns how it ended."""
+        if os.getpid() != self._owner:  # a forked process: it is not its own, and nobody there gives the lock back
+            return "ended"
         with self._starting:
             process, self._process = self._process, None
             channel, self._channel = self._channel, None
@@ -182,7 +184,7 @@ class Writer:
         self._there.clear()
         if channel is not None:
             channel.close()
-        if process is None or os.getpid() != self._owner:
+        if process is None:
             return "ended"
         if process.poll() is None:
             process.kill()

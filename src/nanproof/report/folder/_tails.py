@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from nanproof._access import open_regular, parse_json, whole_lines
 from nanproof._records import NOT_A_RECORD
 from nanproof.files._blocks import HEADER, NORMS, STEP, Block, BlockReader, unpacked_columns
 from nanproof.files._parts import STEPS, THINNED, earlier, number_of, part_lines
+
+_ACTIONS = 50
+"""Kinds of action that steps are counted by."""
 
 
 class Tail:
@@ -55,6 +59,10 @@ class StepTail(Tail):
         self._folder = folder
         self._part = 0
         """The part that is being read; 0 before the first."""
+        self._away = False
+        """Whether what was read of it was in an earlier part."""
+        self._seen: Counter[str] = Counter()
+        """How many steps of each action were read of it before that."""
         self._time = 0.0
         """Of the newest line."""
 
@@ -73,18 +81,24 @@ class StepTail(Tail):
                 if number < self._part:
                     continue
                 if number > self._part:
-                    self._part, self._offset = number, 0
+                    self._begin(number)
                 start = self._offset
                 yield from self._of_part(path, most)
                 most -= self._offset - start
                 if most <= 0:
                     return
-                self._part, self._offset = number + 1, 0
+                self._begin(number + 1)
             if part > self._part:
-                self._part, self._offset = part, 0
+                self._begin(part)
             for data in self._rest(file, most):
                 self._note(data)
+                if (action := _action(data)) and (action in self._seen or len(self._seen) < _ACTIONS):
+                    self._seen[action] += 1
                 yield data
+
+    def _begin(self, part: int) -> None:
+        self._part, self._offset, self._away = part, 0, False
+        self._seen.clear()
 
     def _of_part(self, path: Path, most: int) -> Iterator[Any]:
         """The rest of an earlier part. One that was thinned since it was read so far is shorter: of it, what is newer."""
@@ -92,15 +106,36 @@ class StepTail(Tail):
         for text, _ in part_lines(path):
             thinned = text.startswith(THINNED)
             break
-        newer = self._time if thinned and start else None
-        for text, offset in part_lines(path, 0 if newer is not None else start):
+        shorter = thinned and start > 0 and not self._away
+        self._away = True
+        if shorter:
+            yield from self._newer(path)
+            return
+        for text, offset in part_lines(path, start):
             data = _json(text)
-            if newer is None or (isinstance(moment := _time(data), float) and moment > newer):
+            self._note(data)
+            yield data
+            self._offset = offset
+            if offset - start >= most:
+                return
+
+    def _newer(self, path: Path) -> Iterator[Any]:
+        newer, left_out = self._time, None
+        for text, offset in part_lines(path):
+            self._offset = offset
+            data = _json(text)
+            moment = _time(data)
+            if text.startswith(THINNED):
+                left_out = data
+            elif moment is not None and moment > newer:
                 self._note(data)
                 yield data
-            self._offset = offset
-            if newer is None and offset - start >= most:
-                return
+            elif action := _action(data):
+                self._seen[action] -= 1
+        if isinstance(left_out, dict) and isinstance(counts := left_out.get("left_out"), dict):
+            # of those that are left out, some were read when they were there
+            fewer = {a: max(0, n - self._seen[a]) if isinstance(n, int) else n for a, n in counts.items()}
+            yield {**left_out, "left_out": fewer}
 
     def _note(self, data: Any) -> None:
         self._time = max(self._time, _time(data) or 0.0)
@@ -137,6 +172,11 @@ class BlockTail:
                         yield block, *self._reader.names_of(block), unpacked_columns(payload)
                     except NOT_A_RECORD:
                         continue
+
+
+def _action(data: Any) -> str:
+    found = data.get("action") if isinstance(data, dict) and data.get("kind") == "step" else ""
+    return found if isinstance(found, str) and len(found) <= 40 else ""
 
 
 def _time(data: Any) -> float | None:
