@@ -176,4 +176,4 @@ def test_clipping_all_gradients_at_once_gives_torchs_bits_and_the_norms_from_bef
     history = list(read_steps(tmp_path / "records"))
     norms, _ = json.loads(plain.stdout)
     for record, expected in zip(history, norms, strict=True):
-        assert record.by_parameter == pytest.approx(expected, rel=1e-5)
+        assert record.by_parameter == pytest.approx(expected, rel=2e-3)  # norms.bin has three digits

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from nanproof.core import _telemetry as telemetry
+from nanproof.core.journal._lines import cut_broken_line
 from nanproof.recover.data._loaders import wrap
 from nanproof.recover.data._quarantine import FILE, Entry, Quarantine, sample_hash
 
@@ -147,7 +147,7 @@ def test_a_line_that_another_process_appends_meanwhile_is_not_cut_off(tmp_path, 
             return found
 
     monkeypatch.setattr(os, "fdopen", lambda handle, mode: Slow(io.FileIO(handle, "r+")))
-    telemetry.cut_broken_line(path)
+    cut_broken_line(path)
     assert path.read_text() == "{}\n[]\n"
 
 

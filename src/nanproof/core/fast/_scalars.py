@@ -69,7 +69,7 @@ class Scalars:
         clip = 1.0
         if max_norm is not None:
             limit = level.auto_limit() if isinstance(max_norm, str) else max_norm
-            clip = (total + 1e-6) / limit if limit else math.inf
+            clip = (total + 1e-6) / limit if limit else (total + 1e-6) * math.inf
             clip = clip if clip > 1 else 1.0
         head = (own, total, clip, bad, spike, 0.0, place, 0.0, *level.mean, *level.spread, level.size, held)
         skip = bad or held
