@@ -166,8 +166,10 @@ def small_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def measure_small(device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """One save of small models, by the process and by the thread."""
-    rows = {}
+    """One save of small models, by the process and by the thread. Training takes one core: with a training that takes all
+    of them, whoever writes takes its time from it."""
+    rows, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
     for layers in (6, 12, 31, 62):
         for who in ("process", "thread"):
             bench = Bench(device, layers)
@@ -176,6 +178,7 @@ def measure_small(device: str, rounds: int) -> dict[str, dict[str, float]]:
             rows[name] = bench.extra(steps, rounds, disk=steps, thread=who == "thread")
             print(f"{name:44} {rows[name]}", flush=True)
             shutil.rmtree(bench.folder, ignore_errors=True)
+    torch.set_num_threads(threads)
     return rows
 
 
