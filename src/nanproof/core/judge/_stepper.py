@@ -193,18 +193,26 @@ class Stepper(Judge):
         self._shares: tuple[Present, list[list[int]]] | None = None
 
     def _capturing(self) -> Captures | None:
-        """Graphs of the optimizer's part, where the policy asks for them and all of it can be captured."""
-        paths, tensors = getattr(self._path, "paths", ()), self.parameters.tensors
-        on_one = all(is_plain(p) and p.device == self.parameters.device for p in tensors)
-        judged_here = self.scale is None and self.weights is None and not self.ranks.several
-        if not (self.policy.capture and judged_here and on_one and all(isinstance(path, DevicePath) for path in paths) and paths):
+        """Graphs of the optimizer's part, where the policy asks for them."""
+        if not self.policy.capture:
             return None
-        device = self.parameters.device
-        if device.type != "cuda":
-            return None
-        for path in paths:
+        device, paths = self.parameters.device, getattr(self._path, "paths", ())
+        captures = Captures(lambda: CudaGraph(device))
+        captures.why_not = self._uncapturable()
+        for path in paths if not captures.why_not else ():
             path.captured = True
-        return Captures(lambda: CudaGraph(device))
+        return captures
+
+    def _uncapturable(self) -> str:
+        """Why the optimizer's part of a step cannot be one graph; empty where it can."""
+        device, paths = self.parameters.device, getattr(self._path, "paths", ())
+        if device.type != "cuda" or not all(is_plain(p) and p.device == device for p in self.parameters.tensors):
+            return "weights are not whole tensors on one CUDA device"
+        if not paths or not all(isinstance(path, DevicePath) for path in paths):
+            return "the optimizer is not one of torch's fused ones"
+        if self.scale is not None or self.weights is not None:
+            return "a loss scale is used, or weights are looked at after each step"
+        return "several ranks decide together" if self.ranks.several else ""
 
     def _watch_steps(self) -> list[Any]:
         watched = [holder for holder in holders_of(self.optimizer) if hasattr(holder, "_optimizer_step_pre_hooks")]
