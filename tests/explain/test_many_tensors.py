@@ -23,8 +23,9 @@ from nanproof.explain.replay._replay import Replay
 from zoo.many_tensors import FAULTS, ManyTensors, loss_fn
 
 TENSORS = 2000
-RUNS = 4
-"""Runs of the step that a diagnosis of it takes: survey, one or two traces, a trial."""
+RUNS = 8
+"""Runs of the step that a diagnosis of it may take: survey, one or two traces, a trial, and two to see how long a rehearsal of 84
+would take."""
 TRACED = {"NaN in the batch": 3.1, "a weight of 1e38": 2.1, "a batch of 1e30": 2.1, "root of 0, in the backward": 2.6}
 """Operations that are traced, for every layer of the model. A whole trace takes 8 a layer; the loss alone, a handful."""
 

@@ -1,5 +1,6 @@
 """The verdict in Python's numbers against the same verdict in tensors, which is the reference."""
 
+import itertools
 import math
 
 import pytest
@@ -34,17 +35,20 @@ def _step(step, generator):
     return norms, loss, kind
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5, 0.0, "auto"])
-@pytest.mark.parametrize("skip_spikes", [True, False])
-@pytest.mark.parametrize("loss_decides", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+SETTINGS = [
+    *itertools.product([None, 0.5, 0.0, "auto"], [True, False], [True, False], [torch.float32]),
+    ("auto", True, True, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("max_norm", "skip_spikes", "loss_decides", "dtype"), SETTINGS)
 def test_it_decides_and_learns_as_the_reference_does(max_norm, skip_spikes, loss_decides, dtype):
-    """400 steps with NaN, Inf, an overflowing norm, spikes, a new level, bad buffers, gradients of 0 and a latch."""
+    """260 steps with NaN, Inf, an overflowing norm, spikes, a new level, bad buffers, gradients of 0 and a latch."""
     generator = torch.Generator().manual_seed(3)
     stats = [RunningStats(CPU, dtype, 20, 8.0) for _ in range(2)]
     latches = [torch.zeros(()) for _ in range(2)]
     scalars = Scalars()
-    for step in range(400):
+    for step in range(260):
         norms, loss, kind = _step(step, generator)
         norms, loss = norms.to(dtype), loss.to(dtype)
         buffer = torch.tensor(17 if kind == 6 else 0)
