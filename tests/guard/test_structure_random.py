@@ -19,7 +19,7 @@ from guard.guarding import INF, NAN
 from guard.structures import Loop, Net, samples, spoiled, swap
 from toys import differences
 
-QUICK, ALL = 60, 1120
+QUICK, ALL = 40, 1120
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], list[Any]]] = {
     "AdamW-fused": lambda ps: [torch.optim.AdamW(ps, lr=1e-2, fused=True)],
     "AdamW-foreach": lambda ps: [torch.optim.AdamW(ps, lr=1e-2, foreach=True)],
