@@ -93,7 +93,7 @@ class Captures:
     def description(self) -> str:
         if self.why_not:
             return f"not captured: {self.why_not}"
-        return "captured as a CUDA graph" if self._graphs else "to be captured as a CUDA graph"
+        return "captured as a CUDA graph" if self.replays else "to be captured as a CUDA graph"
 
     def take(self, key: Hashable, inputs: Sequence[Tensor | None], prepare: Prepare) -> Verdict | None:
         """Replay the graph for this key over these inputs. None, with nothing done, where there is none yet."""
@@ -138,8 +138,12 @@ class Captures:
         captured = self._graphs[key] = _Captured(graph, kept, own, verdict)
         return captured
 
-    def _stop(self, why: str) -> None:
-        self.why_not = why
+    def close(self) -> None:
+        """Free the memory of the graphs."""
         self._graphs.clear()
         self._met.clear()
+
+    def _stop(self, why: str) -> None:
+        self.why_not = why
+        self.close()
         log.info("nanproof: the optimizer's part of a step is not captured: %s", why)

@@ -209,11 +209,11 @@ class DevicePath:
         """Its steps may be captured."""
 
     def step(self, skip: Tensor, divisor: Tensor | None, gradients: list[Tensor], present: Present) -> None:
-        fused = self._fused
-        if fused is not None and fused.present is present and fused.take(skip, divisor, gradients):
+        fused = self.fused(present)
+        if fused is not None and fused.take(skip, divisor, gradients):
             return
         self._own_step(skip, divisor)
-        if fused is None or fused.present is not present or fused.outdated:
+        if fused is None or fused.outdated:
             self._fused = FusedStep(self.optimizer, present, gradients, self.own_hooks, self.captured)
 
     def fused(self, present: Present) -> FusedStep | None:

@@ -161,24 +161,23 @@ class Parameters:
         """The gradients that are there, as `gradients` returns them, without a loop in Python: a step asks for them."""
         gradients: list[Any] = list(map(_grad, self.tensors))
         absent = list(map(is_, gradients, repeat(None)))
-        present = self._present
-        same = present is not None and absent == present.absent
-        there = present.there if same and present is not None else list(map(not_, absent))
-        if len(gradients) != sum(there):
+        known = self._present if self._present is not None and self._present.absent == absent else None
+        there = list(map(not_, absent)) if known is None else known.there
+        tensors = list(compress(self.tensors, there)) if known is None else known.parameters
+        if len(tensors) != len(gradients):
             gradients = list(compress(gradients, there))
-        tensors = present.parameters if same and present is not None else list(compress(self.tensors, there))
         try:
             laid_out = list(map(_stride, gradients)) == list(map(_stride, tensors))
-        except (RuntimeError, NotImplementedError):  # sparse ones have no strides, or zeros
+        except RuntimeError:  # a sparse gradient has no strides
             laid_out = False
         strided = True
         if not laid_out:
             gradients = list(map(_like_its_parameter, tensors))
             strided = all(g.layout is torch.strided for g in gradients)
-        if not strided or not same or present is None or not present.holds_for(gradients):
-            present = Present(self.tensors, absent, gradients)
-            self._present = present if strided else None  # a gradient may be sparse in some steps only
-        return present, gradients
+        if known is None or not strided or not known.holds_for(gradients):
+            known = Present(self.tensors, absent, gradients)
+            self._present = known if strided else None  # a gradient may be sparse in some steps only
+        return known, gradients
 
     def norms(self, gradients: list[Tensor], kernels: NormKernels | None = None, present: Present | None = None) -> Tensor:
         """The 2-norm of each gradient, whole across shards, as one vector on `self.device`. `present`: what is known of them.

@@ -666,6 +666,8 @@ class Stepper(Judge):
             hook.remove()
         super().close()
         self._path.close()
+        if self.captures is not None:
+            self.captures.close()
 
     @property
     def outdated(self) -> bool:

@@ -323,8 +323,8 @@ class ScriptRun(Group):
         return 0 if self.guard is None else self._stepper.backwards
 
     def pause(self) -> int:
-        """Another optimizer's step is taken: what its guard runs again to look at it is no business
-        of this one. Return what `go_on` needs."""
+        """Ignore what the guard of another optimizer runs again while that one takes its step. Return what
+        `go_on` needs."""
         self._recorder.paused = True
         return self.backwards
 
