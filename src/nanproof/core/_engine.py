@@ -296,7 +296,7 @@ class Engine:
         attempt.unclipped, self._unclipped = self._unclipped, None
         if attempt.unclipped is not None:
             self._looks += 1
-            held = norms is not None or attempt.unclipped.hold_for(self.judge.parameters.found()[1])
+            held = norms is not None or attempt.unclipped.hold_for(self.judge.parameters.present_gradients()[1])
             self._rewrites = self._rewrites or not held
         self._close_fixes()
         if opened:

@@ -55,7 +55,7 @@ class Pair:
         scale = None if divisor is None else torch.tensor(divisor)
         _reference(self.optimizers[0], flag, scale)
         parameters = Parameters(self.models[1], self.optimizers[1])
-        present, gradients = parameters.found()
+        present, gradients = parameters.present_gradients()
         fused = self._fused
         if fused is not None and fused.present.absent == present.absent and fused.take(flag, scale, gradients):
             self.taken += 1
@@ -289,7 +289,7 @@ def test_sharded_weights_take_the_same_step(tmp_path):
                 model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
             skip, divisor = torch.tensor(float(step == 3)), torch.tensor(2.0)
             _reference(optimizers[0], skip, divisor)
-            present, gradients = Parameters(models[1], optimizers[1]).found()
+            present, gradients = Parameters(models[1], optimizers[1]).present_gradients()
             before = [p._version for p in models[1].parameters()]
             if fused is None:
                 _reference(optimizers[1], skip, divisor)

@@ -84,7 +84,7 @@ def test_a_gradient_that_is_sparse_in_some_steps_only():
         model.zero_grad()
         loss = linear(embedding(torch.tensor([1, 3]))).square().sum()
         (loss if sparse else loss + embedding.weight.sum()).backward()
-        present, gradients = parameters.found()
+        present, gradients = parameters.present_gradients()
         assert gradients[0].is_sparse == sparse
         expected = torch.stack([g.to_dense().norm() for g in gradients])
         torch.testing.assert_close(parameters.norms(gradients, None, present), expected)

@@ -103,7 +103,7 @@ def test_a_copy_on_a_device_goes_through_memory_that_is_shared(tmp_path):
         guard.parts.recovery.snapshots._shared = False
         train(guard, guard.wrap(loader()), 50)
         saver.wait()
-        assert len(writer._twins) == 1 and len(writer._there) == 1
+        assert len(writer._twins) == 1 and len(writer._known) == 1
         assert not warnings() and not any("thread" in line for line in told.lines), told.lines
         plain, _, _ = guarded(folder / "b", wait=False, background=False)
         train(plain, plain.wrap(loader()), 50)

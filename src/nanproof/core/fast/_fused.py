@@ -53,7 +53,7 @@ class _Lists:
         """This rank's parts: through DTensor, a call takes twenty times as long."""
         return list(map(_local, tensors)) if self.sharded else tensors
 
-    def hold(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the state still holds the same tensors, and the settings still ask for them."""
         for name, kept in zip(self.names, self.kept, strict=True):
             if not all(map(is_, map(dict.get, self._states, repeat(name)), kept)):
@@ -105,7 +105,7 @@ class FusedStep:
         """The settings of each list, if the kernels can be called. None where `optimizer.step()` has to take the step."""
         if not (self._known and _is_plain(self._optimizer, self._own_hooks)):
             return None
-        self.outdated = not self._hold()
+        self.outdated = not self._is_current()
         if self.outdated:
             return None
         adamw = isinstance(self._optimizer, AdamW)
@@ -150,7 +150,7 @@ class FusedStep:
         """Where its weights and its state lie."""
         return [address for lists in self._lists for address in map(_data_ptr, chain(lists.parameters, *lists.kept))]
 
-    def _hold(self) -> bool:
+    def _is_current(self) -> bool:
         groups, states = self._optimizer.param_groups, self._optimizer.state
         return (
             len(groups) == len(self._groups)
@@ -158,7 +158,7 @@ class FusedStep:
             and self._sizes_now() == self._sizes
             and len(states) == len(self._states)
             and all(map(is_, states.values(), self._states))
-            and all(map(_Lists.hold, self._lists))
+            and all(map(_Lists.is_current, self._lists))
         )
 
     def _sizes_now(self) -> list[int]:

@@ -1,5 +1,4 @@
-"""Writer: writes a run's files in a thread of its own. It works in batches, so that it seldom takes the interpreter away from
-training."""
+"""Writer: write a run's files in a separate thread, in batches, so that it rarely takes the interpreter away from training."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Lost:
 
 File = TypeVar("File", LineFile, StepFile, NormFile)
 Job = StepRecord | tuple[Incident | Forecast, float] | Lost | threading.Event | str | None
-"""What the writer does: write a record, say what was lost, say that it has come so far, write a line as it is, or end (None)."""
+"""What the writer does: write a record, report lost steps, set an event, write a line as it is, or end (None)."""
 
 
 class Writer:
@@ -76,7 +75,7 @@ class Writer:
                 return
 
     def work(self, jobs: Sequence[Job]) -> None:
-        """Do some jobs, in order. Steps that follow each other are written together."""
+        """Do the jobs in order. Consecutive steps are written together."""
         steps: list[StepRecord] = []
         for job in jobs:
             if isinstance(job, StepRecord):
@@ -99,7 +98,7 @@ class Writer:
         return file
 
     def _safely(self, act: Callable[..., object], *given: object) -> None:
-        """Do something. A mistake in here is told once, and the rest is written."""
+        """Call a function. Log an exception once, and go on with the rest."""
         try:
             act(*given)
         except Exception:

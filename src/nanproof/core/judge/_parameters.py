@@ -76,15 +76,18 @@ class NormKernels(Protocol):
 
 
 class Present:
-    """Which parameters have a gradient, and of what kind the gradients are. `Parameters.found` returns the same object for as
-    long as none of that changes, so what follows from it is computed once and compared by identity."""
+    """Which parameters have a gradient, and what the gradients are like.
+
+    `Parameters.present_gradients` returns the same object until any of that changes, so what follows from it is computed once and
+    compared by identity.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], absent: list[bool], gradients: list[Tensor]) -> None:
         self.absent = absent
-        self.there = list(map(not_, absent))
-        self.indices = [i for i, there in enumerate(self.there) if there]
-        """Of the parameters that have a gradient."""
-        self.parameters = list(compress(parameters, self.there))
+        self.mask = list(map(not_, absent))
+        self.indices = [i for i, has_one in enumerate(self.mask) if has_one]
+        """Positions of the parameters that have a gradient."""
+        self.parameters = list(compress(parameters, self.mask))
         self.dtypes = frozenset(map(_dtype, self.parameters))
         self.number = next(_numbers)
         self._types = list(map(type, gradients))
@@ -157,15 +160,18 @@ class Parameters:
         both with one index and would be silently wrong."""
         return [_like_its_parameter(self.tensors[i]) for i in present]
 
-    def found(self) -> tuple[Present, list[Tensor]]:
-        """The gradients that are there, as `gradients` returns them, without a loop in Python: a step asks for them."""
+    def present_gradients(self) -> tuple[Present, list[Tensor]]:
+        """Return the gradients that exist, laid out as `gradients` does it, and what they are like.
+
+        Called at every step, so it runs no loop in Python.
+        """
         gradients: list[Any] = list(map(_grad, self.tensors))
         absent = list(map(is_, gradients, repeat(None)))
         known = self._present if self._present is not None and self._present.absent == absent else None
-        there = list(map(not_, absent)) if known is None else known.there
-        tensors = list(compress(self.tensors, there)) if known is None else known.parameters
+        mask = list(map(not_, absent)) if known is None else known.mask
+        tensors = list(compress(self.tensors, mask)) if known is None else known.parameters
         if len(tensors) != len(gradients):
-            gradients = list(compress(gradients, there))
+            gradients = list(compress(gradients, mask))
         try:
             laid_out = list(map(_stride, gradients)) == list(map(_stride, tensors))
         except RuntimeError:  # a sparse gradient has no strides

@@ -341,7 +341,7 @@ class Stepper(Judge):
 
     def norms(self) -> Norms:
         """Read the norms of the gradients now, for a loop that asks for them before its step."""
-        found, gradients = self.parameters.found()
+        found, gradients = self.parameters.present_gradients()
         return Norms.of(self.parameters.norms(gradients, self.kernels, found), gradients)
 
     def unscaled(self, norm: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ class Stepper(Judge):
             terms = [terms_of(loss)]
         probes = list(self._probes)
         self._probes.clear()
-        found, gradients = parameters.found()
+        found, gradients = parameters.present_gradients()
         present = found.indices
         if not present and not again and not parameters.foreign and not self._inside and self.policy.copy is not True:
             raise UsageError(

@@ -136,7 +136,7 @@ class FolderLock:
 
 
 def _wait_for_helper(handle: int) -> None:
-    """Until no process writes any more for the one that had this lock before."""
+    """Wait until no helper process still writes on behalf of the last holder of this lock."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

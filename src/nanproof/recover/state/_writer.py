@@ -1,4 +1,4 @@
-"""Writer: has checkpoints written by a process of their own, so that training never waits for Python's lock.
+"""Writer: write checkpoints in a separate process, so that training never waits for Python's lock.
 
 torch plans and pickles a checkpoint in Python. In a thread, that takes a model of hundreds of small tensors the time of ten to
 forty steps, as the thread and training take turns. Here the thread only sends a few kilobytes and waits. The tensors lie in
@@ -38,9 +38,9 @@ from nanproof.recover.state._store import NotWritten, Store
 log = logging.getLogger("nanproof")
 
 _DEATHS = 3
-"""After so many, the thread writes."""
+"""How often the process may die before the thread takes over for good."""
 _LONGEST_START = 300.0
-"""Seconds: torch may come over a network that a thousand other processes read from."""
+"""Seconds. Importing torch can be slow from a network file system that many processes read."""
 
 
 class Gone(Exception):
@@ -48,7 +48,7 @@ class Gone(Exception):
 
 
 class Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used."""
 
     pid: int
 
@@ -58,7 +58,7 @@ class Process(Protocol):
 
 
 def launch(channel: socket.socket, folder: Path, keep: int) -> Process:
-    """Start the process; it has its end of the socket from us, and no other file."""
+    """Start the process. It inherits its end of the socket and no other file."""
     here = str(Path(nanproof.__file__).parents[1]), str(Path(torch.__file__).parents[1])
     paths = [os.path.abspath(path) for path in (*sys.path, *here)]
     arguments = f"{channel.fileno()}, {os.getpid()}, {str(folder)!r}, {keep}"
@@ -104,7 +104,7 @@ class Writer:
         self._began = 0.0
         self._answered = False
         self._deaths = 0
-        self._there: set[int] = set()
+        self._known: set[int] = set()
         """Numbers of the arenas that the process has."""
         self._sent: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
         """Those of them that are still in use."""
@@ -181,7 +181,7 @@ class Writer:
             process, self._process = self._process, None
             channel, self._channel = self._channel, None
             self._answered = False
-        self._there.clear()
+        self._known.clear()
         if channel is not None:
             channel.close()
         if process is None:
@@ -207,9 +207,9 @@ class Writer:
         readable = {arena: self._readable(arena) for arena in places}
         self._twins = [arena for arena in readable.values() if arena in self._twins or arena not in places]
         numbers = {arena.number: arena for arena in readable.values()}
-        new = [number for number in numbers if number not in self._there]
-        gone = [number for number in self._there if number not in self._sent]
-        told = {
+        new = [number for number in numbers if number not in self._known]
+        gone = [number for number in self._known if number not in self._sent]
+        message = {
             "step": snapshot.step,
             "new": {number: _layout(numbers[number]) for number in new},
             "gone": gone,
@@ -217,9 +217,9 @@ class Writer:
             "host": host,
             "own": sorted(snapshot.own),
         }
-        self._ask("write", store, told, [block.handle for number in new for block in numbers[number].shared.values()])
+        self._ask("write", store, message, [block.handle for number in new for block in numbers[number].shared.values()])
         self._sent.update(numbers)
-        self._there = {*self._there, *new} - {*gone}
+        self._known = {*self._known, *new} - {*gone}
 
     def promote(self, store: Store, step: int, healthy: int, preempted: bool) -> None:
         """As `Store.promote`. Raises `Gone` if the process ended."""
@@ -239,10 +239,10 @@ class Writer:
                 twin.blocks[device].copy_(block)
         return twin
 
-    def _ask(self, what: str, store: Store, told: dict[str, Any], handles: Sequence[int] = ()) -> None:
+    def _ask(self, what: str, store: Store, message: dict[str, Any], handles: Sequence[int] = ()) -> None:
         assert self._channel is not None
         try:
-            send(self._channel, (what, {**told, "findings": store.findings}), handles)
+            send(self._channel, (what, {**message, "findings": store.findings}), handles)
             (_, (trouble, findings, lines)), _ = receive(self._channel)
         except (EOFError, OSError):
             self._deaths += 1
